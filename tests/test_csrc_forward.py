@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_refused(small: Native) -> None:
     for wrong in FORWARDS:
         with pytest.raises(RuntimeError, match="sizes that do not fit"):
             small.forward(**{"tokens": [0], "row": [0], "slot": [0], **wrong})
-    room = {"drafted": np.empty(CAPACITY + 1, np.int32), "chances": np.empty(CAPACITY + 1, np.float32)}
+    room = {"drafted": np.empty(CAPACITY + 1, np.int32), "probabilities": np.empty(CAPACITY + 1, np.float32)}
 
     def chain(pending: Sequence[int] = (1,), **wrong: int) -> int:
         asked = {"row": 0, "length": 0, "count": 1, "most": 3, "turn": 1, "top_p": 1} | wrong

@@ -19,7 +19,7 @@ from forerun.api.layers import load_pre_verifier
 from forerun.api.loading import load_model
 from forerun.engine.acceptance import Verdict
 from forerun.engine.sequence import Request, Sequence
-from forerun.heads.pre_verifier import UNKNOWN, law_of
+from forerun.heads.pre_verifier import UNKNOWN, certainty_of
 from forerun.methods import AR, Pacer, method
 from forerun.methods.pacer import PacerStop
 from forerun.model.causal_lm import CausalLM
@@ -30,7 +30,7 @@ from forerun.train.rollout import FIELDS, roll_out
 from forerun.train.texts import Conversation, Texts, of_chats
 
 PROMPTS = [[5, 6, 7, 5, 6], [9, 3], [8, 8, 4, 1, 2, 3, 7]]
-LAWS = ("entropy", "top", "history")
+BOTH = ("entropy", "top", "history")
 DRAWN = {"temperature": 0.7, "top_p": 0.9, "seed": 3}
 WINDOW: Any = {"prompt": 16, "output": 40}  # of text
 RECIPE = Recipe(sequences=12, anchors=5, depth=6, sampled_depth=4, steps=6, batch=8, held=0.5, **WINDOW)
@@ -48,9 +48,11 @@ def test_laws_are_those_of_training(name: str, options: dict[str, Any], monkeypa
     target = tiny("llama")
     draft = noisy_copy(target, 0.03)
     found: dict[tuple[int, ...], tuple[float, float]] = {}
-    law = PacerStop.law
-    monkeypatch.setattr(PacerStop, "law", lambda self, seq: found.setdefault(tuple(seq.tokens), law(self, seq)))
-    layer = random_layer(target, draft, inputs=LAWS)
+    certainty = PacerStop.certainty
+    monkeypatch.setattr(
+        PacerStop, "certainty", lambda self, seq: found.setdefault(tuple(seq.tokens), certainty(self, seq))
+    )
+    layer = random_layer(target, draft, inputs=BOTH)
     settings = method(name, block=2, threshold=0.4, most=6)
     decoder = Decoder(target, None, draft, settings, guard=False, pre_verifier=layer)
     done = decoder.generate(PROMPTS, max_new_tokens=40, ignore_eos=True, **options)
@@ -65,7 +67,7 @@ def test_laws_are_those_of_training(name: str, options: dict[str, Any], monkeypa
         sampler = Sampler(False, judge.processors(config, 1))
     texts = of_chats([conversation(prompt, row.tokens) for prompt, row in zip(PROMPTS, done, strict=True)])
     drafts = roll_out(judge, CausalLM(draft), texts, None, 1, sampler, torch.Generator().manual_seed(0))
-    places = zip(drafts["rows"].tolist(), drafts["anchors"].tolist(), drafts["law"].tolist(), strict=True)
+    places = zip(drafts["rows"].tolist(), drafts["anchors"].tolist(), drafts["certainty"].tolist(), strict=True)
     trained = {tuple(texts.tokens[row, : anchor + 1].tolist()): both for row, anchor, both in places}
     assert len(trained) == 3 * 40
     assert len(found) > 30 and found.keys() <= trained.keys()
@@ -79,30 +81,30 @@ def test_laws_by_hand() -> None:
     scores = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, -torch.inf, -torch.inf], [0.0, -200.0, -200.0, -200.0]])
     expected = torch.tensor([[4.0, 0.25], [2.0, 0.5], [1.0, 1.0]])
     expected[:, 0].log_()
-    torch.testing.assert_close(law_of(scores), expected)
-    torch.testing.assert_close(law_of(scores.bfloat16()), expected)
+    torch.testing.assert_close(certainty_of(scores), expected)
+    torch.testing.assert_close(certainty_of(scores.bfloat16()), expected)
 
 
 def test_a_law_is_forgotten_where_a_sequence_grows_unobserved() -> None:
     """As in a guard's pause. And a layer that does not see laws keeps none."""
-    for names in (LAWS, ("history",)):
+    for names in (BOTH, ("history",)):
         policy = PacerStop(random_layer(inputs=names), 1, 9, 0.5)
         seqs = [Sequence(Request([1, 2], 30), id) for id in range(2)]
         for seq in seqs:
             policy.admit(seq)
-        assert [policy.law(seq) for seq in seqs] == [UNKNOWN] * 2
+        assert [policy.certainty(seq) for seq in seqs] == [UNKNOWN] * 2
         # The first row's scores are of another type, as those that nothing processed may be.
         verdicts = [Verdict([0], 0, 0, False, scores=torch.zeros(4, dtype=torch.bfloat16))]
         verdicts.append(Verdict([0], 0, 0, False, scores=torch.tensor([0.0, 0.0, -torch.inf, -torch.inf])))
         for seq in seqs:
             seq.tokens.append(0)
         policy.observe(seqs, [], verdicts)
-        if names != LAWS:
-            assert [policy.law(seq) for seq in seqs] == [UNKNOWN] * 2
+        if names != BOTH:
+            assert [policy.certainty(seq) for seq in seqs] == [UNKNOWN] * 2
             continue
-        assert [policy.law(seq)[1] for seq in seqs] == [0.25, 0.5]
+        assert [policy.certainty(seq)[1] for seq in seqs] == [0.25, 0.5]
         seqs[0].tokens.append(0)
-        assert policy.law(seqs[0]) == UNKNOWN and policy.law(seqs[1])[1] == 0.5
+        assert policy.certainty(seqs[0]) == UNKNOWN and policy.certainty(seqs[1])[1] == 0.5
 
 
 @pytest.fixture(scope="module")

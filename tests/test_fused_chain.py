@@ -24,7 +24,7 @@ from forerun.methods.chain import Chain, ChainDrafter
 from forerun.methods.confidence import ProductRule
 from forerun.methods.stop import FixedLength
 from forerun.model.causal_lm import CausalLM
-from forerun.sampling.sampler import Drafted, Drawing, Sampler, SamplingDistribution
+from forerun.sampling.sampler import ChainSampling, Drafted, Sampler, SamplingDistribution
 from forerun.sampling.seeded import FLOOR, SeededStream
 
 PROMPT = [5, 9, 12, 5, 9, 30, 31, 5]
@@ -76,13 +76,13 @@ def at_once(
     least: float = 0.0,
     product: float = 0.0,
     ends: Sequence[int] = (),
-    drawing: Drawing | None = None,
+    how: ChainSampling | None = None,
     id: int = 0,
 ) -> Drafted:
     """A draft in one call of C; without distributions if nothing is drawn."""
     assert model.fused_draft is not None
-    found = model.fused_draft(model.cache, id, list(pending), most, least, product, list(ends), drawing)
-    assert drawing is not None or found.probs is None
+    found = model.fused_draft(model.cache, id, list(pending), most, least, product, list(ends), how)
+    assert how is not None or found.probs is None
     return found
 
 
@@ -135,27 +135,27 @@ def test_tokens_of_the_text_are_drafted_beside_the_hot_ones() -> None:
     assert drafts == [rolled(other, [4], 1)[0] for _ in range(12)]
 
 
-@pytest.mark.parametrize("drawing", [None, Drawing(WARM, torch.full((6,), 0.5, dtype=torch.float64))])
-def test_it_ends_where_the_bounds_say(drawing: Drawing | None) -> None:
-    tokens, probs, chances = at_once(begun(small()), drawing=drawing)
+@pytest.mark.parametrize("how", [None, ChainSampling(WARM, torch.full((6,), 0.5, dtype=torch.float64))])
+def test_it_ends_where_the_bounds_say(how: ChainSampling | None) -> None:
+    tokens, probs, probabilities = at_once(begun(small()), how=how)
     if probs is None:
         best, highest = rolled(begun(small()), [7], 6)
-        assert tokens == best and chances == pytest.approx(highest, rel=1e-3)
+        assert tokens == best and probabilities == pytest.approx(highest, rel=1e-3)
     else:
-        assert chances == [float(own[token]) for own, token in zip(probs, tokens, strict=True)]
+        assert probabilities == [float(own[token]) for own, token in zip(probs, tokens, strict=True)]
 
     def count(**bounds: Any) -> int:
-        found = at_once(begun(small()), drawing=drawing, **bounds)
+        found = at_once(begun(small()), how=how, **bounds)
         assert found.tokens == tokens[: len(found.tokens)]
         assert probs is None or torch.equal(found.probs, probs[: len(found.tokens)])
         return len(found.tokens)
 
     assert [count(most=most) for most in (1, 4)] == [1, 4]
-    for place, product in enumerate(torch.tensor(chances).cumprod(0).tolist(), 1):
+    for place, product in enumerate(torch.tensor(probabilities).cumprod(0).tolist(), 1):
         assert count(product=product * 1.0001) == place
-    assert count(least=max(chances) + 1e-3) == 1
-    low = min(range(6), key=chances.__getitem__)
-    assert count(least=chances[low] * 1.0001) == low + 1
+    assert count(least=max(probabilities) + 1e-3) == 1
+    low = min(range(6), key=probabilities.__getitem__)
+    assert count(least=probabilities[low] * 1.0001) == low + 1
     assert count(ends=(tokens[2], 1)) == tokens.index(tokens[2]) + 1
     many = range(40, 130)
     assert count(ends=many) == next((place for place, token in enumerate(tokens, 1) if token in many), 6)
@@ -275,7 +275,7 @@ def test_drafts_are_sampled_from_the_given_distributions(sampling: SamplingDistr
     """Each token stands where its number falls in the distribution that transformers makes of the model's logits."""
     numbers = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for _ in range(4):
-        tokens, probs, _ = at_once(begun(small(hot=hot)), [7, 31], drawing=Drawing(sampling, numbers))
+        tokens, probs, _ = at_once(begun(small(hot=hot)), [7, 31], how=ChainSampling(sampling, numbers))
         assert probs is not None and len(tokens) == 6
         other, before = begun(small(hot=hot)), [7, 31]
         # Where a token stands among tokens is C's to say: hot tokens have an order of their own.
@@ -302,8 +302,8 @@ def test_a_seed_drafts_its_streams_tokens(sampling: SamplingDistribution, scale:
     for number in range(200):
         streams = [SeededStream(5, number).at(position) for position in range(4)]
         one, other = begun(model.fresh()), begun(model.fresh())
-        drawing = Drawing(sampling, None, [stream.key for stream in streams], 130 + more)
-        tokens, probs, _ = at_once(one, most=4, drawing=drawing)
+        how = ChainSampling(sampling, None, [stream.key for stream in streams], 130 + more)
+        tokens, probs, _ = at_once(one, most=4, how=how)
         assert probs is None
         for before, token, stream in zip([7, *tokens], tokens, streams, strict=False):
             _, (logits,), _ = other.roll([0], [[before]], 1, other.vocab_size)
@@ -349,8 +349,8 @@ def test_output_of_sampled_calls_follows_the_targets_distribution(verification: 
 
 def test_logits_that_are_not_numbers_end_a_sampled_draft() -> None:
     model = small(hot=True, change=lambda weight: weight[3].fill_(torch.nan))
-    drawing = Drawing(SamplingDistribution(), torch.zeros(3, dtype=torch.float64))
-    tokens, probs, _ = at_once(begun(model), most=3, drawing=drawing)
+    how = ChainSampling(SamplingDistribution(), torch.zeros(3, dtype=torch.float64))
+    tokens, probs, _ = at_once(begun(model), most=3, how=how)
     assert tokens == [] and probs is not None and len(probs) == 0
 
 

@@ -238,9 +238,9 @@ def test_special_tokens_and_chat_template(tmp_path: Path) -> None:
 def test_tokenizers_that_cannot_be_had(tmp_path: Path) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"tokenizer": False}, "it has no tokenizer"),
-        ({"pre": "new"}, "cuts texts as 'new'; known are default, gpt-2, smollm"),
+        ({"pre": "new"}, "pre-tokenizer is 'new'; known are default, gpt-2, smollm"),
         ({"metadata": {"tokenizer.ggml.eos_token_id": 400}}, "eos_token_id is 400; there are 320 tokens"),
-        ({"metadata": {"tokenizer.ggml.model": "abc"}}, "of the kind 'abc'; known are gpt2, llama"),
+        ({"metadata": {"tokenizer.ggml.model": "abc"}}, "of kind 'abc'; known are gpt2, llama"),
     ]
     for changes, message in refused:
         with pytest.raises(ValueError, match=rf"a\.gguf.*{message}"):

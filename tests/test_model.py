@@ -155,9 +155,9 @@ LLAMA4 = {"intermediate_size_mlp": 16, "num_local_experts": 1, "head_dim": 8, "n
 
 def test_what_cannot_run_trees_is_refused() -> None:
     for name, settings, reason in (
-        ("GPTNeoForCausalLM", {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}, "takes positions from"),
-        ("FalconForCausalLM", {"alibi": True}, "takes positions"),
-        ("RobertaForCausalLM", {"is_decoder": True}, "takes positions"),
+        ("GPTNeoForCausalLM", {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}, "counts positions by"),
+        ("FalconForCausalLM", {"alibi": True}, "counts positions by"),
+        ("RobertaForCausalLM", {"is_decoder": True}, "counts positions by"),
         ("MambaForCausalLM", {}, "roll back"),
         ("Llama4ForCausalLM", LLAMA4, "roll back.*chunked_attention"),
         ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}, "roll back.*conv"),

@@ -22,7 +22,7 @@ from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
 from forerun.heads.echo import SIZES, Echo
-from forerun.heads.pre_verifier import INPUTS, LEAST, UNKNOWN, USUAL, PreVerifier, law_of
+from forerun.heads.pre_verifier import INPUTS, LEAST, UNKNOWN, USUAL, PreVerifier, certainty_of
 from forerun.heads.quick import Array, QuickPreVerifier
 from forerun.methods import Pacer
 from forerun.methods.ar import PlainDrafter
@@ -71,13 +71,13 @@ def test_block_by_block_is_the_same_as_at_once(kind: str) -> None:
         layer = varied(random_layer(kind=kind, inputs=INPUTS, depth=7))
     quick = QuickPreVerifier(layer)
     given, runs = inputs(4, 10, layer.config.draft_size), torch.rand(4, 3) * 9
-    law = law_of(3 * torch.randn(4, 60))
-    law[1] = torch.tensor(UNKNOWN)
+    certainty = certainty_of(3 * torch.randn(4, 60))
+    certainty[1] = torch.tensor(UNKNOWN)
     with torch.no_grad():
-        logits, survival = layer(runs, **given, law=law)
+        logits, survival = layer(runs, **given, certainty=certainty)
     if kind == "acceptance":
         torch.testing.assert_close(survival, logits.sigmoid().cumprod(-1))
-    state, rows = quick.begin(runs.tolist(), law.tolist()), [0, 1, 2, 3]
+    state, rows = quick.begin(runs.tolist(), certainty.tolist()), [0, 1, 2, 3]
     for first, last, left in ((0, 1, [2, 0, 1, 3]), (1, 5, [3, 1, 0]), (5, 8, [2, 0]), (8, 10, [])):
         part = {name: value[rows, first:last] for name, value in given.items()}
         output, state = quick.step(state, **part | {name: part[name].tolist() for name in ("log_q", "echoes")})
@@ -252,14 +252,14 @@ def test_the_layer_is_given_what_it_is_to_see(names: abc.Sequence[str]) -> None:
         ids = torch.tensor(tokens)
         log_q = logits[end - 1 : -1].softmax(-1).gather(-1, ids[:, None]).clamp(min=LEAST).log().T
         p = logits_and_states(target, text[:end])[0][-2].double().softmax(-1)
-        law = [float(torch.special.entr(p).sum()), float(p.max())] if number else [0.0, 0.0]
+        certainty = [float(torch.special.entr(p).sum()), float(p.max())] if number else [0.0, 0.0]
         with torch.no_grad():
             expected, survival = layer(
                 torch.tensor([runs]),
                 log_q,
                 torch.tensor([echoes_of(text[:end], tokens)]),
                 of_draft[None, end - 1 : -1],
-                torch.tensor([law]),
+                torch.tensor([certainty]),
             )
         asked = len(output)
         assert asked == len(tokens) - len(tokens) % block - (block if len(tokens) == 9 else 0)

@@ -142,8 +142,8 @@ def test_a_row_may_draft_beyond_its_context() -> None:
     head, features = head_of(target, max_position_embeddings=16), features_of(target, TEXTS[9])
     for id in (0, 1):
         head.add(id)
-    assert head.guesses(0, 8, 8) and not head.guesses(0, 8, 9) and not head.guesses(0, 0, 3)
-    assert len(head.guess(0, features[:8], TEXTS[9][1:9], 8).tokens) == 8 and head.length(0) == 8
+    assert head.can_draft(0, 8, 8) and not head.can_draft(0, 8, 9) and not head.can_draft(0, 0, 3)
+    assert len(head.draft(0, features[:8], TEXTS[9][1:9], 8).tokens) == 8 and head.length(0) == 8
     state = head.extend([1], [features[:14]], [[3] * 14])
     assert all(bool(found.isfinite().all()) for found in head.roll([1], state, 6)) and head.length(1) == 20
 
@@ -163,13 +163,13 @@ def test_a_chain_in_one_call_is_that_of_many(
     target = CausalLM(tiny("llama"))
     head, calls, found = head_of(target, kind=kind, **FORMS[form]), list[Any](), {}
     head.curves = [[0.5, 1.0, 0.9]] * 8
-    guess = HiddenLM.guess
-    monkeypatch.setattr(HiddenLM, "guess", lambda *given, **more: calls.append(given) or guess(*given, **more))
+    original = HiddenLM.draft
+    monkeypatch.setattr(HiddenLM, "draft", lambda *given, **more: calls.append(given) or original(*given, **more))
     paced: Any = {"block": 2} if is_planned else {}
     for way in ("calls", "many"):
         own = head.fresh()
         if way == "many":
-            monkeypatch.setattr(HiddenLM, "guesses", lambda *_: False)
+            monkeypatch.setattr(HiddenLM, "can_draft", lambda *_: False)
         if kind == "lyanna":
             lyanna = (PacerLyanna if is_planned else Lyanna)(6, reuse=reuse, weight=0.7, **paced)
             drafter: HeadDrafter = LyannaDrafter(lyanna, own, GUESSING)
@@ -204,11 +204,11 @@ def test_a_chain_has_the_bits_of_its_steps(kind: str, form: str, hot: int) -> No
     before, old = features.clone(), torch.randn(5, hot, generator=torch.Generator().manual_seed(1)) - 40
     for id in (0, 5):
         head.add(id)
-    parts = [head.guess(0, features, tokens, 3, 0, old, 0.7), head.guess(0, features, tokens, 4, 3, old, 0.7)]
+    parts = [head.draft(0, features, tokens, 3, 0, old, 0.7), head.draft(0, features, tokens, 4, 3, old, 0.7)]
     assert head.length(0) == 8 and torch.equal(features, before)
     state, token = head.extend([5], [features], [tokens]), tokens[-1]
-    chosen, chances = parts[0].tokens + parts[1].tokens, parts[0].chances + parts[1].chances
-    for place, (found, chance) in enumerate(zip(chosen, chances, strict=True)):
+    chosen, probabilities = parts[0].tokens + parts[1].tokens, parts[0].probabilities + parts[1].probabilities
+    for place, (found, chance) in enumerate(zip(chosen, probabilities, strict=True)):
         sums = head.logits(state)[0]
         assert torch.equal(parts[1].logits[place], sums)
         if place < 5:

@@ -138,7 +138,7 @@ def test_mistakes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         assert ended.value.code == 2 and printed.count("\n") == 1
         return printed
 
-    assert "needs 2 processes or more" in refused("hello", "--target", "embedded")
+    assert "needs at least 2 processes" in refused("hello", "--target", "embedded")
     assert "stdin has one reader" in refused("-")
     with pytest.raises(ValueError, match="torchrun --nproc-per-node 2"):
         forerun.load(tensor_parallel=True)

@@ -115,7 +115,7 @@ def test_costs_are_measured_for_what_is_there() -> None:
     assert set(both.target) == set(both.draft) == {1, 2, 4, 8, 16, 32}  # 64 tokens have room for 32 behind 32
     assert all(ms > 0 for ms in [*both.target.values(), *both.draft.values()])
     assert alone.draft == {} and set(alone.target) == set(both.target)
-    refuses("context of 64 has no room after 64 tokens", measure_costs, target, context=64)
+    refuses("context of 64 is full after 64 tokens", measure_costs, target, context=64)
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_a_damaged_profile_is_named_and_can_be_made_anew(own_home: Path) -> None
         ("[]", "version: run"),
         (json.dumps(raw | {"more": 1}), "version: run"),
         (json.dumps({key: raw[key] for key in raw if key != "costs"}), "version: run"),
-        (json.dumps(raw | {"costs": costs | {"target": {}}}), "have some of the target"),
+        (json.dumps(raw | {"costs": costs | {"target": {}}}), "with entries for the target"),
         (json.dumps(raw | {"costs": costs | {"target": {"1": 0}}}), "target must be above 0"),
         (json.dumps(raw | {"costs": costs | {"draft": {"1": "x"}}}), "could not convert"),
         (json.dumps(raw | {"costs": costs | {"draft": {"1": inf}}}), "must be milliseconds"),

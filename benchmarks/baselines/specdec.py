@@ -32,7 +32,7 @@ class SpecDec(Sampling, Drafting):
 
 
 class SpecDecStop(PacerStop):
-    """Stops where the product of the tokens' chances of acceptance is below the threshold."""
+    """Stops where the product of the tokens' probabilities of acceptance is below the threshold."""
 
     def _rule(self, mode: Mode, count: int, is_alone: bool) -> StopRule:
         assert self.threshold is not None

@@ -63,8 +63,8 @@ def load_model(
     Args:
         part: "target" or "draft": which of the pair "embedded" means, and its name in errors.
         dtype: default: float32 on a CPU, what the checkpoint has elsewhere.
-        weights: what they are stored as on a CPU, in place of a dtype: one of `forerun.kinds.KINDS`. None: as a GGUF
-            file has them, else by `dtype`. "auto": the same, but a draft in 8 bits.
+        weights: what they are stored as on a CPU, in place of a dtype: one of `forerun.kinds.WEIGHT_FORMATS`. None: as
+            a GGUF file has them, else by `dtype`. "auto": the same, but a draft in 8 bits.
         plain: ordinary modules, as training and transformers' own decoding need them: a GGUF file in float32.
         device_map: transformers places the weights. Without one they go to `device`.
         tensor_parallel: transformers splits them among the ranks that torchrun started.

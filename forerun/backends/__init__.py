@@ -1,4 +1,4 @@
-"""How a forward runs fast. Every path here stands beside transformers' own and is tested equal to it."""
+"""Fast forwards. Each is tested equal to transformers' own."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from forerun.model.causal_lm import CausalLM
 
 _LOG = logging.getLogger("forerun")
 
-_LIBRARIES = ("torch", "transformers", "transformers_modules")  # the last one: code of checkpoints
+_LIBRARIES = ("torch", "transformers", "transformers_modules")  # the last holds the code of checkpoints
 
 
 def is_spread(model: PreTrainedModel) -> bool:
-    """Whether a device map put the model's parts on several devices (disk is one), between which hooks move things."""
+    """Return whether a device map spread the model over several devices, disk included."""
     places = getattr(model, "hf_device_map", None) or {}
     return len(set(places.values())) > 1 or model.device.type == "meta"
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Whether a module is torch's or transformers' own (or its checkpoint's), neither hooked nor patched."""
+    """Return whether a module is torch's, transformers' or its checkpoint's own, neither hooked nor patched."""
     return _package(module) in _LIBRARIES and not (
         module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     )
 
 
 def is_as_made(model: PreTrainedModel) -> bool:
-    """Whether copies of the weights give what the model gives: nothing is adapted, quantised, hooked or patched."""
+    """Return whether the weights alone decide the outputs: nothing is adapted, quantised, hooked or patched."""
     plain = all(type(parameter.data) is Tensor for parameter in model.parameters())
     return plain and all(map(is_untouched, model.modules()))
 
 
 def has_foreign_layers(model: nn.Module) -> bool:
-    """Whether modules of other packages are in the model, such as PEFT's adapters.
+    """Return whether the model has modules of other packages, such as PEFT's adapters.
 
-    They may answer otherwise from one call to the next without a trace in weights or modules.
+    Their output may change between calls without a change of weights or modules.
     """
     return any(_package(module) not in (*_LIBRARIES, "forerun") for module in model.modules())
 
@@ -52,7 +52,7 @@ def _package(module: nn.Module) -> str:
 
 @cache
 def warn_without_kernels() -> None:
-    """Log one line, once a process, why products in few bits run in torch and not in our kernels."""
+    """Log once a process why products in few bits run in torch and not in our kernels."""
     _LOG.warning(
         f"weights in few bits run on torch's kernels: {missing()}. A token takes up to 8 times as long, and drafts "
         "bring less, as verifying several tokens costs nearly as much as decoding them"
@@ -63,9 +63,9 @@ def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False) -
     """Return the model with its fastest forward: that of `forerun.backends.quantised` for weights in few bits and for
     small float32 models on a CPU, else its own, in float32 on a CPU with packed weights.
 
-    Its own without `fast`, and where it is spread over devices, adapted, quantised, hooked or patched. `in_place` packs
-    the model itself, which is good for nothing else then, and so needs no second copy of its weights. Raises
-    ValueError for models that cannot run drafts (see CausalLM).
+    The model's own forward runs too without `fast`, or if it is spread over devices, adapted, quantised, hooked or
+    patched. `in_place` packs the model itself, without a second copy of its weights; nothing else can use it then.
+    Raises ValueError for models that cannot run drafts (`CausalLM`).
     """
     plain = CausalLM(model)  # refuses what it must before anything is copied
     is_few = is_stored(model)

@@ -1,6 +1,6 @@
-"""A draft of one sequence in one call of the C library (`fr_chain`).
+"""Fused drafts: a whole draft of one sequence in one call of the C library (`fr_chain`).
 
-A small model is done with a token in a fraction of a millisecond. Python and torch between two tokens take longer.
+A small model takes a fraction of a millisecond a token. Python and torch between two tokens take longer.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from forerun.backends.quantised import QuantisedForward
 from forerun.csrc.library import ChainArgument, run
 from forerun.model.forward import Forward
 from forerun.model.kv_cache import KVCache
-from forerun.sampling.sampler import Drafted, Drawing
+from forerun.sampling.sampler import ChainSampling, Drafted
 
 if TYPE_CHECKING:
     from forerun.backends.hot import HotHead
 
 
 class FusedChain:
-    """Drafts the tokens of `CausalLM.roll`, or samples from its logits, and decides after each token whether another
-    one comes."""
+    """Draft a chain in C (`forerun.model.forward.FusedDraft`), with a draft model and its hot head if it has one."""
 
     def __init__(self, forward: QuantisedForward, hot: HotHead | None) -> None:
         self._forward, self.hot = forward, hot
@@ -40,7 +39,7 @@ class FusedChain:
             self._places[self._names] = np.arange(len(self._names), dtype=np.int32)
 
     def fresh(self) -> FusedChain:
-        """The same for another cache."""
+        """Return the same for another cache."""
         return FusedChain(self._forward, self.hot.fresh() if self.hot is not None else None)
 
     def __call__(
@@ -52,7 +51,7 @@ class FusedChain:
         least: float,
         product: float,
         ends: Collection[int],
-        drawing: Drawing | None,
+        sampling: ChainSampling | None,
     ) -> Drafted:
         layers, row = self._forward.layers, cache.row(id)
         length = cache.lengths[row]
@@ -63,7 +62,7 @@ class FusedChain:
             self.hot.add_context_tokens(id, pending)
             extra = self.hot.context_tokens(id)
         size = self._head.out + len(extra)
-        drafted, chances = np.empty(most, np.int32), np.empty(most, np.float32)
+        drafted, probabilities = np.empty(most, np.int32), np.empty(most, np.float32)
         arrays: dict[str, Any] = {
             "pending": np.asarray(pending, np.int32),
             "extra": np.asarray(extra, np.int32),
@@ -71,7 +70,7 @@ class FusedChain:
             "names": self._names,
             "places": self._places,
             "drafted": drafted,
-            "chances": chances,
+            "probabilities": probabilities,
         }
         chain = ChainArgument(
             row=row, length=length, count=len(pending), most=most, extras=len(extra), ended=len(ends), turn=1, top_p=1
@@ -80,26 +79,26 @@ class FusedChain:
         if self.hot is not None:
             chain.head = ctypes.addressof(self._head.argument)
         probs: Tensor | None = None
-        if drawing is not None:
-            chain.turn, chain.top_p = 1 / drawing.distribution.temperature, drawing.distribution.top_p
-            probs = torch.empty(most if drawing.numbers is not None else 1, size)
+        if sampling is not None:
+            chain.turn, chain.top_p = 1 / sampling.distribution.temperature, sampling.distribution.top_p
+            probs = torch.empty(most if sampling.numbers is not None else 1, size)
             chain.probs = probs.data_ptr()
-            if drawing.numbers is not None:
-                arrays["numbers"] = np.ascontiguousarray(drawing.numbers.numpy(), np.float64)
+            if sampling.numbers is not None:
+                arrays["numbers"] = np.ascontiguousarray(sampling.numbers.numpy(), np.float64)
             else:
-                arrays["keys"] = np.asarray(drawing.keys[:most], np.uint64)
-                chain.among = drawing.size or self._forward.head.out
+                arrays["keys"] = np.asarray(sampling.keys[:most], np.uint64)
+                chain.among = sampling.size or self._forward.head.out
         for name, array in arrays.items():
             setattr(chain, name, None if array is None else array.ctypes.data)
         count = run("fr_chain", ctypes.byref(layers.model), layers.cache(cache), ctypes.byref(chain))
         cache.lengths[row] = length + len(pending) + max(count, 1) - 1
         whole = None
-        if probs is not None and drawing is not None and drawing.numbers is not None:
+        if probs is not None and sampling is not None and sampling.numbers is not None:
             whole = self._whole(probs[:count], extra)
-        return Drafted(drafted[:count].tolist(), whole, chances[:count].tolist())
+        return Drafted(drafted[:count].tolist(), whole, probabilities[:count].tolist())
 
     def _whole(self, probs: Tensor, extra: Sequence[int]) -> Tensor:
-        """Distributions [n, V] from those of the head's tokens and of the text's."""
+        """Return distributions [n, V] from those [n, S + e] over the head's S tokens and the text's e extra ones."""
         if self.hot is None:
             return probs
         whole = torch.zeros(len(probs), self.hot.vocab_size)
@@ -109,7 +108,7 @@ class FusedChain:
 
 
 def fused_chain(forward: Forward, hot: HotHead | None) -> FusedChain | None:
-    """None for a forward of another kind, and for a hot head that is no plain product."""
+    """Return fused drafts for a forward in C with a hot head in C or none, else None."""
     if not isinstance(forward, QuantisedForward) or (hot is not None and not isinstance(hot.product, Panels)):
         return None
     return FusedChain(forward, hot)

@@ -1,4 +1,4 @@
-"""What a forward costs on this machine: all that a good draft length depends on besides the text."""
+"""Measure what forwards cost on this machine. A good draft length depends on this and on the text alone."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from forerun.heads.pre_verifier import LEAST, PreVerifier
 from forerun.heads.quick import quick
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.probabilities import last_probabilities, probabilities_of
-from forerun.sampling.sampler import Drawing, Sampler, SamplingDistribution, next_tokens
+from forerun.sampling.sampler import ChainSampling, Sampler, SamplingDistribution, next_tokens
 
 TOP_P = 0.95
 COUNTS = (1, 2, 4, 8, 16, 32)  # new tokens of a forward
-RUNS, RUN = 3, 10  # runs of a size, and forwards of a run, at most
-QUIET = 0.2  # the share of forwards that are taken to be undisturbed, on a machine that has more to do
+RUNS, RUN = 3, 10  # the most runs of a size, and the most forwards of a run
+QUIET = 0.2  # the quantile that counts: other programs disturb the slower forwards
 SECONDS = 0.6  # for a model's forwards
 SHARE = 0.15  # seconds for each of the other figures; more if LEAST_REPEATS take longer
-LEAST_REPEATS = 2  # of what is slow, but for forwards, of which some are slower
+LEAST_REPEATS = 2  # of any measurement but a forward, however slow it is
 CONTEXT = 256
 STATES = 4
-CHAIN = 4  # tokens of a draft in one call
+CHAIN = 4  # tokens of a fused draft
 
 
 def measure_costs(
@@ -52,8 +52,8 @@ def measure_costs(
 ) -> Costs:
     """Measure a pair, and its pre-verifier and head if given, after `context` tokens (None: `usual_context`).
 
-    This takes 3 seconds at most, more if a forward of 32 tokens takes over 0.5 s. Raises ValueError for a context that
-    leaves no room.
+    This takes at most 3 seconds, or longer if a forward of 32 tokens takes over 0.5 s. Raises ValueError for a context
+    that leaves no place for new tokens.
     """
     if context is None:
         context = usual_context(target, draft)
@@ -65,13 +65,13 @@ def measure_costs(
     drawing, judging = _sampling_costs(target, draft, costs)
     numbers = torch.linspace(0.0, 0.99, CHAIN, dtype=torch.float64)
     chained, sampled = (
-        _chained_cost(draft, context, drawn) for drawn in (None, Drawing(SamplingDistribution(top_p=TOP_P), numbers))
+        _chained_cost(draft, context, how) for how in (None, ChainSampling(SamplingDistribution(top_p=TOP_P), numbers))
     )
     return replace(costs, drawing=drawing, judging=judging, chained=chained, chained_sampled=sampled)
 
 
 def file_of(target: CausalLM, draft: CausalLM | None, layer: PreVerifier | None, head: HiddenLM | None) -> Path:
-    """Return the file in which their costs on this machine are kept."""
+    """Return the file that keeps the costs of these models on this machine."""
     gpu = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
     what: list[Any] = [__version__, processor(), gpu, usual_context(target, draft)]
     for model in (target, draft):
@@ -85,8 +85,8 @@ def file_of(target: CausalLM, draft: CausalLM | None, layer: PreVerifier | None,
 
 
 def kept(path: Path, target: CausalLM, measure: Callable[[], Costs]) -> Costs:
-    """Return the costs in a file; measure and write them if it is missing or damaged. That it cannot be written is no
-    error. All processes that share the target get the same."""
+    """Return the costs in a file, or measure and write them if it is missing or damaged. A file that cannot be written
+    is no error. All processes that share the target get the same costs."""
     found = None
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         found = costs_of(json.loads(path.read_bytes()))
@@ -100,17 +100,15 @@ def kept(path: Path, target: CausalLM, measure: Callable[[], Costs]) -> Costs:
 
 @torch.inference_mode()
 def forward_costs(model: CausalLM, counts: Sequence[int] = COUNTS, context: int = CONTEXT) -> dict[int, float]:
-    """Return the ms of one forward of each number of new tokens after `context` tokens. Of all times it is the 20th
-    percentile: other programs make long forwards slower than short ones, now and then.
+    """Return {new tokens: ms of one forward} after `context` tokens, the 20th percentile of all times.
 
-    Forwards of one size come in runs, as in decoding, and the runs take turns, so that a busy moment of the machine
-    does not fall on one size. Sizes that the model's context has no room for are left out. Raises ValueError if that
-    leaves none.
+    Forwards of one size come in runs, as in decoding. The runs take turns, so that a busy moment of the machine does
+    not fall on one size. Sizes beyond the model's context are left out. Raises ValueError if none is left.
     """
-    room = None if model.context is None else model.context - context
-    counts = [count for count in counts if room is None or count <= room]
+    left = None if model.context is None else model.context - context
+    counts = [count for count in counts if left is None or count <= left]
     if not counts:
-        raise ValueError(f"a context of {model.context} has no room after {context} tokens: choose fewer")
+        raise ValueError(f"the model's context of {model.context} is full after {context} tokens: choose fewer")
     model = after(model, context)
 
     def timed(count: int) -> float:
@@ -129,14 +127,14 @@ def forward_costs(model: CausalLM, counts: Sequence[int] = COUNTS, context: int 
             own = [timed(count)]
             while len(own) <= RUN and sum(own) < SECONDS / RUNS / len(counts):
                 own.append(timed(count))
-            taken += own[1:] or own  # the first one comes after another size
+            taken += own[1:] or own  # the first forward follows one of another size
     return {count: _quiet_ms(taken) for count, taken in seconds.items()}
 
 
 @torch.inference_mode()
 def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
-    """Return the ms of a head's next state and its logits, by the number of rows, after `context` entries. Lyanna's
-    states come several at a time, so that is a share of STATES of them."""
+    """Return {rows: ms of a head's next state and its logits} after `context` entries. Lyanna's states come several at
+    a time: hers is the mean of STATES of them."""
     eagle, token = head.kind == "eagle", torch.zeros(1, 1, dtype=torch.long, device=head.device)
     itself = torch.ones(1, 1, 1, dtype=torch.bool, device=head.device)
     head, found = head.fresh(), {}
@@ -150,7 +148,7 @@ def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
         seconds = []
         for _ in _rounds():
             begun = perf_counter()
-            if eagle:  # its states are each made with the token before them
+            if eagle:  # each of its states needs the token before it
                 following = head.branch(ids, state[:, None], token.expand(rows, 1), 0, itself.expand(rows, 1, 1))
                 head.logits(following[:, 0])
             else:
@@ -163,15 +161,15 @@ def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
 
 
 @torch.inference_mode()
-def _chained_cost(draft: CausalLM, context: int, drawing: Drawing | None) -> float:
-    """Return the ms of a token that the draft makes in one call with others, 0 if it does not."""
+def _chained_cost(draft: CausalLM, context: int, sampling: ChainSampling | None) -> float:
+    """Return the ms of a token in a fused draft, or 0 if the draft model has no fused drafts."""
     if draft.fused_draft is None:
         return 0.0
     draft, seconds = after(draft, context), list[float]()
     assert draft.fused_draft is not None
     for _ in _rounds():
         begun = perf_counter()
-        found = draft.fused_draft(draft.cache, 0, [0], CHAIN, 0.0, 0.0, (), drawing)
+        found = draft.fused_draft(draft.cache, 0, [0], CHAIN, 0.0, 0.0, (), sampling)
         seconds.append((perf_counter() - begun) / CHAIN)
         if not found.tokens:
             return 0.0
@@ -181,11 +179,12 @@ def _chained_cost(draft: CausalLM, context: int, drawing: Drawing | None) -> flo
 
 @torch.inference_mode()
 def _sampling_costs(target: CausalLM, draft: CausalLM, costs: Costs) -> tuple[float, float]:
-    """Return how many ms longer a token takes with top-p than greedily: drafted, and as one of four that are verified.
-    These are medians of calls after a forward of the model, which so find no warm cache."""
+    """Return the ms that top-p adds to a drafted token, and to each of four verified tokens.
+
+    Each is the median of calls that follow a forward of the model, and so find no warm cache."""
     top_p = LogitsProcessorList([TopPLogitsWarper(TOP_P)])
     samplers = [Sampler(greedy, None if greedy else top_p) for greedy in (True, False)]
-    source = torch.Generator(target.device).manual_seed(0)  # the user's random state stays as it is
+    source = torch.Generator(target.device).manual_seed(0)  # leaves torch's own random state as it is
 
     def extra(model: CausalLM, tokens: int, ms: float, use: Callable[[Sampler, Draft, Tensor], object]) -> float:
         model, chain = after(model, 1), Draft.chain(0, [0] * (tokens - 1))
@@ -208,8 +207,9 @@ def _sampling_costs(target: CausalLM, draft: CausalLM, costs: Costs) -> tuple[fl
 
 @torch.inference_mode()
 def _layer_costs(layer: PreVerifier, draft: CausalLM) -> tuple[float, float]:
-    """Return the median ms of a pre-verifier's call on four tokens, and of reading a token's probability, between
-    forwards of the draft: they never find a warm cache."""
+    """Return the median ms of a pre-verifier's call on four tokens, and of reading a token's probability.
+
+    Each call follows a forward of the draft, and so finds no warm cache."""
     fast, draft = quick(layer), after(draft, 1)
     calls, glances = list[float](), list[float]()
     hidden = torch.zeros(1, 4, layer.config.draft_size)
@@ -218,8 +218,8 @@ def _layer_costs(layer: PreVerifier, draft: CausalLM) -> tuple[float, float]:
         scores = draft.forward([0], [Draft.root(0)]).logits[0].float()[:, None].expand(1, 4, -1)
         begun = perf_counter()
         state = fast.begin([[1.0, 1.0, 1.0]])
-        chances = probabilities_of(scores, torch.zeros(1, 4, dtype=torch.long, device=scores.device)).tolist()
-        fast.step(state, [[log(max(chance, LEAST)) for chance in row] for row in chances], echoes, hidden)
+        q = probabilities_of(scores, torch.zeros(1, 4, dtype=torch.long, device=scores.device)).tolist()
+        fast.step(state, [[log(max(each, LEAST)) for each in row] for row in q], echoes, hidden)
         calls.append(perf_counter() - begun)
         (scores,) = draft.forward([0], [Draft.root(0)]).logits
         begun = perf_counter()
@@ -230,9 +230,9 @@ def _layer_costs(layer: PreVerifier, draft: CausalLM) -> tuple[float, float]:
 
 @torch.inference_mode()
 def after(model: CausalLM, context: int) -> CausalLM:
-    """Return a model with a cache of its own, in which the sequence 0 holds `context` tokens.
+    """Return a model with a cache of its own, in which sequence 0 holds `context` tokens.
 
-    All have the first one's keys and values: a prompt would take longer than what is measured after it."""
+    All have the keys and values of the first, as a prompt would take longer than the measurement."""
     model = model.fresh()
     model.add(0, context + COUNTS[-1])
     model.extend([0], [[0]])
@@ -244,12 +244,12 @@ def after(model: CausalLM, context: int) -> CausalLM:
 
 
 def usual_context(*models: CausalLM | None) -> int:
-    """Return 256 tokens, or half of the shortest context if that is less."""
+    """Return CONTEXT tokens, or half of the shortest context if that is less."""
     return min([CONTEXT, *(model.context // 2 for model in models if model is not None and model.context)])
 
 
 def _rounds() -> Iterator[None]:
-    """Go on for SHARE seconds, within bounds."""
+    """Yield for SHARE seconds: at least LEAST_REPEATS times, at most RUNS * RUN times."""
     begun = perf_counter()
     for done in range(RUNS * RUN):
         if done >= LEAST_REPEATS and perf_counter() - begun > SHARE:

@@ -1,4 +1,4 @@
-"""Heads over hidden states for decoding: with a cache, one row a sequence."""
+"""Heads over hidden states, for decoding, with a cache of one row a sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from forerun.backends.packed import Product, product
-from forerun.backends.quantised_heads import Guess, QuantisedHead, quantised_head
+from forerun.backends.quantised_heads import HeadDraft, QuantisedHead, quantised_head
 from forerun.backends.stored import StoredLinear
 from forerun.heads.heads import HeadLayer, HiddenDrafter
 from forerun.model.batch import Inputs, causal, pad
@@ -22,7 +22,7 @@ from forerun.model.rows import Rows
 
 
 class TorchHead:
-    """The layers of a head, where the C library does not run them."""
+    """Run the layers of a head in torch, if the C library does not."""
 
     def __init__(self, head: HiddenDrafter, embedding: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         own: Any = copy.deepcopy(head)
@@ -30,13 +30,13 @@ class TorchHead:
         self._embedding = embedding
 
     def __call__(self, inputs: Inputs, cache: KVCache, tokens: Tensor | None) -> Tensor:
-        """Return states [n, d] after those of inputs, with the tokens [n] after these if there are any."""
+        """Return the next states [n, d] after those of `inputs`, with the tokens [n] after these if given."""
         head, given = self._head, inputs.given
         assert given is not None
         x = head.fused(given, None if tokens is None else self._embedding(tokens).to(given.dtype))
         batch = pad(replace(inputs, given=x), cache, x.device, x.dtype)
         assert batch.states is not None and not isinstance(batch.mask, dict)
-        # Beyond its context stands a row that drafts as deep as its neighbours, for nothing.
+        # A row at its end drafts as deep as its neighbours; what lies beyond the context is not used.
         x, positions = batch.states, batch.positions.clamp(max=head.config.max_position_embeddings - 1)
         mask = causal(x.shape[1], batch.end, x.dtype, x.device) if batch.mask is None else batch.mask
         for layer, stored in zip(head.layers, cache.layers, strict=True):
@@ -48,23 +48,23 @@ class TorchHead:
         return inputs.unpad(head.norm(x))
 
     def information(self, tokens: Tensor) -> Tensor:
-        """Return T [.., S] of tokens [..]."""
+        """Return the token information T [.., S] of tokens [..]."""
         return self._head.token_information(tokens)
 
 
 class HiddenLM(Rows):
-    """A head of any kind, with the target's LM head for its hot set. It keeps copies of the weights: do not train the
-    head afterwards. On a CPU they are in 8 bits where the C library runs the head, unless `few` is False, as a draft
-    may round.
+    """A head of any kind with its cache, and the rows of the target's LM head for its hot set. It keeps copies of the
+    weights: do not train the head afterwards. On a CPU the C library runs it in 8 bits if it can, as a draft may round,
+    unless `few` is False.
 
     Attributes:
         kind: see `forerun.heads.heads.KINDS`.
         width, depth: size of a state, and number of layers.
-        hot: [S] the tokens that it gives logits of.
-        logits: of states [n, d], logits [n, S] without token information.
-        information: of tokens [..], T [.., S] (lyanna). None for a head without it.
+        hot: [S] the tokens that it has logits for.
+        logits: maps states [n, d] to logits [n, S] without token information.
+        information: maps tokens [..] to T [.., S] (lyanna); None for a head without it.
         curves: calibration, see `HiddenConfig`.
-        quantised: runs the layers, where the C library can.
+        quantised: the layers in C, or None.
     """
 
     @torch.no_grad()
@@ -86,7 +86,7 @@ class HiddenLM(Rows):
 
     def _empty(self) -> None:
         self.cache, self._prompt = KVCache(self.depth), KVCache(self.depth)
-        self._state, self._drafted = torch.empty(0), Guess([], [], torch.empty(0))  # of the last chain
+        self._state, self._drafted = torch.empty(0), HeadDraft([], [], torch.empty(0))  # the last chain's
 
     def fresh(self) -> HiddenLM:
         """Return the same head with a cache of its own."""
@@ -96,8 +96,8 @@ class HiddenLM(Rows):
 
     @torch.inference_mode()
     def prefill(self, id: int, features: Tensor, tokens: Sequence[int], chunk: int, reserve: int = 0) -> Iterator[int]:
-        """Add a sequence with features [n, d] and the tokens after them. They run in a cache of one row; yield the
-        size of each chunk, at most `chunk`."""
+        """Add a sequence with features [n, d] and the tokens after them, run in a cache of one row. Yield the size of
+        each chunk, at most `chunk`."""
         prompt, count = self._prompt, len(features)
         prompt.reset()
         prompt.add(0, count)
@@ -111,17 +111,17 @@ class HiddenLM(Rows):
 
     @torch.inference_mode()
     def extend(self, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Run and keep the next features [n_r, d] of each sequence, at least one, with the tokens after them. Return
-        the head's states [R, d] after each sequence's last one."""
+        """Run and keep the next features [n_r, d], at least one, of each sequence, with the tokens after them. Return
+        the head's states [R, d] after the last features."""
         return self._extend(self.cache, ids, [own.to(self.dtype) for own in states], tokens)
 
-    def guesses(self, id: int, count: int, most: int) -> bool:
-        """Return whether `guess` can draft `most` tokens after `count` features of a sequence, and is worth it."""
+    def can_draft(self, id: int, count: int, most: int) -> bool:
+        """Return whether `draft` can draft `most` tokens after `count` features of a sequence, and is worth it."""
         context = 0 if self.quantised is None else self.quantised.context
         return 0 < count <= context - most - self.length(id)
 
     @torch.inference_mode()
-    def guess(
+    def draft(
         self,
         id: int,
         features: Tensor,
@@ -130,12 +130,12 @@ class HiddenLM(Rows):
         start: int = 0,
         old: Tensor | None = None,
         weight: float = 0.0,
-    ) -> Guess:
-        """Draft a chain of argmax tokens in one call of C. Run and keep the next features [n, d] of the sequence with
-        the tokens after them; drafted states are not kept.
+    ) -> HeadDraft:
+        """Draft a chain of `most` argmax tokens in one call of C. Run and keep the next features [n, d] of the sequence
+        with the tokens after them; drafted states are not kept.
 
-        With a `start` continue the draft of that length that the last call made of the same features. `old` [m, S]:
-        logits of the first places that are added with `weight`. Logits of all of the draft are returned.
+        With a `start`, continue the draft of that length that the last call made from the same features. `old` [m, S]
+        are logits that are added at the first m places, times `weight`. Return the logits of the whole draft.
         """
         assert self.quantised is not None
         states, logits = self._state, self._drafted.logits[:start]
@@ -162,8 +162,8 @@ class HiddenLM(Rows):
 
     @torch.inference_mode()
     def roll(self, ids: Sequence[int], states: Tensor, steps: int) -> list[Tensor]:
-        """Run and keep states [R, d] without tokens, then the states that follow, and so on; return the `steps` states
-        [R, d] that follow."""
+        """Run and keep states [R, d] without tokens, then each state that follows. Return the `steps` states [R, d]
+        that follow."""
         one, found = [range(1)] * len(ids), []
         for _ in range(steps):
             states = self._layers(self._inputs(ids, one, given=states), self.cache, None)
@@ -173,9 +173,9 @@ class HiddenLM(Rows):
 
     @torch.inference_mode()
     def branch(self, ids: Sequence[int], states: Tensor, tokens: Tensor, depth: int, seen: Tensor) -> Tensor:
-        """Run and keep states [R, w, d] with the tokens [R, w] after them, all of them `depth` places after each
-        sequence's text. `seen` [R, w, P + w] bool: which of the P states that were kept last, and of themselves, each
-        one sees. Return the states [R, w, d] after them."""
+        """Run and keep states [R, w, d] with the tokens [R, w] after them, all `depth` places after each sequence's
+        text. `seen` [R, w, P + w] bool is their attention mask over the last P kept states and over themselves.
+        Return the next states [R, w, d]."""
         width = tokens.shape[1]
         depths = [[depth - (seen.shape[-1] - width)] * width] * len(ids)
         inputs = self._inputs(ids, depths, list(seen), given=states.flatten(0, 1))
@@ -185,10 +185,10 @@ class HiddenLM(Rows):
 
 
 class HeadRows:
-    """Weight [n, d] and bias [n] of a model's LM head for some tokens [n], whatever form its weights are stored in."""
+    """Look up the weight [n, d] and bias [n] of a model's LM head for tokens [n], however its weights are stored."""
 
     def __init__(self, target: CausalLM, size: int, dtype: torch.dtype | None = None) -> None:
-        """`size` is that of the states it reads, `dtype` theirs if it is not the target's."""
+        """Read the head for states of `size` numbers in `dtype`, by default the target's."""
         head: Any = target.head
         self._dtype = dtype or target.dtype
         if isinstance(head, StoredLinear):
@@ -197,7 +197,7 @@ class HeadRows:
         elif type(head) is nn.Linear and type(head.weight.data) is Tensor and not head._forward_hooks:
             self._rows = head.weight.__getitem__
             self._bias = head.weight.new_zeros(len(head.weight)) if head.bias is None else head.bias
-        else:  # what it gives for one number of a state after the other
+        else:  # an unknown module, taken to be linear: one unit vector after the other
             own = getattr(getattr(head, "weight", None), "dtype", self._dtype)
             ones = torch.eye(size, dtype=own, device=target.device)
             self._bias = head(ones.new_zeros(1, size))[0]
@@ -211,6 +211,6 @@ class HeadRows:
 
 @torch.no_grad()
 def head_rows(target: CausalLM, tokens: Tensor, size: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Return `HeadRows` of these tokens alone."""
+    """Return copies of the weight [n, d] and bias [n] of `HeadRows` for tokens [n]."""
     weight, bias = HeadRows(target, size, dtype)(tokens)
     return weight.clone(), bias.clone()

@@ -1,9 +1,9 @@
-"""Weights laid out for products of a few rows, which is all that decoding does on a CPU.
+"""Weights laid out for products of a few rows, as in decoding on a CPU.
 
-`nn.Linear` keeps a weight as [out, in]. With one row that is as good as any layout; from two to sixteen rows the
-product then costs up to three times as much, which is what verifying a draft would lose. In panels of 32 columns a
-core reads one stretch of memory after the other, and eight rows cost little more than one. Measured on 2 cores against
-oneDNN's own packing: a third faster at small sizes, a tenth at big ones, a tenth slower at some between (docs/log.md).
+`nn.Linear` keeps a weight as [out, in]. For one row that is as good as any layout. From two to sixteen rows the product
+then costs up to three times as much, and verifying a draft would lose that. In panels of 32 columns a core reads memory
+in order, and eight rows cost little more than one. On 2 cores this is a third faster than oneDNN's own packing at small
+sizes, a tenth faster at big ones, and a tenth slower at some between (docs/log.md).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from forerun.csrc.library import library
 
 Product = Callable[[Tensor], Tensor]
 
-PANEL = 32  # outputs side by side
-TWICE = 1_000_000_000  # parameters up to which a model may have its weights in two layouts
+PANEL = 32  # outputs of a panel
+TWICE = 1_000_000_000  # the most parameters of a model whose weights are kept in two layouts
 
 
 def product(weight: Tensor, bias: Tensor | None = None, one_row: bool = False, few: bool = False) -> Product:
-    """A function x [n, in] -> x @ weight.T + bias [n, out] for weight [out, in]; equal to `functional.linear` but for
-    rounding.
+    """Return the function x [n, in] -> x @ weight.T + bias [n, out] for a weight [out, in]. It equals
+    `functional.linear` but for rounding.
 
-    In float32 on a CPU it keeps a copy of the weight in panels, and with `one_row` the weight itself too, for single
-    rows, which are then 5 to 20 percent faster; not on AMD's processors, where MKL runs single rows on one thread and
-    panels take half as long. Elsewhere it is `functional.linear`.
+    In float32 on a CPU it keeps a copy of the weight in panels. With `one_row` it keeps the weight itself too, which
+    makes single rows 5 to 20 percent faster; but not on AMD's processors, where MKL runs single rows on one thread.
+    Elsewhere it is `functional.linear`.
 
-    With `few` a CPU keeps the weight in 8 bits, where the C library is and inputs divide into blocks: for drafts, which
-    may round. Outputs are float32 then.
+    With `few`, for drafts, which may round, the weight is kept in 8 bits if it is on a CPU, the C library is there and
+    blocks divide its inputs. Outputs are float32 then.
     """
     if few and weight.device.type == "cpu" and weight.shape[1] % BLOCK == 0 and library() is not None:
         packed = quantise(weight, Type.Q8_0)
@@ -84,11 +84,11 @@ class PackedLinear(nn.Module):
 
 
 def pack(model: PreTrainedModel, in_place: bool = False) -> PreTrainedModel:
-    """The same model with every `nn.Linear` packed; the model itself where it is not in float32 on a CPU.
+    """Return the model with every `nn.Linear` packed, or the model itself if it is not in float32 on a CPU.
 
-    The given model stays as it is and shares everything else with the copy, unless `in_place`, which frees the weights
-    of models beyond TWICE parameters as soon as their packed form is made. Packed weights do not follow later changes
-    of the originals, and such a model can be neither trained nor saved.
+    The given model stays as it is and shares everything else with the copy. With `in_place` it is packed itself, and
+    beyond TWICE parameters each weight is freed once it is packed. Packed weights do not follow later changes of the
+    originals. A packed model can be neither trained nor saved.
     """
     if model.device.type != "cpu" or model.dtype != torch.float32:
         return model

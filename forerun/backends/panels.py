@@ -1,6 +1,6 @@
 """Matrices in the blocks of a GGUF file, packed for products of a few rows (`forerun/csrc`).
 
-The weights' values are the file's own. Inputs of a product are rounded to 8 bits in blocks of 32, as in llama.cpp.
+The weights keep the file's values. A product's inputs are rounded to 8 bits in blocks of 32, as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ FORMATS = (
 )
 PLAIN = {torch.float32: Type.F32, torch.bfloat16: Type.BF16, torch.float16: Type.F16}
 _STEP = 4096  # rows that are de-quantised at a time
-BLOCK = 32  # inputs that share a scale, of what float weights are quantised to
+BLOCK = 32  # inputs that share a scale, in the formats that float weights are quantised to
 
 
 class Rows:
-    """A matrix's rows as they are in a file: what is looked up, and not multiplied.
+    """A matrix's rows as in a file, for looking up and not for products.
 
     Attributes:
-        rows: [outputs, bytes of a row] uint8, which may be mapped from the file.
+        rows: [outputs, bytes of a row] uint8, perhaps mapped from the file.
     """
 
     def __init__(self, rows: np.ndarray, type: Type) -> None:
@@ -69,13 +69,13 @@ class Panels:
     """A matrix packed in panels of 8 outputs.
 
     Attributes:
-        type: the format of the file that it comes from.
-        argument: for the library.
-        nbytes: of the panels.
+        type: the weight format in the file.
+        argument: the matrix for the C library.
+        nbytes: size of the panels.
     """
 
     def __init__(self, rows: Rows) -> None:
-        """Raises ValueError for a number of inputs that the format does not have."""
+        """Pack rows. Raises ValueError for a number of inputs that the format's blocks do not divide."""
         found, layout = library(), ctypes.c_int32()
         assert found is not None
         self.type, self.out, self.inputs = rows.type, rows.out, rows.inputs
@@ -113,9 +113,9 @@ class Panels:
 
 
 class Dense:
-    """A matrix in torch's floats, where the library is missing or does not have its sizes.
+    """A matrix in torch's floats, if the library is missing or does not support its size.
 
-    Layers are rounded to bfloat16; a head's logits would get ties from that, so it stays in float32.
+    Layers are rounded to bfloat16. An LM head stays in float32, as bfloat16 logits would have ties.
     """
 
     def __init__(self, rows: Rows, dtype: torch.dtype) -> None:
@@ -138,7 +138,7 @@ class Dense:
 
 
 def pack(rows: Rows, is_head: bool = False) -> Panels | Dense:
-    """Return rows for products: packed, or for torch where they cannot be."""
+    """Return rows for products in C if possible, else in torch."""
     found = library() if rows.type in FORMATS else None
     if found is not None and found.fr_panel_bytes(FORMATS.index(rows.type), rows.out, rows.inputs, None):
         return Panels(rows)
@@ -151,15 +151,15 @@ def quantise(weight: Tensor, type: Type, is_head: bool = False) -> Panels | Dens
 
 
 def check_inputs(inputs: int, name: str) -> None:
-    """Raise ValueError for inputs that blocks do not divide."""
+    """Raise ValueError unless blocks divide a matrix's number of inputs."""
     if inputs % BLOCK:
         raise ValueError(f"{name} has {inputs} inputs, which blocks of {BLOCK} do not divide: choose bfloat16 weights")
 
 
 def _pages(size: int) -> np.ndarray:
-    """Return zeroed bytes in large pages, if the system has them: fewer of them are looked up."""
+    """Return zeroed bytes, in large pages if the system has them, which need fewer look-ups."""
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    pages = mmap.mmap(-1, size, **private)  # shared ones seldom get large pages
+    pages = mmap.mmap(-1, size, **private)  # shared mappings seldom get large pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype=np.uint8)

@@ -45,9 +45,9 @@ class FlatBatch:
     """New entries of some rows of a cache, row after row. All are int32 [n].
 
     Attributes:
-        row, slot, position: where each goes, and its place in the text.
-        length: slots of its row, from the first, that it sees.
-        seen, paths: how many slots [n, P] it sees besides, its own among them, and which. None: rows are chains.
+        row, slot, position: where each entry is stored, and its position in the text.
+        length: it sees its row's slots before this one.
+        seen, paths: how many further slots it sees, its own included, and which [n, P]. None for chains.
     """
 
     row: np.ndarray
@@ -59,13 +59,13 @@ class FlatBatch:
 
 
 def lay_out(inputs: Inputs, cache: KVCache) -> FlatBatch:
-    """Lay out new entries, and tell the cache where they go."""
+    """Lay out new entries, and begin them in the cache."""
     lengths = [cache.lengths[row] for row in inputs.rows]
     counts = [len(depths) for depths in inputs.depths]
     start = max(cache.lengths[: inputs.size])
     cache.begin(inputs.size, start, start + max(counts))
     each = list(zip(inputs.rows, lengths, inputs.depths, strict=True))
-    # Of the few entries of a step lists are made faster than arrays.
+    # For the few entries of a step, lists are faster than arrays.
     rows = np.array([row for row, _, depths in each for _ in depths], np.int32)
     slots = np.array([at + node for _, at, depths in each for node in range(len(depths))], np.int32)
     positions = np.array([at + depth for _, at, depths in each for depth in depths], np.int32)
@@ -77,7 +77,7 @@ def lay_out(inputs: Inputs, cache: KVCache) -> FlatBatch:
     paths = np.zeros((len(rows), int(seen.max())), np.int32)
     node = 0
     for mask, start in zip(inputs.masks, first, strict=True):
-        # Ancestors come in the order of their depths, as a parent comes before its children.
+        # A parent comes before its children, so a path is in the order of depths.
         for own in mask.numpy():
             path = np.flatnonzero(own)
             paths[node, : len(path)] = path + start
@@ -86,11 +86,11 @@ def lay_out(inputs: Inputs, cache: KVCache) -> FlatBatch:
 
 
 class Layers:
-    """Decoder layers and the norm after them, for the library.
+    """Decoder layers and the final norm, for the C library.
 
     Attributes:
-        model: for the library; its tables of rotations grow.
-        width, heads, groups, size: of states, and of attention.
+        model: the library's structure; its tables of rotations grow.
+        width, heads, groups, size: width of states; heads, key-value heads and head size of attention.
     """
 
     def __init__(
@@ -110,16 +110,16 @@ class Layers:
         self._caches: WeakKeyDictionary[KVCache, tuple[Tensor | None, Any]] = WeakKeyDictionary()
 
     def rotate_to(self, end: int) -> None:
-        """Have cosines and sines of at least the first `end` positions."""
+        """Extend the tables of cosines and sines to at least the first `end` positions."""
         if end > self.model.positions:
             places = torch.arange(1 << max(end - 1, 255).bit_length(), dtype=torch.float32)
             angles = torch.outer(places, self._frequencies)
             cos, sin = (each * self._scaling for each in (angles.cos(), angles.sin()))
-            self._kept, self._tables = (self._kept, self._tables), (cos, sin)  # another thread may read the old ones
+            self._kept, self._tables = (self._kept, self._tables), (cos, sin)  # another thread may read the old tables
             self.model.cos, self.model.sin, self.model.positions = cos.data_ptr(), sin.data_ptr(), len(places)
 
     def cache(self, cache: KVCache) -> Any:
-        """Return where a cache's keys and values are, allocated if they were not."""
+        """Return the addresses of a cache's keys and values, allocated first if need be."""
         found, both = self._caches.get(cache), cache.layers[-1].both if cache.layers[-1].is_initialized else None
         if found is not None and both is found[0]:
             return found[1]
@@ -149,11 +149,11 @@ class Layers:
         """Run tokens int32 [n] or states [n, d].
 
         Args:
-            logits: outputs of the LM head; 0: none are wanted.
-            normed: whether states after the last norm are.
+            logits: outputs V of the LM head, or 0 for no logits.
+            normed: whether to return states.
 
         Returns:
-            Logits [n, V] and states [n, d], in float32.
+            Logits [n, V] and states [n, d] after the final norm, in float32; None for either if not asked for.
         """
         n = len(batch.row)
         self.rotate_to(cache.capacity)
@@ -180,7 +180,7 @@ class Layers:
 
 
 class QuantisedForward:
-    """Logits from tokens, as `forerun.model.forward.Forward` says."""
+    """A `forerun.model.forward.Forward` in C."""
 
     dtype, pads = torch.float32, False  # of hidden states
     exact: Literal["bitwise"] = "bitwise"
@@ -295,5 +295,5 @@ def _is_plain(model: PreTrainedModel) -> bool:
 
 
 def head_size(config: PreTrainedConfig) -> int:
-    """Return how many numbers a head of attention has."""
+    """Return the size of an attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

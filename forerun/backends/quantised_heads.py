@@ -1,4 +1,4 @@
-"""A head's layers, and its chains, in C (`forerun.backends.quantised`), with weights in 8 bits."""
+"""A head's layers and its chains in C, with weights in 8 bits (`forerun.backends.quantised`)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from forerun.model.kv_cache import KVCache
 
 
 @dataclass(frozen=True)
-class Guess:
-    """Tokens of a chain, how probable the head finds each, and their states' logits [n, S] without token information
-    and old ones."""
+class HeadDraft:
+    """A drafted chain: its tokens, the head's probability of each, and the logits [n, S] of the head's states alone,
+    before token information and old logits are added."""
 
     tokens: list[int]
-    chances: list[float]
+    probabilities: list[float]
     logits: Tensor
 
 
@@ -37,11 +37,11 @@ class QuantisedHead:
     """The layers of a lyanna or EAGLE-like head.
 
     Attributes:
-        context: the most positions.
+        context: the number of positions.
     """
 
     def __init__(self, head: HiddenDrafter, embedding: Rows, logits: Panels) -> None:
-        """`embedding`: the target's. `logits`: the target's LM head at the hot set."""
+        """Pack a head, with the target's `embedding` and the rows `logits` of its LM head for the hot set."""
         config = head.config
         layers = [layer for layer in head.layers if isinstance(layer, HeadLayer)]
         queries, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
@@ -88,9 +88,9 @@ class QuantisedHead:
             self._answer = _packed(functional.pad(head.answer.weight, fill))
 
     def __call__(self, inputs: Inputs, cache: KVCache, tokens: Tensor | None) -> Tensor:
-        """Return states [n, d] after those of inputs, with the tokens [n] after these if there are any."""
+        """Return the next states [n, d] after those of `inputs`, with the tokens [n] after these if given."""
         batch = lay_out(inputs, cache)
-        # Beyond its context stands a row that drafts as deep as its neighbours, for nothing.
+        # A row at its end drafts as deep as its neighbours; what lies beyond the context is not used.
         np.minimum(batch.position, self.context - 1, out=batch.position)
         ids = None if tokens is None else tokens.to(torch.int32).numpy()
         _, states = self.layers(batch, cache, tokens=ids, states=inputs.given, normed=True)
@@ -98,7 +98,7 @@ class QuantisedHead:
         return states
 
     def information(self, tokens: Tensor) -> Tensor:
-        """Return T [.., S] of tokens [..]."""
+        """Return the token information T [.., S] of tokens [..]."""
         assert self._answer is not None
         return self._answer(self._states[tokens].flatten(0, -2)).view(*tokens.shape, -1)
 
@@ -112,19 +112,19 @@ class QuantisedHead:
         start: int,
         old: Tensor | None,
         weight: float,
-    ) -> Guess:
-        """Draft argmax tokens after features [n, d] and the tokens after them or, with a `start`, after the last state
-        [1, d] and token of the draft of that length. `states` become the head's own. Only features are kept."""
+    ) -> HeadDraft:
+        """Draft `most` argmax tokens after features `states` [n, d], which are kept, and the tokens after them. With a
+        `start`, continue a draft of that length from its last state [1, d] and token. `states` are overwritten."""
         length, count = cache.length(id), len(tokens)
         begin, kept = (length + start - 1, length) if start else (length, length + count)
         end, row = begin + count + most - 1, cache.row(id)
         cache.reserve(row + 1, end)
         self.layers.rotate_to(cache.capacity)
         logits, drafted = torch.empty(most, self._logits.out), np.empty(most, np.int32)
-        pending, chances = np.asarray(tokens, np.int32), np.empty(most, np.float32)
+        pending, probs = np.asarray(tokens, np.int32), np.empty(most, np.float32)
         chain = ChainArgument(row=row, length=begin, count=count, most=most, start=start, turn=1, top_p=1)
         chain.head, chain.names = ctypes.addressof(self._logits.argument), self._hot.ctypes.data
-        chain.pending, chain.drafted, chain.chances = (each.ctypes.data for each in (pending, drafted, chances))
+        chain.pending, chain.drafted, chain.probabilities = (each.ctypes.data for each in (pending, drafted, probs))
         chain.states, chain.logits = states.data_ptr(), logits.data_ptr()
         if old is not None:
             old = old.contiguous()
@@ -134,12 +134,12 @@ class QuantisedHead:
         run("fr_chain", ctypes.byref(self.layers.model), self.layers.cache(cache), ctypes.byref(chain))
         cache.lengths[row] = end
         cache.crop_to([id], [kept])
-        return Guess(drafted.tolist(), chances.tolist(), logits)
+        return HeadDraft(drafted.tolist(), probs.tolist(), logits)
 
 
 def quantised_head(head: HiddenDrafter, embedding: nn.Module, logits: Product) -> QuantisedHead | None:
-    """Return a head for the C library, with the target's embedding and its LM head at the hot set. None without the
-    library, and for sizes, an embedding or an LM head (with a bias) that it does not have."""
+    """Return a head that runs in C, with the target's embedding and its LM head's rows for the hot set; None without
+    the library, or for sizes, an embedding or an LM head (one with a bias) that it does not support."""
     config = head.config
     inputs = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
     rows = embedding_rows(embedding)
@@ -149,7 +149,7 @@ def quantised_head(head: HiddenDrafter, embedding: nn.Module, logits: Product) -
 
 
 def embedding_rows(embedding: nn.Module) -> Rows | None:
-    """Return what an embedding looks up, but for a factor that it may have; None for one of an unknown form."""
+    """Return an embedding's rows, without a factor that it may have, or None for an unknown form."""
     if isinstance(embedding, StoredEmbedding):
         return embedding.stored
     if not isinstance(embedding, nn.Embedding) or embedding._forward_hooks or embedding.weight.dtype not in PLAIN:

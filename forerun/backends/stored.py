@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from forerun.backends.panels import Dense, Panels, Rows, check_inputs, quantise
-from forerun.kinds import KINDS
+from forerun.kinds import WEIGHT_FORMATS
 
 FORMATS = {"int4": Type.Q4_1, "int8": Type.Q8_0, "bfloat16": Type.BF16}  # what float weights are rounded to
 
@@ -28,7 +28,7 @@ class StoredLinear(nn.Module):
 
 
 class StoredEmbedding(nn.Module):
-    """An embedding in the rows of a file."""
+    """An embedding that looks up a file's rows."""
 
     def __init__(self, rows: Rows, dtype: torch.dtype) -> None:
         super().__init__()
@@ -36,18 +36,17 @@ class StoredEmbedding(nn.Module):
         self.stored, self.dtype = rows, dtype
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[.., d] of tokens [..], in the model's dtype."""
+        """Return the embeddings [.., d] of tokens [..], in the model's dtype."""
         return self.stored.floats(ids.flatten().tolist()).to(self.dtype).view(*ids.shape, -1)
 
 
 def store(model: PreTrainedModel, kind: str) -> PreTrainedModel:
     """Round the linear layers of a float model on a CPU to `kind`, in place, and its embedding to bfloat16.
 
-    The LM head has 8 bits where layers have 4. The model can be neither trained nor saved any more. Raises ValueError,
-    before anything is changed, for inputs that its blocks do not divide, and for models whose layers keep their weights
-    in modules of their own.
+    With layers in 4 bits the LM head gets 8. The model can be neither trained nor saved afterwards. Raises ValueError,
+    before any change, for numbers of inputs that blocks do not divide, and for layers without any `nn.Linear`.
     """
-    assert kind in KINDS
+    assert kind in WEIGHT_FORMATS
     linears = {name: child for name, child in model.named_modules() if type(child) is nn.Linear}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if not set(linears.values()) - {head}:
@@ -64,8 +63,8 @@ def store(model: PreTrainedModel, kind: str) -> PreTrainedModel:
     return model
 
 
-def kinds_of(model: nn.Module) -> dict[str, int]:
-    """Bytes of a model's weights by what they are stored as."""
+def bytes_by_format(model: nn.Module) -> dict[str, int]:
+    """Return {weight format: bytes} of a model, most bytes first."""
     found: dict[str, int] = {}
     for module in model.modules():
         if isinstance(module, StoredLinear | StoredEmbedding):
@@ -78,5 +77,5 @@ def kinds_of(model: nn.Module) -> dict[str, int]:
 
 
 def is_stored(model: nn.Module) -> bool:
-    """Whether a model has linear layers of `store`'s."""
+    """Return whether a model has a `StoredLinear`."""
     return any(isinstance(module, StoredLinear) for module in model.modules())

@@ -1,9 +1,9 @@
-"""A target whose weights are split among several processes (ranks), as `torchrun` starts them.
+"""A target whose weights are split among several processes (ranks) that `torchrun` started.
 
-transformers splits the weights and adds up what the ranks compute. Every rank runs the whole loop beside that: the
-same requests, a draft and heads of its own, the same decisions. What could differ is made equal. There is one clock,
-the first rank's; what is sampled without a seed begins at the first rank's state. Before each forward of the target
-the ranks compare what they are about to run, so that a difference ends the job and never hangs it.
+transformers splits the weights and adds up the ranks' results. Every rank runs the whole loop: the same requests, its
+own draft model and heads, the same decisions. What could differ is made equal: all use the first rank's clock and its
+random state. Before each forward of the target the ranks compare what they are about to run, so that a difference ends
+the job and never hangs it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import EagerForward
 from forerun.model.kv_cache import KVCache
 
-TIMEOUT = timedelta(minutes=10)  # that a rank waits for the others, while they load as well
+TIMEOUT = timedelta(minutes=10)  # of a rank that waits for the rest, which may still load
 LOST = 1  # the exit status
-_NETWORK = re.compile(r"\[[^]]*\bgloo/[^]]*\]|Gloo |NCCL ")  # how such errors begin that have no class of their own
+_NETWORK = re.compile(r"\[[^]]*\bgloo/[^]]*\]|Gloo |NCCL ")  # errors of the network that have no class of their own
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _T = TypeVar("_T")
 
@@ -48,8 +48,8 @@ class Ranks:
     """The processes that run one target together.
 
     Attributes:
-        rank, size: this one's number, and how many there are.
-        control: a group of all over gloo, for numbers that decide.
+        rank, size: this rank's number, and the number of ranks.
+        control: a gloo group of all ranks, for control messages.
     """
 
     rank: int
@@ -58,15 +58,15 @@ class Ranks:
 
     @property
     def device(self) -> str:
-        """Return this rank's own."""
+        """Return this rank's device."""
         return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
 
     def sample_alike(self) -> None:
-        """Set torch's random state, from which missing seeds are drawn, to the first rank's."""
+        """Set torch's random state, which replaces missing seeds, to the first rank's."""
         torch.set_rng_state(self.share(torch.get_rng_state()))
 
-    def meet(self, place: bytes) -> float:
-        """Wait for all ranks; return the first one's clock, in seconds. Raises RankLostError if one is gone or is at
+    def barrier(self, place: bytes) -> float:
+        """Wait for all ranks; return the first rank's clock in seconds. Raises RankLostError if a rank is gone or at
         another place."""
         digest = int.from_bytes(blake2b(place, digest_size=7).digest(), "little")
         own = torch.tensor([digest, perf_counter_ns()])
@@ -79,7 +79,7 @@ class Ranks:
         return float(found[0][1]) / 1e9
 
     def clock(self) -> float:
-        return self.meet(b"clock")
+        return self.barrier(b"clock")
 
     def share(self, found: _T) -> _T:
         """Return the first rank's value."""
@@ -98,7 +98,7 @@ class Ranks:
 
 
 class ShardedLM(CausalLM):
-    """A target of which this rank has a share of the weights, and of the keys and values."""
+    """A target of which this rank holds a part of the weights, keys and values."""
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
         super().__init__(model, ShardedForward(model, ranks))
@@ -115,7 +115,7 @@ class ShardedLM(CausalLM):
 
 
 class ShardedForward(EagerForward):
-    """Before it runs, the ranks compare what they are about to run."""
+    """A forward before which the ranks compare what they are about to run."""
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
         super().__init__(model)
@@ -128,7 +128,7 @@ class ShardedForward(EagerForward):
         place = [list(inputs.rows), list(map(list, inputs.depths)), lengths, logits, capture]
         if inputs.tokens is not None:
             place.append(list(map(list, inputs.tokens)))
-        self.ranks.meet(repr(place).encode())
+        self.ranks.barrier(repr(place).encode())
         with network():
             return super().__call__(inputs, cache, logits, capture)
 
@@ -144,23 +144,21 @@ def network() -> Iterator[None]:
         text = str(error).strip() or type(error).__name__
         if not isinstance(error, distributed.DistError) and not _NETWORK.match(text):
             raise
-        reason = re.sub(r"^\[[^]]*\]\s*", "", text.splitlines()[0]).split(". ")[0]  # gloo goes on with advice
+        reason = re.sub(r"^\[[^]]*\]\s*", "", text.splitlines()[0]).split(". ")[0]  # gloo adds advice
         raise RankLostError(f"another rank has ended or does not answer: {reason}") from error
 
 
 def check_shape(config: PreTrainedConfig, name: str) -> None:
-    """Raise ValueError for a target that the ranks cannot split. They need not be connected yet."""
+    """Raise ValueError for a target that the ranks cannot split evenly. They need not be connected yet."""
     check_ranks()
     size = int(os.environ["WORLD_SIZE"])
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan:
-        raise ValueError(
-            f"target {name!r}: transformers has no plan to split a model of the type {config.model_type!r}"
-        )
+        raise ValueError(f"target {name!r}: transformers cannot split models of type {config.model_type!r}")
     for part in ("num_attention_heads", "num_key_value_heads"):
         count = getattr(config, part, None)
         if count is not None and count % size:
-            raise ValueError(f"target {name!r} has {part} {count}, which {size} ranks cannot share evenly")
+            raise ValueError(f"target {name!r} has {part} {count}, which {size} ranks cannot split evenly")
 
 
 def check_ranks() -> None:
@@ -168,8 +166,8 @@ def check_ranks() -> None:
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing or int(os.environ["WORLD_SIZE"]) < 2:
         raise ValueError(
-            "tensor parallelism needs 2 processes or more, as `torchrun --nproc-per-node 2 -m forerun generate "
-            "--tensor-parallel ...` starts them"
+            "tensor parallelism needs at least 2 processes: start them with `torchrun --nproc-per-node 2 -m forerun "
+            "generate --tensor-parallel ...`"
         )
 
 
@@ -183,7 +181,8 @@ def check_machine() -> None:
 
 
 def ranks() -> Ranks:
-    """Return the ranks that torchrun started, connected. Raises ValueError without any, and as `check_machine` does."""
+    """Connect the ranks that torchrun started and return them. Raises the ValueErrors of `check_ranks` and
+    `check_machine`."""
     global _ranks, _store
     if _ranks is None:
         check_ranks()
@@ -192,7 +191,7 @@ def ranks() -> Ranks:
         else:
             found, rank, size = next(distributed.rendezvous("env://", timeout=TIMEOUT))
             _store = distributed.PrefixStore("forerun", found)
-            check_machine()  # its error is shown once, by the store
+            check_machine()  # the store lets one rank alone print its error
             kind, device = "gloo", None
             if torch.cuda.is_available():
                 kind, device = "nccl", torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -206,15 +205,15 @@ def ranks() -> Ranks:
 
 
 _ranks: Ranks | None = None
-_store: Any = None  # read and written by all ranks while torchrun lives; None if a caller connected them before
+_store: Any = None  # shared by all ranks while torchrun runs; None if a caller had connected them
 
 
 @contextmanager
 def together() -> Iterator[Ranks]:
-    """Run a command on all ranks: only the first one prints. If a rank is lost, the remaining ones print one line
-    altogether, and end. A ValueError is raised by one of them; the rest end. Raises ValueError without ranks."""
+    """Run a command on all ranks, of which the first alone prints. If a rank is lost, the remaining ones print one line
+    together and end. One rank raises a ValueError, and the rest end. Raises ValueError without ranks."""
     check_ranks()
-    signal.signal(signal.SIGTERM, lambda *_: _end("it was told to stop, as another rank has ended or the job has"))
+    signal.signal(signal.SIGTERM, lambda *_: _end("it was asked to stop, as another rank or the job has ended"))
     try:
         with network():
             found = ranks()
@@ -222,18 +221,18 @@ def together() -> Iterator[Ranks]:
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), 1)
         yield found
-        found.meet(b"end")
+        found.barrier(b"end")
     except RankLostError as error:
         _end(str(error))
     except ValueError:  # a user's mistake, which all ranks see
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all as soon as one has: let this one print it
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all ranks once one has; this one is to print
         if not _is_first():
             os._exit(2)
         raise
 
 
 def _end(reason: str) -> NoReturn:
-    """Print why, unless another rank has printed something, and end the process without waiting for anything."""
+    """Print the reason, unless another rank has printed one, and end the process at once."""
     if _is_first():
         name = os.environ.get("RANK", "?"), os.environ.get("WORLD_SIZE", "?")
         line = f"forerun: tensor parallel rank {name[0]} of {name[1]} stops: {' '.join(reason.split())}\n"
@@ -243,8 +242,8 @@ def _end(reason: str) -> NoReturn:
 
 
 def _is_first() -> bool:
-    """Return whether no other rank has asked this: the first one alone prints why the job ends."""
+    """Return whether this is the first rank to ask, which alone prints why the job ends."""
     if _store is not None:
         with suppress(Exception):  # the store ends with the job
-            return bool(_store.add("told", 1) == 1)
+            return bool(_store.add("printed", 1) == 1)
     return True

@@ -1,1 +1,1 @@
-"""Kernels in C, and how they are built."""
+"""Kernels in C, their build, and their Python structures."""

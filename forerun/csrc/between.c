@@ -1,6 +1,6 @@
-/* `fr_between` for one instruction set, included by its translation unit after products.c. Eight
-   numbers at once, written out, as a compiler's own vectors would order sums as it likes. Compiled with -ffp-contract=off: what is
-   fused is said. */
+/* `fr_between` for one instruction set, included by its translation unit after products.c. Vectors of
+   eight are explicit, as a compiler would order the sums of its own as it likes. Compiled with -ffp-contract=off: each fused
+   product is written as such. */
 
 #include "between.h"
 #include "vectors.h"

@@ -1,16 +1,16 @@
-/* What stands between the products of a forward, one table an instruction set. Sums have one fixed order, and sizes are
-   multiples of 8: the same numbers come out of every table, whatever else is asked. */
+/* What a forward computes between its products, in one table for each instruction set. Sums have one fixed order, and
+   sizes are multiples of 8, so every table gives the same bits, whatever else runs. */
 
 #ifndef FR_BETWEEN_H
 #define FR_BETWEEN_H
 
 #include <stdint.h>
 
-#define FR_HEADS 2 /* queries that are worked on at once, so that keys and values are read once for them */
+#define FR_HEADS 2 /* queries that are computed at once, with one read of keys and values */
 
 /* Queries [heads, d], rotated and scaled, of one token and one group; keys and values of that group in its row of the
-   cache, entry by entry. It sees the entries from `first` to `count`: those below `split` stand in order, the others
-   at slots path[0], path[1] and so on. scores: `heads` rows of `width`, which is a multiple of 8 and at least
+   cache, entry by entry. It sees the entries from `first` to `count`: those below `split` are stored in order, later
+   ones at slots path[0], path[1] and so on. scores: `heads` rows of `width`, which is a multiple of 8 and at least
    count - first. */
 typedef struct {
     const float *queries;
@@ -22,18 +22,18 @@ typedef struct {
 } fr_attention;
 
 typedef struct {
-    /* out = RMSNorm(x) times the gain, if any; `added` goes to x first where there is some. */
+    /* out = RMSNorm(x) times the gain, if any; `added`, if any, is added to x first. */
     void (*norm)(float *x, const float *added, const float *gain, float eps, int64_t d, float *out);
     /* Heads [count, d] in place: plus a bias, normed with a gain [d], `turned` numbers of each rotated by cos and sin
-       [turned / 2], times a scale; NULL and 0 leave a step out. */
+       [turned / 2], times a scale; NULL and 0 skip a step. */
     void (*heads)(float *x, const float *bias, const float *gain, float eps, const float *cos, const float *sin,
                   int64_t turned, float scale, int64_t count, int64_t d);
     void (*gate)(float *gate, const float *up, int64_t n); /* gate = silu(gate) * up */
     void (*add)(float *x, const float *added, int64_t n);
-    /* IEEE's 16 bits, rounded to even, within +-65504; what is not a number stays none. */
+    /* To float16, rounded to even and clamped to +-65504; NaN stays NaN. */
     void (*to_half)(const float *x, int64_t n, uint16_t *out);
     void (*attend)(const fr_attention *one);
-    int64_t (*argmax)(const float *x, int64_t n); /* the first of equal ones; 0 where none is a number */
+    int64_t (*argmax)(const float *x, int64_t n); /* the first of equal ones; 0 if all are NaN */
     /* out = exp((x - most) * scale), and their sum. */
     float (*exps)(const float *x, float most, float scale, int64_t n, float *out);
 } fr_between;

@@ -1,4 +1,4 @@
-"""Compile the C library: one table of which files, and which flags each variant has."""
+"""Compile the C library, with one variant for each instruction set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMON = [
 COMMON += ["-Wall", "-Wextra", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx512vnni"]
-# A variant's own flags, by the machine that it is for.
+# {machine: {variant: its own flags}}.
 VARIANTS = {
     "x86_64": {"plain": [], "avx2": AVX2, "avxvnni": [*AVX2, "-mavxvnni"], "avx512vnni": [*AVX2, *AVX512]},
     "aarch64": {"plain": [], "neon": ["-march=armv8.2-a+dotprod"]},
@@ -31,10 +31,10 @@ MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}
 
 
 def sources(machine: str) -> dict[str, list[str]]:
-    """Each source file of the library, with its own flags."""
+    """Return {source file: its own flags}."""
     variants = VARIANTS.get(machine, {"plain": []})
     own = {f"variant_{name}.c": flags for name, flags in variants.items()}
-    parts = ("products.c", "between.c")  # of each variant
+    parts = ("products.c", "between.c")  # included by each variant
     names = [path.name for path in HERE.glob("*.c")]
     shared = sorted(name for name in names if not name.startswith("variant_") and name not in parts)
     return {**own, **{name: [] for name in shared}}
@@ -43,7 +43,7 @@ def sources(machine: str) -> dict[str, list[str]]:
 def build(
     target: Path, compiler: str = os.environ.get("CC", "cc"), machine: str = "", extra: tuple[str, ...] = ()
 ) -> Path:
-    """Compile every source and link the shared library `target`; what the compiler says is raised with it."""
+    """Compile every source and link the shared library `target`. Raises RuntimeError with the compiler's messages."""
     machine = machine or platform.machine()
     machine = MACHINES.get(machine, machine)
     objects = []

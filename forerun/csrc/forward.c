@@ -8,7 +8,7 @@
 #include "threads.h"
 
 #define BLOCK 256     /* tokens that go through all layers together */
-#define SERIAL 16384  /* numbers that are done sooner than threads are called */
+#define SERIAL 16384  /* numbers that take less time than calling threads */
 
 extern const fr_between fr_between_plain;
 #if defined(__x86_64__)
@@ -26,7 +26,7 @@ static const fr_between *const between[FR_ISAS] = {
 #endif
 };
 
-/* What a block of tokens needs. `parts` [n, (H + 2 G) D] become queries, keys and values. */
+/* The buffers of a block of tokens. `parts` [n, (H + 2 G) D] become queries, keys and values. */
 typedef struct {
     const fr_model *model;
     const fr_layer *layer;
@@ -39,7 +39,7 @@ typedef struct {
     void *records;
 } block;
 
-/* Numbers of different sizes that are computed from one input. */
+/* Matrices of different sizes that multiply one input. */
 typedef struct {
     const block *of;
     const fr_matrix *matrix[3];
@@ -68,7 +68,7 @@ static void do_products(void *argument, int64_t first, int64_t last, int thread)
     }
 }
 
-/* Runs work over parts by all threads, or by this one where `numbers` are few. */
+/* Runs work over parts by all threads, or by this one if `numbers` are few. */
 static void run(fr_work *work, void *argument, int64_t parts, int64_t numbers) {
     if (numbers < SERIAL) work(argument, 0, parts, 0);
     else fr_parallel(work, argument, parts, 0);
@@ -91,9 +91,9 @@ static void multiply(products *p, int is_quantised) {
     fr_parallel(do_products, p, all, 0);
 }
 
-#define TINY 0x1p-23f /* torch's epsilon of norms that name none */
+#define TINY 0x1p-23f /* torch's default epsilon of norms */
 
-/* What goes into the first layer, to y; a head's states, and embeddings beside them, to `both`. */
+/* Inputs of the first layer, to y; a head's states, with embeddings beside them, to `both`. */
 static void do_embed(void *argument, int64_t first, int64_t last, int thread) {
     const block *b = argument;
     const fr_model *m = b->model;
@@ -168,7 +168,7 @@ static void do_attend(void *argument, int64_t first, int64_t last, int thread) {
     }
 }
 
-/* x += y, and h its norm; y and the gain are those of products. */
+/* x += y, and h its norm. */
 static void do_norm(void *argument, int64_t first, int64_t last, int thread) {
     const products *p = argument;
     const block *b = p->of;
@@ -246,13 +246,13 @@ static void do_extra(void *argument, int64_t first, int64_t last, int thread) {
     (void)thread;
     for (; first < last; first++) {
         int panel = batch->extra[first] / FR_PANEL, lane = batch->extra[first] % FR_PANEL;
-        /* outputs have their places in whole rows */
+        /* outputs are columns of whole rows */
         fr_product(head, p->x, (int)p->stride, p->of->records, p->rows, found - (int64_t)panel * FR_PANEL, FR_PANEL, panel, panel + 1);
         for (int i = 0; i < p->rows; i++) p->out[0][i * p->out_stride[0] + first] = found[i * FR_PANEL + lane];
     }
 }
 
-/* Logits of those tokens of the block that are asked about. Rows one after the other in `asked` are taken together. */
+/* Logits of the block's asked tokens. Adjacent rows in `asked` are multiplied together. */
 static void ask(const block *b) {
     const fr_batch *batch = b->batch;
     const fr_matrix *whole = &b->model->head, *head = batch->head ? batch->head : whole;
@@ -297,7 +297,7 @@ static int model_fits(const fr_model *m) {
         if (!matrix_fits(&l->o, d, attended) || !matrix_fits(&l->gate, inner, d) || !matrix_fits(&l->up, inner, d)) return 0;
         if (!matrix_fits(&l->down, d, inner) || !l->first || !l->second || l->window < 0) return 0;
         if (l->turned < 0 || l->turned > m->size || l->turned % 16 || (l->turned && (!m->cos || !m->sin))) return 0;
-        /* layers that rotate share their tables */
+        /* all layers share the tables of rotations */
         if (l->turned && m->layer->turned && l->turned != m->layer->turned) return 0;
     }
     return 1;
@@ -335,7 +335,7 @@ static int64_t take(int64_t *at, int64_t bytes) {
     return found;
 }
 
-/* Shares scratch out for blocks of so many rows that see at most `longest` entries. */
+/* Divides scratch memory for blocks of `rows` rows that see at most `longest` entries. */
 static int make_room(block *b, int64_t rows, int64_t longest) {
     const fr_model *m = b->model;
     int64_t d = m->d, f = sizeof(float), total = 0;
@@ -361,7 +361,7 @@ static int make_room(block *b, int64_t rows, int64_t longest) {
     return 1;
 }
 
-/* A batch that fits, by a thread that has the pool. */
+/* Runs a batch that fits, in a thread that has the pool. */
 static int forward(const fr_model *model, const fr_cache *cache, const fr_batch *batch) {
     int64_t longest = 1;
     for (int i = 0; i < batch->n; i++) {
@@ -458,14 +458,14 @@ static int descending(const void *x, const void *y) {
     return (a < b) - (a > b);
 }
 
-/* A distribution from `size` logits, of which nothing is kept. Returns 0 where they are no numbers. */
+/* A distribution from `size` logits, which are overwritten. Returns 0 if they are NaN. */
 static int make_probs(const fr_chain_request *c, float *logits, int64_t size, float *probs) {
     const fr_between *do_ = between[fr_chosen()];
     do_->exps(logits, logits[do_->argmax(logits, size)], c->turn, size, probs);
     double whole = sum_of(probs, size);
     if (!(whole > 0 && whole < INFINITY)) return 0;
     if (c->top_p < 1) {
-        float *best = logits, floor = (1 - c->top_p) * (float)whole / size; /* tokens below are less than what is left out */
+        float *best = logits, floor = (1 - c->top_p) * (float)whole / size; /* tokens below it have less than 1 - top_p together */
         int64_t count = 0, kept = 0;
         for (int64_t i = 0; i < size; i++)
             if (probs[i] >= floor) best[count++] = probs[i];
@@ -480,19 +480,19 @@ static int make_probs(const fr_chain_request *c, float *logits, int64_t size, fl
     return 1;
 }
 
-static int64_t drawn(const float *probs, int64_t n, double number) {
+static int64_t sampled_at(const float *probs, int64_t n, double number) {
     double below = 0, whole = sum_of(probs, n);
     int64_t last = 0;
     for (int64_t i = 0; i < n; i++) {
         if (!(probs[i] > 0)) continue;
         below += probs[i];
-        last = i; /* rounding may leave the number above all */
+        last = i; /* after rounding the number may exceed all sums */
         if (number * whole < below) break;
     }
     return last;
 }
 
-#define FLOOR 0x1p-12f /* as forerun/sampling/seeded.py has these two */
+#define FLOOR 0x1p-12f /* these two as in forerun/sampling/seeded.py */
 #define REST 0x100000000u
 #define TURNS (1 << 20)
 
@@ -514,7 +514,7 @@ static int64_t place_of(const fr_chain_request *c, int64_t outputs, int64_t toke
     return place;
 }
 
-static int64_t raced(const fr_model *m, const fr_chain_request *c, int64_t outputs, const float *probs, uint64_t key) {
+static int64_t sampled_seeded(const fr_model *m, const fr_chain_request *c, int64_t outputs, const float *probs, uint64_t key) {
     double best = INFINITY, low = 0;
     int64_t winner = -1, n = outputs + c->extras;
     for (int64_t i = 0; i < n; i++) {
@@ -530,7 +530,7 @@ static int64_t raced(const fr_model *m, const fr_chain_request *c, int64_t outpu
         if (place < 0) continue;
         if (uniform(key, at + 1) * FLOOR < (probs[place] < FLOOR ? probs[place] : FLOOR)) return place;
     }
-    return winner < 0 ? 0 : winner; /* hardly ever: what is drafted is a guess */
+    return winner < 0 ? 0 : winner; /* hardly ever; any token may be drafted */
 }
 
 static int chain_fits(const fr_model *m, const fr_cache *cache, const fr_chain_request *c, const fr_matrix *head) {
@@ -548,7 +548,7 @@ static int chain_fits(const fr_model *m, const fr_cache *cache, const fr_chain_r
     return !c->probs || !c->numbers != !c->keys;
 }
 
-/* A head's logits of a place [size], with old ones and token information, to sums [size]; [size] more are room. */
+/* Adds a head's logits [size] of a place, old logits and token information to sums [size]; [size] more are scratch. */
 static int add_up(const fr_chain_request *c, int64_t place, int32_t before, int64_t size, const float *logits, float *sums) {
     const fr_matrix *m = c->information;
     memcpy(sums, logits, (size_t)size * sizeof(float));
@@ -576,20 +576,20 @@ static int draft(const fr_model *m, const fr_cache *cache, const fr_chain_reques
         if (!found && c->states) found = add_up(c, done, *before, size, b.logits, logits);
         if (found) return found;
         int64_t best;
-        float chance;
+        float probability;
         if (c->probs) {
             float *probs = c->probs + (c->keys ? 0 : done * size);
             if (!make_probs(c, logits, size, probs)) break;
-            best = c->numbers ? drawn(probs, size, c->numbers[done]) : raced(m, c, outputs, probs, c->keys[done]);
-            chance = probs[best];
+            best = c->numbers ? sampled_at(probs, size, c->numbers[done]) : sampled_seeded(m, c, outputs, probs, c->keys[done]);
+            probability = probs[best];
         } else {
             best = between[fr_chosen()]->argmax(logits, size);
-            chance = 1 / between[fr_chosen()]->exps(logits, logits[best], 1, size, logits);
+            probability = 1 / between[fr_chosen()]->exps(logits, logits[best], 1, size, logits);
         }
         c->drafted[done] = (int32_t)name_of(c, outputs, best);
-        c->chances[done] = chance;
-        product *= chance;
-        int is_end = !(chance >= c->least) || !(product >= c->product);
+        c->probabilities[done] = probability;
+        product *= probability;
+        int is_end = !(probability >= c->least) || !(product >= c->product);
         for (int i = 0; i < c->ended; i++) is_end |= c->drafted[done] == c->ends[i];
         slot[0] = c->length + c->count + done;
         length[0] = slot[0] + 1;

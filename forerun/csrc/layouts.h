@@ -1,11 +1,11 @@
-/* Panels: 8 outputs, stored as one unit for each 32 inputs.  A unit holds 8 blocks of 32 weights side by side, one a lane: of a whole superblock of
-   256 inputs one unit an output, lanes its 8 blocks; of a block that is left over (inputs no multiple of 256) one unit, lanes the 8 outputs.
+/* Panels: 8 outputs, stored as one unit for each 32 inputs.  A unit holds 8 blocks of 32 weights, one a lane.  A whole superblock of 256 inputs has
+   one unit for each output, whose lanes are its 8 blocks.  Each remaining block (inputs no multiple of 256) has one unit, whose lanes are the outputs.
    Weight k = 16 h + 4 p + b of lane l is byte 4 l + b of vector t = 2 p + h (8 vectors of 32 bytes).  Codes of a unit:
      4 bits  128 bytes: vectors 0-3 in the low halves, 4-7 in the high halves
      5 bits  as 4 bits, then 32 bytes: bit t of a byte is vector t's highest bit
      6 bits  as 4 bits, then 32 bytes for h = 0 and 32 for h = 1: bits 2 p and 2 p + 1 are the highest bits
      8 bits  256 bytes, signed
-   Scales behind them, float16 d and m and bytes:
+   Scales follow the codes: float16 d and m, and bytes:
      D    d[8]: weight = d (code - 8, 16 or 0 by bits)
      DM   d[8] m[8]: d code + m
      K    sc[8] mn[8] d m: (d sc) code - m mn
@@ -42,9 +42,9 @@ typedef struct {
 #define FR_UNIT_BYTES(bits, scale_bytes) (((bits) < 16 ? 32 * (bits) : (bits)) + (scale_bytes))
 
 extern const fr_layout fr_layouts[FR_FORMATS];
-extern int fr_wide_rows; /* from which AVX512-VNNI multiplies in 512 bits; fewer rows take 256 */
+extern int fr_wide_rows; /* AVX512-VNNI multiplies at least this many rows in 512 bits, fewer in 256 */
 
-/* What a variant gives; fr_select chooses one. */
+/* The functions of a variant; fr_select chooses one. */
 typedef struct {
     const char *name;
     void (*quantise)(const float *, int, int, int, void *, int, int);

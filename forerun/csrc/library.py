@@ -1,7 +1,7 @@
-"""The C library of `forerun/csrc`: its structures, and the instruction set that it runs with.
+"""The C library of `forerun/csrc`: its structures, its functions and its choice of instruction set.
 
-It is built when forerun is installed. FORERUN_KERNELS names another instruction set than the best one ("plain", "avx2",
-"avxvnni", "avx512vnni", "neon"), or "none": torch then does it all, more slowly.
+It is built when forerun is installed. It runs the best instruction set of the machine unless FORERUN_KERNELS names
+another ("plain", "avx2", "avxvnni", "avx512vnni", "neon"). With "none", torch does the work, more slowly.
 """
 
 from __future__ import annotations
@@ -72,13 +72,14 @@ class ChainArgument(ctypes.Structure):
     _fields_ = (
         *((name, _I) for name in ("row", "length", "count", "most")),
         *((name, _P) for name in ("pending", "head", "names", "places", "extra", "ends", "numbers", "keys", "probs")),
-        *((name, _P) for name in ("drafted", "chances", "states", "logits", "old", "information", "token_states")),
+        *((name, _P) for name in ("drafted", "probabilities", "states", "logits", "old", "information")),
+        ("token_states", _P),
         *((name, _I) for name in ("extras", "ended", "among", "start", "olds")),
         *((name, _F) for name in ("least", "product", "turn", "top_p", "weight")),
     )
 
 
-# In the order of `fr_sizes`; None: of the library alone.
+# In the order of `fr_sizes`; None: the library alone has it.
 _STRUCTURES = MatrixArgument, None, LayerArgument, ModelArgument, CacheArgument, BatchArgument, ChainArgument
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fr_select": (_I, (ctypes.c_char_p,)),
@@ -95,20 +96,20 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def library() -> Any | None:
-    """Return the library's functions, or None if they were not built, do not fit, or are not wanted.
+    """Return the library's functions, or None if it was not built, is of another version, or is turned off.
 
-    Raises ValueError for an instruction set in FORERUN_KERNELS that is unknown or that this machine lacks.
+    Raises ValueError if FORERUN_KERNELS names an instruction set that is unknown or that this machine lacks.
     """
     return _library(os.environ.get(VARIABLE, ""))[0]
 
 
 def missing() -> str:
-    """Return why there is no library."""
+    """Return why the library is missing."""
     return _library(os.environ.get(VARIABLE, ""))[1]
 
 
 def variant() -> str | None:
-    """Return the name of the instruction set that runs, or None without the library."""
+    """Return the name of the instruction set in use, or None without the library."""
     found = library()
     return None if found is None else str(found.fr_variant().decode())
 
@@ -120,8 +121,8 @@ def variants() -> list[str]:
 
 
 def run(function: str, *arguments: Any) -> int:
-    """Call a function of the library with as many threads as torch has, and return its result. Raises as `checked`."""
-    import torch  # here: `forerun info` names the kernel without it
+    """Call a function of the library with torch's number of threads; return its result. Raises as `checked`."""
+    import torch  # late: `forerun info` names the kernel without torch
 
     found = library()
     assert found is not None
@@ -130,11 +131,11 @@ def run(function: str, *arguments: Any) -> int:
 
 
 def checked(code: int) -> int:
-    """Return what a function of the library returned; raise for sizes that it refused and for memory that it lacks."""
+    """Return the result of a function of the library. Raises MemoryError, or RuntimeError for sizes that it refused."""
     if code == -2:
         raise MemoryError("no memory for a forward")
     if code < 0:
-        raise RuntimeError("the C library was given sizes that do not fit")
+        raise RuntimeError("the C library refused sizes that do not fit together")
     return code
 
 

@@ -5,8 +5,8 @@
 #include "vectors.h"
 
 #define ROWS 32                  /* rows that a unit is unpacked for */
-#define NEAR_BYTES (384 * 1024)  /* records that stay in the second cache while panels pass */
-#define AHEAD 2048               /* bytes that are fetched ahead */
+#define NEAR_BYTES (384 * 1024)  /* records that stay in the L2 cache while panels pass */
+#define AHEAD 2048               /* bytes to prefetch ahead */
 #define VNNI (FR_ISA == FR_AVXVNNI || FR_ISA == FR_AVX512VNNI)
 #define WIDE (FR_ISA == FR_AVX512VNNI)
 #define STEP (WIDE ? 4 : 1)      /* units at once */
@@ -15,11 +15,11 @@
 
 typedef uint8_t b32 __attribute__((vector_size(32)));
 typedef uint16_t h16 __attribute__((vector_size(32)));
-typedef struct { f8 lane[10]; } sums; /* of a row: 8 outputs, what is left over, alignment */
+typedef struct { f8 lane[10]; } sums; /* of a row: 8 outputs, the remaining blocks, alignment */
 
 FR_INLINE b32 bytes_at(const void *p) { b32 v; memcpy(&v, p, 32); return v; }
 
-/* The codes of a unit in 8 vectors; unsigned where the multiplication wants it. */
+/* The codes of a unit in 8 vectors; unsigned if the instruction needs it. */
 FR_INLINE void unpack(int bits, const uint8_t *u, b32 w[8]) {
     const h16 low = (h16){} + 0x0f0f, fifth = (h16){} + 0x1010, top = (h16){} + 0x3030;
     if (bits == 8) {
@@ -44,7 +44,7 @@ FR_INLINE void unpack(int bits, const uint8_t *u, b32 w[8]) {
     }
 }
 
-/* Sums of pairs of int16, times one number: what corrections need. */
+/* Sums of pairs of int16, times one number, for corrections. */
 FR_INLINE i8 pairs(const int16_t *p, i8 by) {
     i8 v;
     memcpy(&v, p, 32);
@@ -108,7 +108,7 @@ FR_INLINE i8 dot(int bits, const b32 w[8], const fr_record *x, const i8 sc[2]) {
 #endif
 }
 
-FR_INLINE i8 bytes8(const uint8_t *p, int is_signed) { /* compilers take bytes apart one by one here */
+FR_INLINE i8 bytes8(const uint8_t *p, int is_signed) { /* compilers would convert byte by byte here */
 #if defined(__AVX2__)
     __m128i v = _mm_loadl_epi64((const __m128i *)p);
     return is_signed ? (i8)_mm256_cvtepi8_epi32(v) : (i8)_mm256_cvtepu8_epi32(v);
@@ -248,7 +248,7 @@ FR_INLINE void panel(int bits, int scales, size_t unit, const uint8_t *u, int in
                 one(bits, scales, u + unit * (size_t)i, x, n, f, o + i);
             }
         }
-    if (scales == D || scales == DM) /* the others have whole superblocks */
+    if (scales == D || scales == DM) /* other formats have whole superblocks */
         for (int b = 0; b < inputs / 32 % 8; b++, u += unit, x += rows) one(bits, scales, u, x, n, f, 8);
 }
 

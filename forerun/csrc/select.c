@@ -1,4 +1,4 @@
-/* Which variant runs: what the CPU and its system allow, asked once. */
+/* Selects the variant: the best that the CPU and its system support. */
 #include "layouts.h"
 #include "between.h"
 #include "forward.h"
@@ -24,7 +24,7 @@ static const fr_operations *const operations[FR_ISAS] = {
 #endif
 };
 static int chosen = FR_PLAIN;
-int fr_wide_rows = 1; /* AMD's processors multiply 512 bits as fast as they read weights, Intel's do not: measured */
+int fr_wide_rows = 1; /* measured: AMD's processors multiply 512 bits as fast as they read weights, Intel's do not */
 
 static int runs(int isa) {
     if (isa == FR_PLAIN) return 1;

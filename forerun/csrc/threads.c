@@ -15,16 +15,15 @@
 #endif
 
 #define MOST 256     /* threads */
-#define SPINS 20000  /* looks, about as long as Python takes between two calls, before a thread sleeps */
+#define SPINS 20000  /* checks before a thread sleeps: about the time that Python takes between two calls */
 #define PIECES 8     /* of a job for each thread */
-#define HALF 24      /* bits of a number of pieces */
+#define HALF 24      /* bits of a piece's number */
 #define OF_HALF (((uint64_t)1 << HALF) - 1)
 
 typedef _Atomic(uint32_t) word;
 
-/* A thread's share of the job, in a cache line of its own: the end of its pieces (bits 24 to 47) and the next one
-   (below). A piece that is claimed is of the job that it was claimed from, which cannot end before the piece does: what
-   follows may be read then. */
+/* A thread's share of the job, in a cache line of its own. `pieces` holds the end of its pieces (bits 24 to 47) and the
+   next one (below). A job cannot end before its claimed pieces: the further fields are valid once a piece is claimed. */
 typedef struct {
     _Alignas(64) _Atomic(uint64_t) pieces;
     fr_work *work;
@@ -70,7 +69,7 @@ static void sleep_while(word *at, uint32_t value) {
 
 static void wake(word *at, int count) {
     (void)at, (void)count;
-    pthread_mutex_lock(&sleeping); /* who has looked at the word sleeps by now */
+    pthread_mutex_lock(&sleeping); /* a thread that has checked the word sleeps by now */
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&sleeping);
 }
@@ -80,8 +79,8 @@ static int is_open(uint64_t pieces) { return (pieces & OF_HALF) < (pieces >> HAL
 
 static int has_pieces(share *of) { return is_open(atomic_load_explicit(&of->pieces, memory_order_relaxed)); }
 
-/* Does the pieces of a thread's own share, which follow each other in memory, and then those that others have left. Only
-   who sees one left asks for it, so that the number of the next piece passes the end by one a thread at most. */
+/* Does the pieces of a thread's own share, which are adjacent in memory, and then those left in other shares. A thread
+   claims only if it sees a piece left, so the next piece's number passes the end by at most one for each thread. */
 static void do_pieces(int thread) {
     for (int i = 0, threads = pool.wanted; i < threads; i++) {
         share *from = &shares[(thread + i) % threads];
@@ -104,10 +103,10 @@ static int is_called(uint32_t seen) { return atomic_load_explicit(&pool.calls, m
 static void *run_worker(void *number) {
     int thread = (int)(intptr_t)number;
     for (;;) {
-        uint32_t seen = atomic_load(&pool.calls); /* before the last looks, also at `ends`: a later call ends the sleep */
+        uint32_t seen = atomic_load(&pool.calls); /* before the last checks, that of `ends` too: a later call ends the sleep */
         if (atomic_load(&pool.ends)) return NULL;
         for (int i = 0; i < SPINS && !has_pieces(&shares[thread]) && !is_called(seen); i++) rest();
-        if (has_pieces(&shares[thread]) || is_called(seen)) { /* other threads may have taken all of its own */
+        if (has_pieces(&shares[thread]) || is_called(seen)) { /* other threads may have taken its own pieces */
             do_pieces(thread);
             continue;
         }
@@ -145,8 +144,8 @@ int fr_workers(void) {
     return pool.wanted;
 }
 
-/* A child of a fork has none of the threads, and starts its own. No job is under way when one is made. */
-static void leave_behind(void) {
+/* A forked child has none of the threads, and starts its own. No job runs during a fork. */
+static void reset_in_child(void) {
     pool.started = 0;
     atomic_store(&pool.asleep, 0);
     pthread_mutex_init(&pool.lock, NULL);
@@ -158,7 +157,7 @@ static void leave_behind(void) {
 
 void fr_enter(void) {
     pthread_mutex_lock(&pool.lock);
-    if (!pool.has_handlers) pool.has_handlers = !pthread_atfork(fr_enter, fr_leave, leave_behind);
+    if (!pool.has_handlers) pool.has_handlers = !pthread_atfork(fr_enter, fr_leave, reset_in_child);
 }
 
 void fr_leave(void) { pthread_mutex_unlock(&pool.lock); }
@@ -175,7 +174,7 @@ int fr_threads(int count) {
 }
 
 static void start_workers(void) {
-    sigset_t all, before; /* signals are for threads that know what to do with them */
+    sigset_t all, before; /* the caller's threads handle signals */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (pool.started < fr_workers() - 1) {

@@ -1,3 +1,3 @@
-"""The loop, and what flows through it: requests, sequences, drafts, verdicts and steps.
+"""The loop, and its data: requests, sequences, drafts, verdicts and steps.
 
-It knows models by the `Target` protocol and methods by `Drafter`. `session` is for its callers."""
+It knows models by the `Target` protocol and methods by `Drafter`. Callers use `session`."""

@@ -1,9 +1,9 @@
-"""The acceptance rules, which keep the output's distribution the target's own.
+"""The acceptance rules. All are lossless: the output keeps the target's own distribution.
 
 The rule for chains is that of Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318). For trees it is
-applied child by child to what is left of the target's distribution (recursive rejection sampling). A chain of sampled
-tokens may be verified as a whole instead: block verification (Sun et al., arXiv 2403.10444), which accepts no fewer.
-With a seed the target's tokens are sampled by `forerun.sampling.seeded`; drafted ones are accepted if they are equal.
+applied child by child, each time to the residual (recursive rejection sampling). A chain of sampled tokens may use
+block verification instead (Sun et al., arXiv 2403.10444), which accepts no fewer tokens. With a seed the target's
+tokens are sampled by `forerun.sampling.seeded`, and equal drafted tokens are accepted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Verdict:
 
     path: list[int]  # accepted nodes in order, the root first
     token: int  # the token after them: a correction if a child was rejected there, else a bonus
-    tested: int  # nodes looked at: the accepted ones and the level of the first rejection, nothing after it
+    tested: int  # accepted nodes, and the level of the first rejection
     rejected: bool  # whether the last node of the path had children and none was accepted
     argmax: list[int] = field(default_factory=list)  # the target's most probable token after every node of the draft
     # [V] the processed scores that gave `token`; valid until the target's next forward.
@@ -40,14 +40,14 @@ class Verdict:
 
 
 def accept(draft: Draft, scores: Tensor, greedy: bool, generator: torch.Generator | None) -> Verdict:
-    """Walk the draft with the target's processed scores [N, V] of its nodes; lossless.
+    """Return the verdict on a draft, given the target's processed scores [N, V] at its nodes.
 
-    Greedy compares with the argmax itself, not with ratios of probabilities. In sampling `r` is the target's
-    distribution at a node. A child x sampled from q (one-hot for a point mass) is accepted if u * q(x) < r(x), else
-    r = norm(max(r - q, 0)) for the next child. With no child left, the next token is sampled from r.
+    Greedy decoding compares with the argmax, not with ratios of probabilities. In sampling, r begins as the target's
+    distribution p at a node. A child x sampled from q (one-hot for a point mass) is accepted if u * q(x) < r(x), else
+    r = norm(max(r - q, 0)) for the next child. After the last child the next token is sampled from r.
 
     A draft with `block` that begins with a chain of sampled tokens is verified as one block. Its length may depend on
-    its tokens, as with any length rule.
+    its tokens, as with any stop rule.
     """
     if greedy:
         return accept_greedy(draft, *best_of([scores]))
@@ -55,8 +55,8 @@ def accept(draft: Draft, scores: Tensor, greedy: bool, generator: torch.Generato
 
 
 def accept_seeded(draft: Draft, scores: Tensor, source: Callable[[int], Source]) -> Verdict:
-    """Walk the draft along the tokens that the target samples, those after depth d by `source(d)`; lossless, as drafts
-    do not decide what is sampled."""
+    """Return the verdict on a draft by comparing it with the target's samples; the token after depth d is sampled by
+    `source(d)`. Drafts do not change what is sampled."""
     argmax, path = argmax_of(scores).tolist(), [0]
     while True:
         node = path[-1]
@@ -69,12 +69,12 @@ def accept_seeded(draft: Draft, scores: Tensor, source: Callable[[int], Source])
 
 
 def accept_greedy(draft: Draft, argmax: list[int], highest: list[float]) -> Verdict:
-    """Walk the draft along the target's most probable tokens, given with their scores for every node. Raises ValueError
-    if the scores that a token is chosen by are not numbers."""
+    """Return the verdict on a draft by comparing it with the target's argmax at every node, given with its scores
+    `highest`. Raises ValueError for NaN where a token is chosen."""
     path = [0]
     while True:
         node = path[-1]
-        if isnan(highest[node]):  # infinities have an order
+        if isnan(highest[node]):  # infinities are allowed
             raise NotNumbersError("no token can be chosen: the model's scores are not numbers")
         child = next((c for c in draft.children[node] if draft.tokens[c] == argmax[node]), None)
         if child is None:
@@ -95,7 +95,7 @@ def _accept_sampled(draft: Draft, p: Tensor, generator: torch.Generator | None) 
     while True:
         node, accepted = path[-1], None
         rejected: list[int] = []
-        mass = 1.0  # of the target's distribution without the rejected point masses
+        mass = 1.0  # of r: 1 less the rejected point masses
         for child in draft.children[node]:
             if rejected and rejected[0] <= draft.sampled:
                 here = float(_residual(draft, p[node], rejected)[draft.tokens[child]])
@@ -113,7 +113,7 @@ def _accept_sampled(draft: Draft, p: Tensor, generator: torch.Generator | None) 
 
 
 class _Numbers(NamedTuple):
-    """What the walk compares, of each node."""
+    """The numbers that decide acceptance, for each node."""
 
     uniform: list[float]  # random numbers
     q: list[float]  # the draft's probability of the token; 1 for a point mass
@@ -122,7 +122,7 @@ class _Numbers(NamedTuple):
 
 
 def _read(draft: Draft, p: Tensor, generator: torch.Generator | None) -> _Numbers:
-    """Read numbers one by one, which on a CPU takes a fifth of the time of operations on tensors."""
+    """Read the numbers one by one: on a CPU a fifth of the time of tensor operations."""
     uniforms, probs = torch.rand(len(draft), generator=generator), p.numpy()
     q = [1.0] * len(draft)
     if draft.q is not None:
@@ -133,8 +133,8 @@ def _read(draft: Draft, p: Tensor, generator: torch.Generator | None) -> _Number
 
 
 def _gathered(draft: Draft, p: Tensor, generator: torch.Generator | None) -> _Numbers:
-    """Read the same from a device in one transfer. The last token takes another, and so does the residual of each
-    sibling after a rejected one that was sampled."""
+    """Read the numbers from a device in one transfer. The last token takes another, and so does each residual after a
+    rejected sibling that was sampled."""
     tokens = torch.tensor(draft.tokens, device=p.device)
     above = torch.tensor(draft.parents, device=p.device).clamp_(min=0)
     q_of = torch.ones(len(draft), device=p.device)
@@ -148,12 +148,12 @@ def _gathered(draft: Draft, p: Tensor, generator: torch.Generator | None) -> _Nu
 
 
 def _accept_block(draft: Draft, p: Tensor, u: list[float], ratios: list[float]) -> tuple[int, Tensor | None]:
-    """Return how many tokens of the sampled chain are accepted, and the distribution of the next token, not normalised;
+    """Return the number of accepted tokens of the sampled chain, and the next token's distribution, not normalised, or
     None if all are accepted (arXiv 2403.10444, Algorithm 2).
 
-    `ratios` are p / q of each node's token, and h_i = min(h_{i-1} p / q, 1). The last token is accepted with
-    probability h_i, any other with S / (S + 1 - h_i), where S is the mass of max(h_i p - q, 0) after it. The longest
-    prefix counts whose last token is accepted.
+    `ratios` are p / q of each node's token, and h_i = min(h_{i-1} p / q, 1). The last token passes with probability
+    h_i, any other with S / (S + 1 - h_i), where S is the mass of max(h_i p - q, 0) after it. The longest prefix whose
+    last token passes is accepted.
     """
     hold = [1.0]
     for ratio in ratios[1 : draft.sampled + 1]:
@@ -167,13 +167,13 @@ def _accept_block(draft: Draft, p: Tensor, u: list[float], ratios: list[float]) 
     mass = rest.sum(-1).tolist()
     kept = (i for i in reversed(range(1, last)) if u[i] * (mass[i] + 1.0 - hold[i]) < mass[i])
     accepted = next(kept, 0)
-    # Equal distributions leave nothing but rounding, and a rejection there has no probability.
+    # If p and q are equal, only rounding is left, and a rejection has probability 0.
     return accepted, rest[accepted] if mass[accepted] > 0.0 else p[accepted]
 
 
 def _residual(draft: Draft, p: Tensor, rejected: list[int]) -> Tensor:
-    """Return the target's distribution [V] at a node after these children were rejected in turn: norm(max(p - q, 0))
-    for each, where a point mass has the one-hot q of its token."""
+    """Return the residual [V] of the target's distribution after these children were rejected in turn: norm(max(p - q,
+    0)) for each, where a point mass has the one-hot q of its token."""
     for child in rejected:
         if child <= draft.sampled:
             assert draft.q is not None
@@ -182,6 +182,6 @@ def _residual(draft: Draft, p: Tensor, rejected: list[int]) -> Tensor:
             rest = p.clone()
             rest[draft.tokens[child]] = 0.0
         total = rest.sum()
-        # Equal distributions leave nothing but rounding, and a rejection there has no probability: keep what there was.
+        # If p and q are equal, only rounding is left, and a rejection has probability 0: keep p.
         p = torch.where(total > 0.0, rest / total, p)
     return p

@@ -1,4 +1,4 @@
-"""Draft trees: what a drafter proposes under the last committed token of a sequence."""
+"""Drafts: token trees under the last committed token of a sequence."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 class Draft:
     """A token tree. Node 0 is the root: the last committed token, which the target has not run yet.
 
-    `q` holds the distributions that nodes 1..S were sampled from, given that their earlier siblings were rejected. The
-    nodes after them are point masses; all are if it is None.
+    `q` holds the distributions that nodes 1..S were sampled from, each given that its earlier siblings were rejected.
+    Later nodes are point masses, and all are if `q` is None.
     """
 
     tokens: list[int]  # [N]
-    parents: list[int]  # [N] of each node, smaller than its own index; -1 for the root
+    parents: list[int]  # [N] index of each node's parent, smaller than its own; -1 for the root
     q: Tensor | None = None  # [S, V]
-    origins: list[str] = field(default_factory=list)  # [N] where each token came from, for statistics and display
-    block: bool = False  # whether a chain of sampled tokens is verified as a whole (`forerun.engine.acceptance.accept`)
+    origins: list[str] = field(default_factory=list)  # [N] source of each token, for statistics and display
+    block: bool = False  # whether to use block verification (`forerun.engine.acceptance.accept`)
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) >= 1 and self.parents[0] == -1
@@ -35,14 +35,14 @@ class Draft:
 
     @classmethod
     def root(cls, token: int) -> Draft:
-        """The empty draft: plain autoregressive decoding."""
+        """Return the empty draft, for plain decoding."""
         return cls([token], [-1])
 
     @classmethod
     def chain(
         cls, root: int, tokens: Sequence[int], q: Tensor | None = None, origin: str = "draft", block: bool = False
     ) -> Draft:
-        """One branch without siblings, sampled from the distributions `q` [len(tokens), V]; point masses without."""
+        """Return a chain, sampled from distributions `q` [len(tokens), V], or of point masses without `q`."""
         return cls([root, *tokens], list(range(-1, len(tokens))), q, [origin] * (len(tokens) + 1), block)
 
     def __len__(self) -> int:
@@ -50,12 +50,12 @@ class Draft:
 
     @property
     def drafted(self) -> int:
-        """Number of proposed tokens."""
+        """Return the number of drafted tokens."""
         return len(self.tokens) - 1
 
     @property
     def sampled(self) -> int:
-        """Number of nodes that were sampled from a distribution; the others are point masses."""
+        """Return the number of nodes that were sampled from a distribution."""
         return 0 if self.q is None else len(self.q)
 
     @cached_property
@@ -64,14 +64,13 @@ class Draft:
 
     @cached_property
     def is_block(self) -> bool:
-        """Whether its sampled tokens are to be verified as a whole, and are a chain without siblings. Fewer than two
-        gain nothing by it."""
+        """Return whether block verification is wanted and possible: its sampled tokens are a chain of at least two."""
         chain = all(self.children[node] == [node + 1] for node in range(self.sampled))
         return self.block and self.sampled > 1 and chain
 
     @cached_property
     def children(self) -> list[list[int]]:
-        """The children of each node, in the order in which they are tested."""
+        """Return the children of each node, in the order in which they are tested."""
         below: list[list[int]] = [[] for _ in self.tokens]
         for node, parent in enumerate(self.parents[1:], 1):
             below[parent].append(node)
@@ -79,24 +78,24 @@ class Draft:
 
     @cached_property
     def depths(self) -> list[int]:
-        """[N] distance from the root: a node's position after that of the last committed token."""
+        """Return each node's distance [N] from the root."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
         return depths
 
     def path(self, node: int) -> list[int]:
-        """Nodes from the root to `node`, both included."""
+        """Return the nodes from the root to `node`, both included."""
         nodes = [node]
         while self.parents[nodes[-1]] >= 0:
             nodes.append(self.parents[nodes[-1]])
         return nodes[::-1]
 
     def mask(self) -> Tensor:
-        """[N, N] bool: entry (i, j) says that node i sees node j, that is, j is on the path from the root to i."""
+        """Return the attention mask [N, N] bool: node i sees node j if j is on the path from the root to i."""
         size = len(self)
         rows: list[bytearray] = []
-        for node, parent in enumerate(self.parents):  # as bytes: tensors would take longer than a small forward
+        for node, parent in enumerate(self.parents):  # in bytes, as tensors would take longer than a small forward
             row = bytearray(rows[parent]) if node else bytearray(size)
             row[node] = 1
             rows.append(row)
@@ -105,14 +104,14 @@ class Draft:
         return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(size, size)
 
     def merge(self, other: Draft) -> Draft:
-        """Both trees as one, this one's nodes first; paths that both hold are kept once.
+        """Return both trees as one, this one's nodes first; common paths are kept once.
 
-        `other` must consist of point masses. A sibling that repeats a sampled token is dropped: once that token was
-        rejected, nothing is left of it in the residual.
+        `other` must consist of point masses. A sibling that repeats a sampled token is dropped: the residual after the
+        rejection of that token does not contain it.
         """
         assert other.q is None and other.tokens[0] == self.tokens[0]
         tree = Tree(self)
-        tree.block = False  # whether siblings came along depends on tokens that were sampled; one rule must do for both
+        tree.block = False  # siblings depend on sampled tokens, so one rule must hold with and without them
         moved = [0]
         for node in range(1, len(other)):
             moved.append(tree.add(moved[other.parents[node]], other.tokens[node], other.origins[node]))
@@ -120,17 +119,17 @@ class Draft:
 
 
 class Tree:
-    """A draft that grows: point masses are added to it, and a path that is added again is there once."""
+    """A growing draft of point masses; a path that is added twice is kept once."""
 
     def __init__(self, draft: Draft) -> None:
         self.tokens, self.parents, self.origins = list(draft.tokens), list(draft.parents), list(draft.origins)
         self.q, self.block = draft.q, draft.block
         self._place: dict[tuple[int, int], int] = {}
         for node, key in enumerate(zip(self.parents, self.tokens, strict=True)):
-            self._place.setdefault(key, node)  # of siblings sampled twice only the first can be accepted
+            self._place.setdefault(key, node)  # of siblings with one token only the first can be accepted
 
     def add(self, parent: int, token: int, origin: str) -> int:
-        """The child of `parent` with that token."""
+        """Return the child of `parent` with that token, added if need be."""
         node = self._place.setdefault((parent, token), len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
@@ -139,7 +138,7 @@ class Tree:
         return node
 
     def branch(self, parent: int, tokens: Sequence[int], origin: str) -> list[int]:
-        """The nodes of a path of tokens after `parent`."""
+        """Return the nodes of a path of tokens after `parent`, added if need be."""
         nodes = []
         for token in tokens:
             parent = self.add(parent, token, origin)
@@ -147,9 +146,9 @@ class Tree:
         return nodes
 
     def child(self, parent: int, token: int) -> int | None:
-        """The child of `parent` with that token, if there is one."""
+        """Return the child of `parent` with that token, or None."""
         return self._place.get((parent, token))
 
     def draft(self) -> Draft:
-        """The tree as it is."""
+        """Return the tree so far."""
         return Draft(list(self.tokens), list(self.parents), self.q, list(self.origins), self.block)

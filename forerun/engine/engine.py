@@ -27,8 +27,8 @@ __all__ = ["Drafter", "Engine", "Proposal", "QueueFullError", "Step"]
 
 _LOG = logging.getLogger("forerun.engine.engine")
 
-CHUNKS = (32, 2048)  # least and most tokens of a prefill chunk
-SCORED = 128  # most tokens of a chunk whose logits are wanted
+CHUNKS = (32, 2048)  # smallest and largest prefill chunk, in tokens
+SCORED = 128  # the largest chunk whose logits are wanted
 
 
 class QueueFullError(RuntimeError):
@@ -46,8 +46,8 @@ class Engine:
 
     Attributes:
         running: sequences that are decoded.
-        waiting: those that have not begun.
-        outbox: steps that nobody has fetched.
+        waiting: sequences in the queue.
+        outbox: steps that no caller has fetched.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Engine:
         kv_memory: int | None = None,
         chunk_seconds: float = 0.1,
     ) -> None:
-        """Take over `target` and `drafter`. `kv_memory`: bytes that keys and values of the target may take; None for no
-        bound. `max_queue`: requests that may wait."""
+        """Take over `target` and `drafter`. `kv_memory`: limit of the target's keys and values, in bytes. `max_queue`:
+        limit of waiting requests. None is no limit."""
         for name, value in (("max_rows", max_rows), ("max_queue", max_queue), ("kv_memory", kv_memory)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
@@ -77,18 +77,18 @@ class Engine:
         self._rate = 256 / chunk_seconds  # tokens of prefill a second, until it is measured
         self._number = 0
         self._retries = Retries(max_rows)
-        self._begun: dict[int, Sequence] = {}  # taken from the queue, their last step not yet in the outbox
-        self._before: dict[int, tuple[int, Tensor | None]] = {}  # lengths and random states before the step under way
+        self._begun: dict[int, Sequence] = {}  # sequences whose last step is not in the outbox yet
+        self._before: dict[int, tuple[int, Tensor | None]] = {}  # lengths and random states before the present step
         self._features: dict[int, list[Tensor]] = {}  # hidden states of each row's tokens, to be parked with its KV
 
     @property
     def busy(self) -> bool:
-        """Whether anything runs or waits."""
+        """Return whether anything runs or waits."""
         return bool(self.running or self.waiting or self._prefilling or self.outbox)
 
     @property
     def prefilling(self) -> bool:
-        """Whether a prompt is being read: its request neither waits nor runs."""
+        """Return whether a prompt is being read; its request neither waits nor runs."""
         return self._prefilling is not None
 
     def new_id(self) -> int:
@@ -107,7 +107,7 @@ class Engine:
             raise ValueError(f"the prompt of {len(request.tokens)} tokens fills the context of {context}")
         free = max(0, self.max_rows - len(self.running) - bool(self._prefilling))
         if self.max_queue is not None and len(self.waiting) >= self.max_queue + free:
-            raise QueueFullError(f"{len(self.waiting)} requests wait already; the queue holds {self.max_queue}")
+            raise QueueFullError(f"the queue is full: {len(self.waiting)} of {self.max_queue} requests wait")
         seq = Sequence(request, self.new_id() if id is None else id, self.target.device, context)
         if not self._fits(seq, 0):
             raise ValueError(
@@ -124,17 +124,17 @@ class Engine:
     def step(self) -> list[Step]:
         """Admit what fits, then draft and run one target forward for all running sequences. Return a Step for each.
 
-        An exception in a sequence's processor or criterion ends that sequence alone. Any other undoes the step:
-        sequences go back to the front of the queue with what they had, and drafters begin anew. A sequence that fails
-        alone twice ends with the error (`forerun.engine.retries`). What no sequence is to blame for
-        (`forerun.failures`), as KeyboardInterrupt, is raised.
+        An exception of a sequence's processor or criterion ends that sequence alone. Any other undoes the step:
+        sequences go back to the front of the queue with the tokens they had, and drafters begin anew. A sequence that
+        fails alone twice ends with the error (`forerun.engine.retries`). An exception that no sequence caused, such as
+        KeyboardInterrupt, is raised (`forerun.failures`).
         """
         self.advance()
         return [self.outbox.popleft() for _ in range(len(self.outbox))]
 
     @torch.inference_mode()
     def advance(self) -> None:
-        """Do what `step` does, with the steps left in `outbox`."""
+        """Do what `step` does, but leave the steps in `outbox`."""
         try:
             self._leave_aborted()
             self._admit()
@@ -155,14 +155,14 @@ class Engine:
             self._blame(failed, error)
 
     def _undo(self) -> None:
-        """Give up all rows. Sequences that have begun wait again, as they were before the step."""
+        """Drop all rows. Their sequences go back to the queue as they were before the step."""
         delivered = {step.id for step in self.outbox if step.finish_reason is not None}
         waiting = {seq.id for seq in list(self.waiting)}
         begun = [self._begun[id] for id in sorted(self._begun) if id not in delivered | waiting]
         for seq in [*self._begun.values(), *self.running]:
             if seq.id in self._before and seq.id not in delivered:
                 seq.cut(*self._before[seq.id])
-            self.drafter.drop(seq)  # cut by now: what is undone is no output to draft from
+            self.drafter.drop(seq)  # after the cut: undone tokens are no output to draft from
         self.target.reset()
         self.running, self._prefilling = [], None
         for each in (self._begun, self._before, self._features):
@@ -170,7 +170,7 @@ class Engine:
         self.waiting.extendleft(reversed(begun))
 
     def _blame(self, seqs: list[Sequence], error: BaseException) -> None:
-        """End the only one of these sequences, which wait again after a failure, if it is to blame."""
+        """End the sequence of a failed step if it ran alone and is to blame."""
         if not self._retries.failed(seqs):
             _LOG.warning("decoding of %d requests failed; each is tried again alone", len(seqs), exc_info=error)
             return
@@ -261,14 +261,14 @@ class Engine:
     # Joining.
 
     def _fits(self, seq: Sequence, rows: int) -> bool:
-        """Return whether the KV budget holds a sequence's whole reservation beside `rows` other rows."""
+        """Return whether the KV budget holds a sequence's whole reservation besides those of `rows` rows."""
         return self.kv_memory is None or self.target.fits(rows, self._reserve(seq), self.kv_memory)
 
     def _reserve(self, seq: Sequence) -> int:
         return seq.limit + self.drafter.spread
 
     def _admit(self) -> None:
-        """Prefill what waits, in its order, for about `chunk_seconds`; if nothing runs, at most a large chunk."""
+        """Prefill waiting sequences in order, for about `chunk_seconds`, or a large chunk if nothing runs."""
         if self._prefilling is None and not self.waiting:
             return
         begun, left, idle = self.target.clock(), CHUNKS[1], not self.running
@@ -303,7 +303,7 @@ class Engine:
                 return
 
     def _next_fits(self) -> bool:
-        """Return whether the first of those that wait may be admitted."""
+        """Return whether the first waiting sequence may be admitted."""
         if not self.waiting or len(self.running) >= self.max_rows or not self._retries.may_join(self.running):
             return False
         return not self.running or self._fits(self.waiting[0], len(self.running))
@@ -327,7 +327,7 @@ class Engine:
             yield from self.drafter.admit(seq, hidden, chunk)
 
     def _chunk(self) -> int:
-        """Return the tokens of prefill between two steps: a power of two, so that few sizes are in use."""
+        """Return the tokens of prefill between two steps: a power of two, so that few sizes occur."""
         size = 1 << int(max(self._rate * self.chunk_seconds, 1)).bit_length() - 1
         return min(max(size, CHUNKS[0]), CHUNKS[1])
 
@@ -369,8 +369,8 @@ class Engine:
 
 
 def _without_drafts(seqs: list[Sequence], drafts: list[Draft]) -> list[Sequence]:
-    """Return sequences whose scores are not numbers, perhaps because of a drafted token, which in one forward may spoil
-    those before it. They run again without drafts from now on."""
+    """Return sequences whose scores are NaN, and end drafting for them. A drafted token may be the cause: in one
+    forward it may spoil the scores before it. The caller runs them again."""
     found = []
     for seq, draft in zip(seqs, drafts, strict=True):
         if isinstance(seq.error, NotNumbersError) and len(draft) > 1:

@@ -1,17 +1,17 @@
-"""Which sequences are stepped together, and how many, after steps that failed."""
+"""Choose which sequences are stepped together after a failed step."""
 
 from __future__ import annotations
 
 from forerun.engine.sequence import Sequence
 
-PATIENCE = 128  # steps of the most rows that passed before more are tried
+PATIENCE = 128  # steps with the most allowed rows that must pass before more are tried
 
 
 class Retries:
-    """Finds what makes steps fail.
+    """Find the cause of failed steps.
 
     Sequences of a failed step are suspects, and each is stepped alone once. One that fails alone is to blame. If all
-    pass alone and fail together again, it is their number, as for want of memory: then fewer run together.
+    pass alone and fail together again, their number is the cause, as if memory is short: then fewer run together.
     """
 
     def __init__(self, rows: int) -> None:
@@ -19,11 +19,11 @@ class Retries:
         self._failed_together, self._passed = False, 0
 
     def choose(self, running: list[Sequence]) -> list[Sequence]:
-        """Return those to step now: a suspect alone, else all."""
+        """Return the sequences to step now: a suspect alone, else all."""
         return [seq for seq in running if seq.suspect] or running
 
     def may_join(self, running: list[Sequence]) -> bool:
-        """Whether another sequence may run beside these."""
+        """Return whether another sequence may run beside these."""
         return len(running) < self._most and not any(seq.suspect for seq in running)
 
     def passed(self, seqs: list[Sequence]) -> None:

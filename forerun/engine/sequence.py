@@ -23,34 +23,33 @@ Mode = Literal["greedy", "sampled"]
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of an engine.
+    """A request to an engine.
 
-    Without a seed the rule of acceptance is the one that accepts most drafts; what is sampled then depends on the
-    method and on when it drafts. Streams of neighbouring seeds do not overlap.
+    Without a seed the acceptance rule that accepts most is used; then the sampled tokens depend on the method and on
+    when it drafts. Streams of neighbouring seeds do not overlap.
 
-    Keys and values, phrases and outputs are shared among requests of one salt only. Phrases and outputs of earlier
-    requests are for those without a salt.
+    Requests share keys and values only within one salt. Only requests without a salt share phrases and earlier outputs.
     """
 
     tokens: abc.Sequence[int]  # the prompt
     max_new_tokens: int = 256
-    sampler: Sampler = field(default_factory=Sampler)  # how a token follows from logits
+    sampler: Sampler = field(default_factory=Sampler)  # chooses tokens from logits
     eos: frozenset[int] = frozenset()  # tokens that end the sequence
     # Called after each token with all tokens so far; True ends the sequence (`forerun.text.stop_strings.StopStrings`).
     stop: Callable[[abc.Sequence[int]], bool] | None = None
     # Called after each token with ids [1, n] and the processed scores [1, V] that gave the token.
     criteria: StoppingCriteriaList | None = None
-    seed: int | None = None  # decides what is sampled, by every method (`forerun.sampling.seeded`)
-    stream: int = 0  # of the seed's random numbers, for rows that share a seed
+    seed: int | None = None  # decides sampled tokens, with every method (`forerun.sampling.seeded`)
+    stream: int = 0  # separates rows that share a seed
     generator: torch.Generator | None = None  # of random numbers without a seed; None: one seeded by torch's own
-    progress: Callable[[int, int], None] | None = None  # called with the prompt's tokens read so far and their number
+    progress: Callable[[int, int], None] | None = None  # called with prompt tokens read so far and in all
     plain: bool = False  # decode without drafts, whatever the engine's method
-    # Log probabilities of each token are wanted, with those of this many best ones in its place. They are of the
-    # target's own distribution, before processors and temperature.
+    # Number of most probable tokens whose log-probabilities are returned with each token's own; None: none are. They
+    # are of the target's own distribution, before processors and temperature.
     logprobs: int | None = None
-    prompt_logprobs: bool = False  # those of the prompt too; then all of it is run, whatever is known of it
+    prompt_logprobs: bool = False  # those of the prompt too, which then runs without the prefix store
     salt: str = ""
-    params: SamplingParams | None = None  # what it was made of, to make it again elsewhere (`forerun.scale`)
+    params: SamplingParams | None = None  # to build it again elsewhere (`forerun.scale`)
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -65,16 +64,16 @@ class Sequence:
     Attributes:
         id: of the request, unique in its engine.
         tokens: prompt and output so far; grows.
-        prompt_length: how many of them are the prompt.
+        prompt_length: number of prompt tokens.
         limit: total length at which it ends.
-        seeded: what a sequence with a seed is sampled by, else None.
-        generator: source of random numbers of this sequence alone; None if it needs none.
+        seeded: the source of a sequence with a seed, else None.
+        generator: source of this sequence's random numbers; None if it needs none.
         finish_reason: "stop" (end token, stop string or criterion), "length", "abort" or "error"; None while it runs.
         error: what a user's processor or criterion raised, or a step of this sequence alone.
-        suspect: whether it was part of a step that failed and has not been stepped alone since.
+        suspect: whether it was in a failed step and has not been stepped alone since.
         waited: seconds in the queue; None while it is there.
-        rows: sequences that run or wait when it leaves the queue, itself counted.
-        prompt_logprobs: of the prompt's tokens after the first, until its first step takes them.
+        rows: number of sequences that ran or waited when it left the queue, itself included.
+        prompt_logprobs: of the prompt's tokens after the first, until the first step takes them.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class Sequence:
         self.generator = None
         if not self.greedy and self.seeded is None:
             self.generator = request.generator or torch.Generator(device).manual_seed(int(torch.randint(2**62, (1,))))
-        self._ids: Tensor | None = None  # the tokens again, for criteria
+        self._ids: Tensor | None = None  # the tokens as a tensor, for criteria
 
     @property
     def error(self) -> BaseException | None:
@@ -115,7 +114,7 @@ class Sequence:
 
     @property
     def shares(self) -> bool:
-        """Whether it and others without a salt draft from each other's output."""
+        """Return whether it shares outputs to draft from, as sequences without a salt do."""
         return not self.request.salt
 
     @property
@@ -124,16 +123,16 @@ class Sequence:
 
     @property
     def mode(self) -> Mode:
-        """How it is decoded."""
+        """Return "greedy" or "sampled"."""
         return "greedy" if self.greedy else "sampled"
 
     def source(self, ahead: int) -> SeededSampler | torch.Generator | None:
-        """Return what the token that comes `ahead` tokens after the last is sampled by."""
+        """Return the source of randomness of the token `ahead` places after the last."""
         return self.generator if self.seeded is None else self.seeded.at(len(self.tokens) + ahead)
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still come."""
+        """Return the number of tokens that may still come."""
         return self.limit - len(self.tokens)
 
     @property
@@ -141,7 +140,8 @@ class Sequence:
         return self.tokens[self.prompt_length :]
 
     def extend(self, tokens: abc.Sequence[int], scores: Callable[[int], Tensor]) -> int:
-        """Append tokens up to the first that ends the sequence; return how many. What a criterion raises ends it too.
+        """Append tokens up to the first that ends the sequence; return how many. An exception of a criterion ends it
+        too.
 
         `scores(i)` returns the processed scores [V] of token i, for criteria."""
         for count, token in enumerate(tokens, 1):
@@ -162,7 +162,7 @@ class Sequence:
         return len(tokens)
 
     def report(self, read: int) -> None:
-        """Report how much of the prompt was read, if the request asks for it. What is raised ends the sequence."""
+        """Call the request's `progress`, if any, with the tokens read. An exception of it ends the sequence."""
         if self.request.progress is None:
             return
         try:
@@ -179,7 +179,7 @@ class Sequence:
         self.prompt_logprobs += logprobs_of(logits, self.tokens[at : at + len(logits)], top)
 
     def cut(self, length: int, state: Tensor | None) -> None:
-        """Take back what came after the first `length` tokens, and set the generator's state; it runs again."""
+        """Remove all but the first `length` tokens and restore the generator's state, to run again."""
         del self.tokens[length:]
         if self.generator is not None and state is not None:
             self.generator.set_state(state)

@@ -1,4 +1,4 @@
-"""`Session`: callers in any number of threads on one engine."""
+"""`Session`: one engine for callers in any number of threads."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from forerun.failures import UNATTRIBUTABLE
 
 _LOG = logging.getLogger("forerun.engine.session")
 
-PATIENCE = 0.01  # seconds to wait for a turn before reading the run's box again
-TRIES = 3  # steps that may fail one after the other, with no request to blame, before `drive` reports it
+PATIENCE = 0.01  # seconds to wait for a turn before the box is read again
+TRIES = 3  # successive failed steps, with no request to blame, before `drive` reports the error
 PAUSE = 0.05  # seconds before such a step is tried again
 
 
 class Run:
     """Requests that were added together, and their steps as they come.
 
-    Iterating takes turns at the engine, and gives lists of (index of the request, its step) until all have ended. It
-    raises what a user's processor or criterion raised. Closing a run, or dropping it, aborts what has not ended. A
-    caller with a loop of its own subclasses it and reads `box`.
+    Iterating takes turns at the engine. It yields lists of (index of the request, its step) until all have ended, and
+    raises what a user's processor or criterion raised. Closing or dropping a run aborts what has not ended. A caller
+    with a loop of its own subclasses it and reads `box`.
 
     Attributes:
         open: {id in the engine: index} of requests that have not ended.
-        box: (index, step) that nobody has taken yet.
+        box: (index, step) pairs that have not been taken.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Run:
         self.box: deque[tuple[int, Step]] = deque()
 
     def take(self) -> list[tuple[int, Step]]:
-        """Return what is in the box, and empty it."""
+        """Empty the box and return its contents."""
         return [self.box.popleft() for _ in range(len(self.box))]
 
     def __iter__(self) -> Run:
@@ -60,7 +60,7 @@ class Run:
         return found
 
     def collect(self) -> list[list[Step]]:
-        """Return all steps of each request when all have ended."""
+        """Wait until all requests have ended; return all steps of each."""
         steps: list[list[Step]] = [[] for _ in self.open]
         for batch in self:
             for index, step in batch:
@@ -68,7 +68,7 @@ class Run:
         return steps
 
     def close(self) -> None:
-        """Abort what has not ended. Takes no lock: it may be called while garbage is collected."""
+        """Abort what has not ended. Takes no lock, as garbage collection may call it."""
         if self.session is not None:
             self.session.abort(self)
 
@@ -91,16 +91,15 @@ class Session:
         self.engine = engine
         self.was_used = False
         self._turn, self._wake, self._stopping = Lock(), Event(), False
-        self._runs: dict[int, ref[Run]] = {}  # weak, so that a run that is let go of ends
+        self._runs: dict[int, ref[Run]] = {}  # weak, so that a dropped run ends
 
     def add(self, requests: Iterable[Request], run: Run | None = None) -> Run:
-        """Queue requests, all or none, and return their run: a new one if none is given. Raises what `Engine.add`
-        does."""
+        """Queue requests, all or none, and return their run: `run`, or a new one. Raises as `Engine.add`."""
         run = Run() if run is None else run
         run.session, self.was_used = self, True
         try:
             for index, request in enumerate(requests):
-                id = self.engine.new_id()  # the run is known before the first step
+                id = self.engine.new_id()  # known to the run before its first step
                 run.open[id], self._runs[id] = index, ref(run)
                 self.engine.add(request, id)
         except BaseException:
@@ -121,9 +120,8 @@ class Session:
         return {run for each in list(self._runs.values()) if (run := each()) is not None}
 
     def advance(self) -> list[tuple[Run | None, Step]]:
-        """Step the engine once. Return its steps with their runs, into whose boxes they went; None for an aborted one.
-
-        By one thread at a time, which is that of `drive` or has a turn.
+        """Step the engine once, and put each step into the box of its run. Return (run, step) pairs; None for an
+        aborted run. One thread at a time may call it: that of `drive`, or one that has a turn.
         """
         self.engine.advance()
         found: list[tuple[Run | None, Step]] = []
@@ -143,7 +141,8 @@ class Session:
         return found
 
     def take_turn(self, run: Run) -> None:
-        """Step the engine once for a run that waits. Return early if another caller steps: the run's step may come."""
+        """Step the engine once for a waiting run. Return early if another caller steps, which may bring the run's
+        step."""
         if not self._turn.acquire(timeout=PATIENCE):
             return
         try:
@@ -159,9 +158,9 @@ class Session:
         """Step the engine whenever there is something to do, until `stop`.
 
         Args:
-            on_steps: is given what `advance` returned.
-            on_failure: is given the error after TRIES steps have failed one after the other with no request to blame.
-                The engine has undone them, and goes on.
+            on_steps: called with the result of each `advance`.
+            on_failure: called with the error after TRIES successive steps have failed with no request to blame. The
+                engine has undone them, and goes on.
         """
         failures = 0
         while not self._stopping:
@@ -186,6 +185,6 @@ class Session:
             on_steps(found)
 
     def stop(self) -> None:
-        """End `drive` after its step."""
+        """End `drive` after its present step."""
         self._stopping = True
         self._wake.set()

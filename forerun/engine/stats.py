@@ -1,4 +1,4 @@
-"""Statistics of a generation, all derived from its steps."""
+"""Statistics of sequences, derived from their steps."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ _COUNTS = ("tokens", "target_forwards", "draft_forwards", "drafted", "tested", "
 
 @dataclass(frozen=True)
 class Stats:
-    """What the steps of one or more sequences add up to. A forward counts once for each sequence that took part."""
+    """The sums of the steps of one or more sequences. A forward counts once for each of its sequences."""
 
     tokens: int  # committed
     target_forwards: int
     draft_forwards: int
     drafted: int  # tokens proposed
-    tested: int  # those that the target looked at
-    accepted: int  # those that it kept
+    tested: int  # drafted tokens that the target tested
+    accepted: int  # tested tokens that it accepted
     seconds: float  # wall time of the whole call, prefill included
-    reached: tuple[int, ...]  # [k] drafts whose position k was tested
-    kept: tuple[int, ...]  # [k] those of them whose position k was accepted
+    reached: tuple[int, ...]  # [k] number of drafts whose position k was tested
+    kept: tuple[int, ...]  # [k] number of drafts whose position k was accepted
 
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:
-        """[k] share accepted of the drafts that reached position k."""
+        """Return the acceptance rate at each position, of the drafts that reached it."""
         return tuple(kept / reached for kept, reached in zip(self.kept, self.reached, strict=True))
 
     @property
     def tau(self) -> float:
-        """Mean tokens committed per target forward, bonus or correction included; autoregressive is 1."""
+        """Return the mean of committed tokens a target forward, bonus or correction included; 1 for plain decoding."""
         return self.tokens / max(1, self.target_forwards)
 
     @property
     def tau_without_bonus(self) -> float:
-        """Mean draft tokens accepted per target forward; autoregressive is 0."""
+        """Return the mean of accepted tokens a target forward; 0 for plain decoding."""
         return self.accepted / max(1, self.target_forwards)
 
     @property
     def alpha(self) -> float:
-        """Accepted / tested; the first rejected token counts as tested, nothing after it does."""
+        """Return accepted / tested; tokens after the first rejected one do not count as tested."""
         return self.accepted / max(1, self.tested)
 
     @property
     def utilisation(self) -> float:
-        """Accepted / drafted."""
+        """Return accepted / drafted."""
         return self.accepted / max(1, self.drafted)
 
     @property
@@ -54,7 +54,7 @@ class Stats:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, float | int | list[float]]:
-        """Everything, for JSON."""
+        """Return all fields and rates, for JSON."""
         return {
             "tokens": self.tokens,
             "seconds": round(self.seconds, 6),
@@ -68,7 +68,7 @@ class Stats:
 
 
 def summarise(steps: Sequence[Step], seconds: float) -> Stats:
-    """Add up steps, of one sequence or of many, over `seconds` of wall time."""
+    """Return the statistics of steps of one or more sequences over `seconds` of wall time."""
     depths = range(1, max((step.tested for step in steps), default=0) + 1)
     return Stats(
         tokens=sum(len(step.tokens) for step in steps),

@@ -1,4 +1,4 @@
-"""What passes between the engine, its drafter and its callers: proposals and steps."""
+"""What the engine exchanges with its drafter and its callers: proposals and steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a drafter answers: one draft a sequence, and what they cost together."""
+    """One draft for each sequence, and their cost."""
 
     drafts: list[Draft]
     forwards: int = 0  # draft model forwards, each for all sequences at once
@@ -28,7 +28,7 @@ class Proposal:
 
     @classmethod
     def together(cls, drafts: list[Draft], parts: list[Proposal]) -> Proposal:
-        """These drafts, at the cost of all parts that they come from."""
+        """Return these drafts with the added costs of the parts that they come from."""
         return cls(
             drafts,
             sum(each.forwards for each in parts),
@@ -38,17 +38,17 @@ class Proposal:
 
 
 class Drafter(Protocol):
-    """Where drafts come from: what a method's `build` makes. A subclass has to write `propose` alone.
+    """The source of drafts that a method builds. A subclass must implement `propose` alone.
 
-    State belongs to a sequence: each call may be about another set of those that were admitted.
+    State belongs to a sequence: each call may be about another set of the admitted ones.
     """
 
-    wants_hidden: bool = False  # whether it gets the target's hidden states
-    spread: int = 0  # nodes that a draft may have beyond a chain of the sequence's remaining tokens
+    wants_hidden: bool = False  # whether it is given the target's hidden states
+    spread: int = 0  # the most nodes of a draft beyond a chain of the remaining tokens
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
-        """Admit a sequence and run its prompt; yield the size of each chunk of at most `chunk` tokens. `hidden`
-        [n - 1, d]: the target's states over all of its n tokens but the last, if they are wanted."""
+        """Admit a sequence of n tokens and run its prompt. Yield the size of each chunk, at most `chunk` tokens.
+        `hidden` [n - 1, d]: the target's states over all tokens but the last, if wanted."""
         return ()
 
     def pays(self, rows: int, unread: Sequence | None = None) -> bool:
@@ -57,18 +57,18 @@ class Drafter(Protocol):
         return True
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
-        """Return a draft for each, at most `seq.remaining - 1` deep (the target adds one token itself)."""
+        """Return a draft for each, at most `seq.remaining - 1` deep, as the target adds one token."""
         raise NotImplementedError
 
     def observe(
         self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
-        """Note what became of the drafts; the sequences have grown by now. `hidden[r]` [N, d]: the target's states at
-        the nodes of each draft, if they are wanted."""
+        """Record the verdicts on drafts; the sequences have grown by now. `hidden[r]` [N, d]: the target's states at
+        the nodes of each draft, if wanted."""
         return
 
     def drop(self, seq: Sequence) -> None:
-        """Forget a sequence: it has ended, or was never admitted to the end."""
+        """Forget a sequence that has ended, or whose admission was broken off."""
         return
 
 
@@ -80,7 +80,7 @@ def observe_rows(
     verdicts: list[Verdict],
     hidden: list[Tensor] | None,
 ) -> None:
-    """Have a drafter observe those rows of a step that are its own, if any are."""
+    """Have a drafter observe its own `rows` of a step, if any."""
     if rows:
         drafter.observe(
             [seqs[row] for row in rows],
@@ -92,27 +92,27 @@ def observe_rows(
 
 @dataclass(frozen=True)
 class Step:
-    """One target forward, as one sequence saw it. Seconds are those of all its rows."""
+    """A sequence's part of one target forward. Seconds are those of all its rows."""
 
     id: int  # of the request
-    number: int  # of the engine's step; steps of one number shared the forward
-    rows: int  # sequences that shared it
-    tokens: tuple[int, ...] = ()  # committed, cut at the end of the sequence
+    number: int  # of the engine's step; steps with one number share the forward
+    rows: int  # sequences that share it
+    tokens: tuple[int, ...] = ()  # committed, up to the sequence's end
     origins: tuple[str, ...] = ()  # of each token: draft, lookup, ..., correction or bonus
     rejected: tuple[int, ...] = ()  # drafted tokens that were not accepted
     drafted: int = 0  # tokens proposed
-    tested: int = 0  # tokens looked at: the accepted ones and the level of the first rejection, nothing after it
+    tested: int = 0  # accepted tokens, and the level of the first rejection
     accepted: int = 0
     rests: bool = False  # as in its Proposal
     draft_forwards: int = 0
     draft_seconds: float = 0.0  # drafting without its length policy
     policy_seconds: float = 0.0  # the length policy
     verify_seconds: float = 0.0  # the target's forward with its verdict
-    # Of all these, inside forwards of the two models; on a GPU, the time to start them. The rest is overhead.
+    # Of these, inside forwards of the two models (on a GPU, to launch them). The rest is overhead.
     forward_seconds: float = 0.0
     seconds: float = 0.0
-    logprobs: tuple[Logprob, ...] = ()  # of the tokens, if the request asks for them
-    prompt_logprobs: tuple[Logprob, ...] | None = None  # of the prompt, likewise, in its first step
-    waited: float = 0.0  # seconds that the sequence stood in the queue
+    logprobs: tuple[Logprob, ...] = ()  # of the tokens, if requested
+    prompt_logprobs: tuple[Logprob, ...] | None = None  # of the prompt, if requested, in the first step
+    waited: float = 0.0  # seconds in the queue
     finish_reason: str | None = None  # of the sequence, in its last step
-    error: BaseException | None = None  # what ended it: its processor or criterion raised that, or its step alone
+    error: BaseException | None = None  # what ended it, raised by its processor or criterion, or by a step of it alone

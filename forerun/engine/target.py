@@ -1,4 +1,4 @@
-"""What the engine and its drafters ask of a model."""
+"""The protocol of a model, as the engine and its drafters use it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Capture = Literal["", "head"]
 
 
 class Output(NamedTuple):
-    """Logits [N_r, V] of each sequence of a forward, and the captured hidden states [N_r, d], None if none are."""
+    """Logits [N_r, V] of each sequence of a forward, and its hidden states [N_r, d] or None if none are captured."""
 
     logits: list[Tensor]
     hidden: list[Tensor] | None
@@ -25,7 +25,7 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of keys and values that are in use and that are allocated; prompt tokens found in the prefix store."""
+    """Bytes of keys and values, in use and allocated, and prompt tokens found in the prefix store."""
 
     used: int
     allocated: int
@@ -33,14 +33,14 @@ class Memory:
 
 
 class Target(Protocol):
-    """A model with its cache (`forerun.model.causal_lm.CausalLM`). A prompt is run apart and then joins as a row.
+    """A model with its cache (`forerun.model.causal_lm.CausalLM`). A prompt is run alone and then joins as a row.
 
     Attributes:
-        context: the longest sequence; None for no bound.
+        context: the length of the longest sequence; None for no bound.
         position_bytes: bytes of one position of a row.
-        keeps_prefixes: whether `park` remembers anything.
-        prompt_read: tokens of the last prompt that were run.
-        prompt_hidden: [n, d] hidden states captured over the last prompt; None if none are.
+        keeps_prefixes: whether it has a prefix store.
+        prompt_read: number of tokens of the last prompt that were run.
+        prompt_hidden: [n, d] hidden states of the last prompt; None if none were captured.
     """
 
     device: torch.device

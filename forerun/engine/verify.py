@@ -18,13 +18,13 @@ from forerun.sampling.probabilities import best_of
 def judge(
     seqs: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], logits: abc.Sequence[Tensor]
 ) -> tuple[list[Verdict], list[Tensor]]:
-    """Return the target's verdicts on drafts, from its logits [N_r, V] of each, and the processed scores [N_r, V].
+    """Return the target's verdict on each draft, from its logits [N_r, V], and the processed scores [N_r, V].
 
-    What a sequence's processors raise goes into `seq.error`, with a verdict that accepts nothing. So does a ValueError
-    for scores that are not numbers.
+    An exception of a sequence's processors is stored in `seq.error`, with a verdict that accepts nothing. So is a
+    ValueError for scores that are NaN.
     """
     greedy = [row for row, seq in zip(logits, seqs, strict=True) if seq.sampler.is_argmax]
-    tokens, values = best_of(greedy) if greedy else ([], [])  # a GPU is waited for once
+    tokens, values = best_of(greedy) if greedy else ([], [])  # one wait for a GPU
     argmax, highest = iter(tokens), iter(values)
     verdicts, scores = [], []
     for seq, draft, row in zip(seqs, drafts, logits, strict=True):
@@ -40,7 +40,8 @@ def judge(
 def _judge(
     seq: Sequence, draft: Draft, logits: Tensor, best: tuple[list[int], list[float]] | None
 ) -> tuple[Verdict, Tensor]:
-    """`best`: the argmax of the logits and its logit, if tokens are these."""
+    """Return one verdict and its scores. `best`: argmax and largest logit of each node, if tokens are chosen by
+    these."""
 
     def prefix(node: int) -> list[int]:
         return seq.tokens[:-1] + [draft.tokens[i] for i in draft.path(node)]

@@ -1,4 +1,4 @@
-"""Echoes: whether a drafted token is the one that followed the same tokens before in the text (ours)."""
+"""Echoes (ours): whether a drafted token followed the same tokens earlier in the text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Echo:
         self._known = 0
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Take `tokens` as the text, which continues the last one."""
+        """Read a text that continues the last one."""
         for at in range(max(self._known, 1), len(tokens)):
             for size in SIZES:
                 if at >= size:
@@ -23,8 +23,8 @@ class Echo:
         self._known = len(tokens)
 
     def answers(self, context: Sequence[int], drafted: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return for each drafted token after `context` (its last few tokens suffice) and each n of SIZES: 1 if that
-        token followed the same n tokens before, -1 if another one did, 0 if none did."""
+        """Return an entry for each drafted token and each n of SIZES: 1 if that token last followed the same n tokens,
+        -1 if another token did, 0 if none did. The last max(SIZES) tokens before the draft suffice as `context`."""
         text, start = [*context, *drafted], len(context)
         found = []
         for at in range(start, len(text)):

@@ -1,10 +1,10 @@
-"""Heads that draft from the target's hidden states: Lyanna's (arXiv 2602.21224), and for comparison an EAGLE-like one
-(arXiv 2401.15077) of the same parts at equal size. The papers give few details; the forms here are ours.
+"""Heads that draft from the target's hidden states: Lyanna's (arXiv 2602.21224) and, for comparison, an EAGLE-like one
+(arXiv 2401.15077) of the same parts and size. The papers give few details; the forms here are ours.
 
-Lyanna's head predicts state after state without seeing drafted tokens; token information is added to the logits.
-Feature h_j [d] is the input of the target's LM head at position j, and so is a predicted state. (The paper's Figure 3
-takes the states below the last layer; docs/log.md has what that cost.) All heads give logits of the *hot set* only: the
-S most frequent tokens of the target's output.
+Lyanna's head predicts state after state without seeing drafted tokens. Token information is added to the logits. The
+feature h_j [d] is the input of the target's LM head at position j; the head predicts features. (The paper's Figure 3
+uses the states below the last layer; docs/log.md has the cost.) All heads have logits for the *hot set* alone: the S
+most frequent tokens of the target's output.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ class HiddenConfig(PreTrainedConfig):
 
     Attributes:
         kind: one of KINDS.
-        hidden_size, num_attention_heads, num_key_value_heads, head_dim, rope_theta, rms_norm_eps: as of the target.
+        hidden_size, num_attention_heads, num_key_value_heads, head_dim, rope_theta, rms_norm_eps: the target's.
         num_hidden_layers, intermediate_size: of the head's decoder layers.
         rank: of the token information (lyanna); 0 for a head without it.
-        known, feature, fusion: of older heads in other forms, which are refused.
-        vocab_size, hot_size: tokens of the target, and how many of them it answers for.
-        max_position_embeddings: as of the target.
-        curves: calibration for 1, 2, ... places ahead, each (a, b, m). After right tokens, a token of log-odds x by the
-            head is right with log-odds a + b x. The head's argmax is right in the share m of all cases.
-        target: fingerprint of the model it belongs to (`forerun.model.causal_lm.fingerprint`).
+        known, feature, fusion: of old forms, which are refused.
+        vocab_size, hot_size: sizes of the target's vocabulary and of the hot set.
+        max_position_embeddings: the target's.
+        curves: calibration (a, b, m) for each of 1, 2, ... places ahead. If all tokens before are accepted, a token
+            with log-odds x by the head is accepted with log-odds a + b x; m is the mean acceptance of the head's
+            argmax.
+        target: fingerprint of its target (`forerun.model.causal_lm.fingerprint`).
         recipe: how it was trained.
     """
 
     model_type = "forerun-hidden"
-    if TYPE_CHECKING:  # annotations of a configuration are fields to some versions of transformers
+    if TYPE_CHECKING:  # some versions of transformers take annotations for fields
         curves: list[list[float]]
         target: dict[str, Any]
         recipe: dict[str, Any]
@@ -78,12 +79,12 @@ class HiddenConfig(PreTrainedConfig):
 
 
 class HiddenDrafter(PreTrainedModel):
-    """One head of any of the KINDS. `hot` [S] are its tokens, most frequent first.
+    """A head of one of the KINDS. `hot` [S] is its hot set, most frequent token first.
 
-    lyanna: P(x_{j+1} | x_j) = softmax(W_o h^_j + T(x_j)) with states h^ from the layers and T(v) = U norm(E[v]), or
-    without T for a rank of 0. The layers see the tokens after the target's own features, never a drafted one.
+    lyanna: P(x_{j+1} | x_j) = softmax(W_o h^_j + T(x_j)) with states h^ of the layers and T(v) = U norm(E[v]), or no T
+    for a rank of 0. The layers see the tokens after the target's own features, never a drafted one.
     eagle: P(x_{j+1}) = softmax(W_o h^_j). The layers see the token after each state, drafted ones too.
-    W_o is the target's LM head at the hot set. It is not part of the head.
+    W_o is the target's LM head, at the hot set; it is not part of the head.
     """
 
     config_class = HiddenConfig
@@ -92,9 +93,9 @@ class HiddenDrafter(PreTrainedModel):
     def __init__(self, config: HiddenConfig) -> None:
         super().__init__(config)
         if config.kind not in KINDS:
-            raise ValueError(f"a head's kind is one of {', '.join(KINDS)}, not {config.kind!r}")
+            raise ValueError(f"a head's kind must be {' or '.join(KINDS)}, not {config.kind!r}")
         if (config.known, config.feature, config.fusion) != (True, "head", "every"):
-            raise ValueError("a head of a form that is no longer supported: train this one again")
+            raise ValueError("this head has a form that is no longer supported: train it again")
         size = config.hidden_size
         self.hot: Tensor
         self.register_buffer("hot", torch.zeros(config.hot_size, dtype=torch.long))
@@ -107,7 +108,7 @@ class HiddenDrafter(PreTrainedModel):
         self.post_init()
 
     def begin(self) -> None:
-        """Set initial weights for training: layers return their input, token information is 0."""
+        """Set initial weights for training: layers return their input, and token information is 0."""
         for name, parameter in self.named_parameters():
             if name.endswith(("out.weight", "down.weight", "answer.weight")):
                 nn.init.zeros_(parameter)
@@ -119,30 +120,29 @@ class HiddenDrafter(PreTrainedModel):
             nn.init.normal_(module.weight)
 
     def token_information(self, tokens: Tensor) -> Tensor:
-        """Return T [.., S] of tokens [..]."""
+        """Return the token information T [.., S] of tokens [..]."""
         return self.answer(self.token_states(tokens))
 
     def token_states(self, tokens: Tensor) -> Tensor:
-        """Return norm(E[v]) [.., r] of tokens [..]."""
+        """Return norm(E[v]) [.., r] of tokens v [..]."""
         return functional.rms_norm(self.embed(tokens), (self.config.rank,))
 
     def fused(self, states: Tensor, embedded: Tensor | None = None) -> Tensor:
-        """Return the layers' input [.., d] of states [.., d], with the embeddings of the tokens after them if any."""
+        """Return the layers' input [.., d] of states [.., d], with the embeddings of the tokens after them if given."""
         if embedded is None:
             return functional.linear(states, self.fuse.weight[:, : states.shape[-1]])
         return self.fuse(torch.cat([states, functional.rms_norm(embedded, embedded.shape[-1:])], -1))
 
     @property
     def informed(self) -> bool:
-        """Whether it has token information."""
+        """Return whether it has token information."""
         return self.config.kind == "lyanna" and self.config.rank > 0
 
     def drafted(self, features: Tensor, embedded: Tensor, steps: int) -> list[Tensor]:
-        """Draft `steps` places from every position, the head fed with its own states (HASS, arXiv 2408.15766).
+        """Draft `steps` places from every position, with the head's own states as input (HASS, arXiv 2408.15766).
 
-        `features` [B, T, d] are the target's over tokens with its embeddings `embedded` [B, T, d]. Return states
-        [B, T - k, d] for k = 1 .. steps. State j stands for the feature at position j + k; it was drafted from
-        features 0 .. j.
+        `features` [B, T, d] and `embedded` [B, T, d] are the target's over the same tokens. Return states [B, T - k, d]
+        for k = 1 .. steps. State j predicts the feature at position j + k from features 0 .. j.
         """
         length = features.shape[1]
         positions = torch.arange(length, device=features.device)
@@ -150,7 +150,7 @@ class HiddenDrafter(PreTrainedModel):
         seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
         for k in range(1, steps + 1):
             if self.config.kind == "eagle" or k == 1:
-                # The token after each state. The last k have none; they are cut below.
+                # The token after each state. The last k have none, and are cut off below.
                 x = self.fused(x, embedded.roll(-k, 1)).float()
             else:
                 x = self.fused(x).float()
@@ -177,7 +177,8 @@ class HeadLayer(nn.Module):
         self.theta = config.rope_theta
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Return [D / 2] of the rotation. Not a buffer: `from_pretrained` restores only stored tensors."""
+        """Return the rotation's frequencies [D / 2]. Not a buffer, as `from_pretrained` restores stored tensors
+        alone."""
         return self.theta ** (-torch.arange(0, self.size, 2, dtype=torch.float32, device=device) / self.size)
 
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,8 +200,8 @@ class HeadLayer(nn.Module):
         return x + self.down(functional.silu(gate) * up)
 
     def forward(self, x: Tensor, positions: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Take one step of the drafts of all positions. Draft t of [B, T, d] sees the target's features up to t and its
-        own earlier states. `seen` holds keys and values of the steps so far; this step's are appended."""
+        """Return the next states [B, T, d] of the drafts of all positions. Draft t sees the target's features up to t
+        and its own earlier states. `seen` holds the steps' keys and values so far; this step's are appended."""
         q, k, v = self.project(x, positions)
         k, v = (each.repeat_interleave(self.heads // self.groups, 1) for each in (k, v))
         seen.append((k, v))

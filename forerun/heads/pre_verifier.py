@@ -1,7 +1,7 @@
-"""The pre-verifier: a small layer that predicts how far the target will follow a draft (Pacer, arXiv 2602.01274).
+"""The pre-verifier: a small layer that predicts how much of a draft the target will accept (Pacer, arXiv 2602.01274).
 
-The paper has a light trainable layer verify draft tokens block by block before the target does. Its inputs, its form
-and its training here are ours; docs/results/pacer.md has the ablations.
+In the paper a light trainable layer verifies draft tokens block by block before the target does. Its inputs, form and
+training here are ours; docs/results/pacer.md has the ablations.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from forerun.heads.echo import SIZES
 
 INPUTS = ("confidence", "echoes", "history", "hidden", "entropy", "top")
 CONFIDENCE, ECHOES, HISTORY = 3, 3 * len(SIZES), 3
-UNKNOWN = (0.0, 0.0)  # entropy and top probability before the target's first distribution, which has neither
-COUNTED = 4.0  # echoes of a kind, at most
-LEAST = 6e-6  # the smallest probability among the inputs
+UNKNOWN = (0.0, 0.0)  # stands for entropy and top probability before the target's first distribution
+COUNTED = 4.0  # limit of the counts of echoes
+LEAST = 6e-6  # smaller probabilities are raised to this
 TRACES = 512
-USUAL = 4.0  # the length of a run of accepted tokens that was not seen
+USUAL = 4.0  # stands for the length of a run of accepted tokens before the first
 
 
 class PreVerifierConfig(PreTrainedConfig):
@@ -31,17 +31,18 @@ class PreVerifierConfig(PreTrainedConfig):
     Attributes:
         draft_size: width of the draft's LM-head inputs.
         width: of the layer itself.
-        layers: transformer blocks of older layers, which are refused.
-        depth: places in a draft that differ; later ones count as the last.
+        layers: transformer blocks of an old form, which is refused unless 0.
+        depth: places with their own bias; later places use the last.
         inputs: names of INPUTS.
-        kind: of output. "survival": the probability that a token and all before it are accepted. "acceptance": that a
-            token is accepted if those before it were; survival is the product (SpecDec++, arXiv 2405.19715).
+        kind: of output. "survival": the probability that a token and all before it are accepted. "acceptance": the
+            probability of a token if those before it are accepted; survival is the product (SpecDec++, arXiv
+            2405.19715).
         draft, target: fingerprints of the models it belongs to (`forerun.model.causal_lm.fingerprint`).
         recipe: how it was trained.
     """
 
     model_type = "forerun-pre-verifier"
-    if TYPE_CHECKING:  # annotations of a configuration are fields to some versions of transformers
+    if TYPE_CHECKING:  # some versions of transformers take annotations for fields
         inputs: list[str]
         kind: str
         draft: dict[str, Any]
@@ -68,13 +69,13 @@ class PreVerifierConfig(PreTrainedConfig):
 
 
 class PreVerifier(PreTrainedModel):
-    """u_i = W [history; log(1 + entropy); top; confidence_i; echoes_i; norm(g_i)] + P[i] for the i-th token of a draft,
-    then a perceptron with a hidden layer, then one logit a token.
+    """A perceptron with two hidden layers and one logit for each token of a draft. The first, for the i-th token, is
+    u_i = W [history; log(1 + entropy); top; confidence_i; echoes_i; norm(g_i)] + P[i].
 
-    This is the form for training; decoding runs `forerun.heads.quick`, token by token.
+    This is the form for training. Decoding runs `forerun.heads.quick`, token by token.
 
-    The layer carries its output on some validation drafts, and the products of the draft's own probabilities:
-    `greedy_traces` and, of sampled drafts, `drawn_traces` [2, TRACES, G] in 255ths. With a table of costs they show
+    The buffers `greedy_traces` and `drawn_traces` [2, TRACES, G], in 255ths, hold survival on greedy and on sampled
+    validation drafts: by the layer, and by products of the draft's own probabilities. With a table of costs they show
     where stopping pays, and whether the layer does.
     """
 
@@ -84,12 +85,12 @@ class PreVerifier(PreTrainedModel):
     def __init__(self, config: PreVerifierConfig) -> None:
         super().__init__(config)
         if config.layers:
-            raise ValueError("a pre-verifier has no transformer blocks any more: train it again, without layers")
+            raise ValueError("a pre-verifier's transformer blocks are not supported any more: train it without layers")
         sizes = {"history": HISTORY, "entropy": 1, "top": 1, "confidence": CONFIDENCE, "echoes": ECHOES}
         sizes["hidden"], width = config.draft_size, config.width
         for name in config.inputs:
             if name not in INPUTS:
-                raise ValueError(f"a pre-verifier's inputs are of {', '.join(INPUTS)}, not {name!r}: train it again")
+                raise ValueError(f"a pre-verifier's inputs are among {', '.join(INPUTS)}, not {name!r}: train it again")
         self.enter = nn.ModuleDict({name: nn.Linear(sizes[name], width, bias=False) for name in config.inputs})
         self.place = nn.Parameter(torch.zeros(config.depth, width))
         self.middle = nn.Linear(width, width)
@@ -112,23 +113,22 @@ class PreVerifier(PreTrainedModel):
         log_q: Tensor,
         echoes: Tensor | None = None,
         hidden: Tensor | None = None,
-        law: Tensor | None = None,
+        certainty: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return logits [N, G] of N whole drafts, of survival or, by `config.kind`, of acceptance; and the survival
-        [N, G] that follows. Only tensors of the layer's inputs are needed.
+        """Return logits [N, G] for N whole drafts, of survival or of acceptance (`config.kind`), and the survival [N,
+        G]. Inputs that the layer does not use may be None.
 
         Args:
             history: [N, 3] lengths of the last runs of accepted tokens.
-            log_q: [N, G] logs of the tokens' probabilities, of LEAST at the least.
-            echoes: [N, G, E] of `forerun.heads.echo`.
+            log_q: [N, G] log-probabilities of the tokens, at least log(LEAST).
+            echoes: [N, G, E] (`forerun.heads.echo`).
             hidden: [N, G, d] the draft's LM-head inputs that gave the tokens.
-            law: [N, 2] of `law_of`, for the target's scores that the last verified token was chosen from; UNKNOWN
-                before the first ones.
+            certainty: [N, 2] `certainty_of` the target's scores that gave the last verified token; UNKNOWN before any.
         """
         log_q, last = log_q.float(), self.config.depth - 1
         features = {"history": history.float().log1p()[:, None]}
-        if law is not None:
-            features |= {"entropy": law[:, None, :1].float().log1p(), "top": law[:, None, 1:].float()}
+        if certainty is not None:
+            features |= {"entropy": certainty[:, None, :1].float().log1p(), "top": certainty[:, None, 1:].float()}
         sums, least = log_q.cumsum(-1).clamp(min=-20.0) / 2, log_q.cummin(-1).values
         features["confidence"] = torch.stack([log_q, sums, least], -1)
         if echoes is not None:
@@ -148,13 +148,12 @@ class PreVerifier(PreTrainedModel):
         return logits, log_survival.exp()
 
 
-def law_of(scores: Tensor) -> Tensor:
-    """Return [.., 2] of the softmax of scores [.., V]: its entropy in nats, and its largest probability.
+def certainty_of(scores: Tensor) -> Tensor:
+    """Return the entropy in nats and the largest probability [.., 2] of the softmax of scores [.., V].
 
-    The scores are processed ones: a sampled request's tokens are sampled from this distribution. A greedy one's is that
-    of the logits.
+    The scores are processed ones, so for a sampled request this is the distribution that its tokens are sampled from.
     """
     logs = scores.float().log_softmax(-1)
     top = logs.amax(-1).exp()
-    logs = logs.clamp_(min=-80.0)  # what is less probable adds nothing; -inf times 0 would be NaN
+    logs = logs.clamp_(min=-80.0)  # rarer tokens add nothing, and -inf times 0 would be NaN
     return torch.stack([torch.linalg.vecdot(logs.exp(), -logs), top], -1)

@@ -1,6 +1,6 @@
-"""A pre-verifier for decoding, in NumPy and block by block: on few numbers torch spends its time between operations.
+"""A pre-verifier for decoding, in NumPy and block by block: for few numbers torch's calls take most of the time.
 
-The arithmetic is that of forerun/heads/pre_verifier.py and tested equal to it.
+The arithmetic is that of forerun/heads/pre_verifier.py, and is tested equal to it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ EPS = float(np.finfo(np.float32).eps)
 
 
 class QuickState(NamedTuple):
-    """What is remembered of the beginnings of N drafts."""
+    """The state of N drafts after some tokens."""
 
-    base: Array  # [N or 1, depth, width] what does not change along a draft, for each place
+    base: Array  # [N or 1, depth, width] the part of each place that does not depend on drafted tokens
     places: int  # tokens so far
     runs: list[list[float]]  # [N][3] the history
-    running: list[list[float]]  # [N][..] sum and least of the log-probabilities, counts of broken and missing echoes
+    running: list[list[float]]  # [N][..] sum and minimum of log-probabilities, counts of echoes of -1 and 0
 
     def select(self, rows: list[int]) -> QuickState:
         """Return the state of these drafts."""
@@ -35,31 +35,32 @@ class QuickState(NamedTuple):
 
 
 class QuickPreVerifier:
-    """A PreVerifier as it is now: later training does not change it."""
+    """A copy of a PreVerifier, which later training does not change."""
 
     def __init__(self, layer: PreVerifier) -> None:
         width = layer.config.width
-        self.thresholds: dict[Any, tuple[int, float]] = {}  # computed from the traces, see forerun.methods.pacer
+        self.thresholds: dict[Any, tuple[int, float]] = {}  # computed from the traces by forerun.methods.pacer
         weights = {name: value.detach().float().cpu().numpy() for name, value in layer.state_dict().items()}
         self.enter = {name: np.ascontiguousarray(weights[f"enter.{name}.weight"].T) for name in layer.enter}
-        # One product for all of the small inputs.
+        # One product for all small inputs.
         self.own = np.concatenate([self.enter.get(name, np.zeros((size, width), np.float32)) for name, size in OWN])
         self.place = weights["place"]
         none = np.zeros((1, width), np.float32)
-        # [2, width] for the distribution of the last verified token
-        self.law = np.concatenate([self.enter.get(name, none) for name in ("entropy", "top")])
+        # [2, width] weights of `certainty`
+        self.certainty = np.concatenate([self.enter.get(name, none) for name in ("entropy", "top")])
         self.middle = weights["middle.weight"].T, weights["middle.bias"]
         self.leave = weights["leave.weight"][0], weights["leave.bias"]
         traces = {"greedy": weights["greedy_traces"] / 255, "sampled": weights["drawn_traces"] / 255}
-        # Drafts that were shorter leave columns without an entry.
+        # Columns beyond the longest draft are empty.
         self.traces = {name: value[..., : max(1, int(value.any((0, 1)).sum()))] for name, value in traces.items()}
 
-    def begin(self, history: list[list[float]], law: list[tuple[float, float]] | None = None) -> QuickState:
-        """Return the state before N drafts; arguments as for `PreVerifier.forward`, as lists and pairs. Without a law
-        it is unknown."""
+    def begin(self, history: list[list[float]], certainty: list[tuple[float, float]] | None = None) -> QuickState:
+        """Return the state before N drafts. Arguments are those of `PreVerifier.forward`, as lists and pairs. No
+        certainty is that of UNKNOWN."""
         base = self.place[None]
-        if law is not None:
-            base = base + (np.array([(log1p(entropy), top) for entropy, top in law], np.float32) @ self.law)[:, None]
+        if certainty is not None:
+            logs = np.array([(log1p(entropy), top) for entropy, top in certainty], np.float32)
+            base = base + (logs @ self.certainty)[:, None]
         runs = [[log1p(run) for run in row] for row in history]
         running = [[0.0] * (2 + 2 * len(SIZES)) for _ in history]
         return QuickState(base, 0, runs, running)
@@ -71,8 +72,8 @@ class QuickPreVerifier:
         echoes: list[list[tuple[int, ...]]] | None = None,
         hidden: Tensor | None = None,
     ) -> tuple[Array, QuickState]:
-        """Go on by b tokens; return the layer's logits [N, b] and the new state. Arguments as for
-        `PreVerifier.forward`, small ones as lists."""
+        """Return the layer's logits [N, b] for the next b tokens, and the new state. Arguments are those of
+        `PreVerifier.forward`, all but `hidden` as lists."""
         new, last = len(log_q[0]), len(self.place) - 1
         echoes = echoes or [[(0,) * len(SIZES)] * new] * len(log_q)
         found = [_features(*row) for row in zip(log_q, state.runs, state.running, echoes, strict=True)]
@@ -110,7 +111,7 @@ def _features(
 
 
 def quick(layer: PreVerifier) -> QuickPreVerifier:
-    """Return the layer's quick form, made once."""
+    """Return the layer's quick form, which is made once."""
     made = getattr(layer, "_quick", None)
     if made is None:
         made = layer._quick = QuickPreVerifier(layer)  # type: ignore[assignment]
@@ -118,5 +119,5 @@ def quick(layer: PreVerifier) -> QuickPreVerifier:
 
 
 def normed(x: Array) -> Array:
-    """RMSNorm without a gain."""
+    """Return the RMSNorm of x [.., d], without a gain."""
     return x / np.sqrt(np.einsum("...i,...i->...", x, x)[..., None] / x.shape[-1] + EPS)

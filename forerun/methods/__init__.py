@@ -1,6 +1,6 @@
-"""Where drafts come from, one file a method: settings, stop rule and drafter; METHODS has them by name.
+"""The methods, one file each: settings, stop rule and drafter. METHODS has them by name.
 
-Importing this needs no torch, so that the command line refuses a bad setting at once."""
+Importing this does not import torch, so that the command line refuses a bad setting at once."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ METHODS: dict[str, type[Method]] = {cls.name: cls for cls in _OWN}
 
 
 def is_method(name: str) -> bool:
-    """Return whether that names a method: one of METHODS, or of another package as "package.module:Class"."""
+    """Return whether `name` is one of METHODS, or another package's method as "package.module:Class"."""
     return name in METHODS or ":" in name
 
 
 def method(name: str | Method, /, **options: Any) -> Method:
-    """Return the method of that name with these settings. "package.module:Class" names one of another package, or of a
+    """Return the method with this name and these settings. "package.module:Class" names one of another package, or of a
     file in the working folder.
 
-    Raises ValueError naming what is unknown, out of range or missing.
+    Raises ValueError for an unknown name, and for settings that are unknown, out of range or missing.
     """
     if not isinstance(name, str):
         if options:
@@ -59,13 +59,13 @@ def method(name: str | Method, /, **options: Any) -> Method:
 
 
 def method_class(name: str) -> type[Method]:
-    """Return the class of a method's name. Raises ValueError if there is none."""
+    """Return the class of a method's name. Raises ValueError for an unknown name."""
     if name in METHODS:
         return METHODS[name]
     if ":" not in name:
         raise ValueError(f"unknown method {name!r}; there are {', '.join(METHODS)}, and others as package.module:Class")
     module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:  # the command `forerun` does not look there
+    if os.getcwd() not in sys.path:  # the command `forerun` lacks it
         sys.path.append(os.getcwd())
     try:
         found = vars(import_module(module))
@@ -77,10 +77,12 @@ def method_class(name: str) -> type[Method]:
 
 
 def _check(cls: Any, shown: str) -> type[Method]:
-    """Return a class that has all parts of a method. Raises ValueError for any other."""
+    """Return the class if it has all parts of a method, else raise ValueError."""
     is_frozen = isinstance(cls, type) and is_dataclass(cls) and cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
     if not is_frozen:
-        raise ValueError(f"{shown} is no method: that is a frozen dataclass, best of forerun.methods.Method")
+        raise ValueError(
+            f"{shown} is no method: it must be a frozen dataclass, best a subclass of forerun.methods.Method"
+        )
     missing = [part for part in PARTS if not hasattr(cls, part)]
     if not missing and cls.build is Method.build:
         missing = ["build"]
@@ -94,7 +96,7 @@ def _unknown(name: str, key: str, known: Iterable[str]) -> ValueError:
 
 
 def settings_of(cls: type[Method]) -> dict[str, str]:
-    """Return the settings of a method, with their types."""
+    """Return {setting: type} of a method."""
     assert is_dataclass(cls)
     return {
         field.name: field.type.__name__ if isinstance(field.type, type) else str(field.type) for field in fields(cls)
@@ -118,7 +120,7 @@ def parse_value(name: str, key: str, value: str) -> int | float | bool | str | N
 
 
 def default_method(has_draft: bool, has_layer: bool = False, options: Iterable[str] = ()) -> str:
-    """Return the default method: with a layer, one that has these settings."""
+    """Return the name of the default method; with a layer, of one that has these settings."""
     if has_draft and has_layer and {*options} <= {*settings_of(PacerOuroboros)}:
         return PacerOuroboros.name
     return SD.name if has_draft else Suffix.name

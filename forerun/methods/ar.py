@@ -24,7 +24,7 @@ class AR(Method):
 
 
 class PlainDrafter(Drafter):
-    """Every draft is the bare root."""
+    """Draft nothing."""
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         return Proposal([Draft.root(seq.tokens[-1]) for seq in seqs])

@@ -1,10 +1,9 @@
-"""A suffix automaton with counts: how often each stretch of some texts occurs, and what follows it.
+"""A suffix automaton with counts: how often each substring of some texts occurs, and what follows it.
 
 The automaton is that of Blumer et al. (1985), grown token by token. SuffixDecoding (arXiv 2411.04975) and Arctic
-Inference keep a tree of bounded depth, into which each token extends all suffixes that are active. An automaton was
-chosen here for three reasons. It has at most two states a token, where a tree has a node for every repeated stretch of
-every length, unless its edges are compressed. It knows the longest suffix that occurred before without a search. And it
-has no depth at which a match, or a draft after one, must end. Counts, and texts that are taken out again, are ours.
+Inference keep a suffix tree of bounded depth. An automaton was chosen here for three reasons. It has at most two states
+a token, while a tree has a node for every repeated substring unless its edges are compressed. It has the longest
+repeated suffix without a search. And no depth limits a match or a draft. Counts and the removal of texts are ours.
 """
 
 from __future__ import annotations
@@ -12,33 +11,33 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from heapq import heappop, heappush, nlargest
 
-LINKS = 256  # suffixes of a text, told apart by where they occur, that are counted with each token at most
+LINKS = 256  # the most states that are counted with each token
 
 
 class Automaton:
-    """Stretches of texts as states. Those that end at the same places are one state.
+    """The substrings of texts. Those that end at the same places are one state.
 
     Attributes:
-        follows: of each state, the state after each token that may come next.
-        links: of each state, that of its longest suffix which occurs elsewhere too; -1 for the empty one, state 0.
-        longest: the length of each state's longest stretch.
-        counts: how often each state occurs.
-        newest: the place where it occurred last, counted over all texts that ever were put in.
-        place: the number of their tokens.
+        follows: of each state, {next token: state}.
+        links: of each state, that of its longest suffix in another state (suffix link); -1 for the empty one, state 0.
+        longest: the length of each state's longest substring.
+        counts: the number of occurrences of each state.
+        newest: the end of its last occurrence, counted over all tokens that were ever added.
+        place: the number of these tokens.
         counted: the number of states that were counted with the last token.
     """
 
     def __init__(self, links: int | None = LINKS) -> None:
-        """`links`: states that are counted with a token at most, the longest first. A text that goes round in circles
-        has more and more of them. None for all, so that texts may be taken out."""
+        """Build an empty automaton. `links` limits the states that are counted with a token, the longest first: a
+        periodic text has more and more of them. None counts all, so that texts can be removed."""
         self.follows: list[dict[int, int]] = [{}]
         self.links, self.longest, self.counts, self.newest = [-1], [0], [0], [0]
         self.most, self.place, self.counted = links, 0, 0
         self._free: list[int] = []
 
     def extend(self, last: int, token: int) -> int:
-        """Put in a text's next token. `last`: the state of the text before it, 0 for a new text. Return that of the
-        text with it."""
+        """Add a text's next token. `last` is the state of the text before it, 0 for a new text. Return the state after
+        it."""
         follows, links, longest = self.follows, self.links, self.longest
         found = follows[last].get(token)
         if found is not None:
@@ -64,7 +63,7 @@ class Automaton:
         return end
 
     def remove(self, text: Sequence[int]) -> None:
-        """Take out a text that was put in, if all states are counted."""
+        """Remove an added text; all states must be counted (`links`)."""
         follows, links, counts = self.follows, self.links, self.counts
         states = [0]
         for token in text:
@@ -78,7 +77,7 @@ class Automaton:
             while at >= 0:
                 found = follows[at].get(token)
                 if found is not None:
-                    if counts[found]:  # and so are those of shorter suffixes
+                    if counts[found]:  # and the states of shorter suffixes are in use too
                         break
                     del follows[at][token]
                     gone.add(found)
@@ -88,7 +87,8 @@ class Automaton:
         self._free += gone
 
     def _split(self, at: int, token: int, found: int) -> int:
-        """Make a state of those stretches of `found` that are no longer than that of `at` and the token."""
+        """Split off a state with the substrings of `found` that are no longer than the longest of `at` plus the
+        token."""
         follows, links = self.follows, self.links
         own = self._new(dict(follows[found]), self.longest[at] + 1)
         links[own], self.counts[own], self.newest[own] = links[found], self.counts[found], self.newest[found]
@@ -111,11 +111,11 @@ class Automaton:
 
     @property
     def size(self) -> int:
-        """Number of states in use."""
+        """Return the number of states in use."""
         return len(self.links) - len(self._free)
 
     def match(self, text: Sequence[int]) -> tuple[int, int]:
-        """Return state and length of the longest suffix of a text that occurs."""
+        """Return state and length of the longest suffix of `text` that occurs."""
         follows, links, longest = self.follows, self.links, self.longest
         state = length = 0
         for token in text:
@@ -130,13 +130,13 @@ class Automaton:
     def grow(
         self, state: int, nodes: int, depth: int, least: float, width: int = 1, ends: Collection[int] = ()
     ) -> tuple[list[int], list[int], list[float]]:
-        """Return the most probable continuations of a state's stretches, as a tree: its tokens, their parents (0: the
-        stretch itself, k: the k-th token), and the probabilities of the paths to them, best first.
+        """Return the most probable continuations of a state as a tree: tokens, parents (0: the root, k: the k-th token)
+        and probabilities of their paths, best first.
 
-        A token's probability is its share of what followed; of tokens with equal counts the newest is better. At most
-        `nodes` tokens, `depth` deep, none whose path is less probable than `least`, and of each place the best `width`.
-        Nothing comes after one of the tokens `ends`. Where the texts end, what followed the longest shorter suffix goes
-        on: a period repeats.
+        A token's probability is its share of the counts; of equal counts the newest wins. The tree has at most `nodes`
+        tokens, at most `depth` deep, the best `width` at each place, and no path less probable than `least`. Nothing
+        follows one of the tokens `ends`. At the end of the texts the longest shorter suffix continues, so a period
+        repeats.
         """
         follows, links, counts, newest = self.follows, self.links, self.counts, self.newest
         tokens: list[int] = []

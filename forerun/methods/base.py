@@ -1,4 +1,4 @@
-"""What all methods share: the protocol, the parts that a drafter is built from, and checked settings."""
+"""The protocol of methods, the parts that drafters are built from, and checked settings."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a drafter is built from.
+    """The parts that a drafter is built from.
 
     Attributes:
-        target, draft: models with caches of their own.
+        target, draft: models, each with its own cache.
         pre_verifier, head: trained layers, for methods that need one.
-        costs: what forwards cost on this machine.
-        pools: what outlives a sequence, by shape (`Method.phrases`); None if nothing may.
+        costs: the table of costs on this machine.
+        pools: {shape: pool of phrases or outputs} (`Method.phrases`); None if nothing may outlive a sequence.
         guarded: wraps a part of a drafter in a guard of its own; None without guards.
-        translation: how a draft model with another tokenizer drafts.
+        translation: for a draft model with another tokenizer.
     """
 
     target: CausalLM
@@ -40,26 +40,26 @@ class Parts:
     translation: Translation | None = None
 
     def pool(self, shape: tuple[int, int]) -> Any:
-        """Return the pool of that shape, made if need be, or None if nothing outlives a sequence."""
+        """Return the pool of a shape, made if need be, or None if nothing may outlive a sequence."""
         from forerun.methods.pools import new_pool
 
         return None if self.pools is None else self.pools.setdefault(shape, new_pool(shape))
 
 
 class Method(Protocol):
-    """A method: its settings, a frozen dataclass, and `build`, which makes the drafter.
+    """A method: its settings, as a frozen dataclass, and `build`, which makes the drafter.
 
-    A subclass needs a `name` and `build`. The defaults of the rest are those of a method without models or layers.
+    A subclass needs a `name` and `build`. The remaining defaults are for a method without models or layers.
 
     Attributes:
-        name: what users and results call it.
+        name: its name for users and in results.
         needs_draft: whether it drafts with a model.
         greedy_only: whether it refuses sampled sequences.
-        layer, kind: the trained layer that it needs: the name of its folder beside the models that come with forerun,
-            and the kind of its output (see PreVerifierConfig).
+        layer, kind: the trained layer that it needs: its folder's name, and the kind of its output
+            (`PreVerifierConfig`).
         head: the kind of head over hidden states that it needs (`forerun.heads.heads.KINDS`).
         verification: of sampled chains, "block" or "token".
-        warm: whether what it gathers outlives a sequence.
+        warm: whether its pool outlives a sequence.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -80,37 +80,39 @@ class Method(Protocol):
 
     @property
     def needs_costs(self) -> bool:
-        """Whether it uses a table of costs."""
+        """Return whether it uses a table of costs."""
         return False
 
     @property
     def any_tokenizer(self) -> bool:
-        """Whether its draft model may have another tokenizer than the target."""
+        """Return whether its draft model may have another tokenizer than the target."""
         return not self.needs_draft
 
     @property
     def phrases(self) -> tuple[int, int] | None:
-        """The shape of its pool: tokens of a phrase and phrases of a token at most, or 0 and tokens of earlier outputs
-        at most. None without a pool."""
+        """Return the shape of its pool: (tokens of a phrase, most phrases after a token) for phrases, (0, most tokens)
+        for earlier outputs, or None without a pool."""
         return None
 
     def resolve_defaults(self, draft: bool, layer: bool, head: str | None) -> Self:
-        """Return the method to use given a draft model, its pre-verifier, or a head of that kind."""
+        """Return the method to use, given whether there is a draft model and its layer, and the kind of the head."""
         return self
 
     def build(self, parts: Parts) -> Drafter:
-        """Make the drafter of an engine."""
+        """Return the drafter of an engine."""
         raise NotImplementedError
 
 
-PARTS = [name for name in (*Method.__annotations__, *vars(Method)) if not name.startswith("_")]  # of every method
+PARTS = [
+    name for name in (*Method.__annotations__, *vars(Method)) if not name.startswith("_")
+]  # attributes of every method
 
 
-# Settings: fields of a method that are checked when it is made. One with a default of None may be None.
+# Settings are fields of a method, checked when it is made. A setting with a default of None may be None.
 
 
 def setting(default: Any, allows: Callable[[Any], bool], what: str) -> Any:
-    """A setting; `what` names the values that it `allows`."""
+    """Return a setting; `what` describes the values that it `allows`."""
     return field(default=default, metadata={"allows": allows, "what": what})
 
 
@@ -135,7 +137,7 @@ def one_of(default: str, *allowed: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Method):
-    """Methods whose drafts may be sampled. The whole "block" of tokens is verified at once (arXiv 2403.10444), or one
-    "token" after the other (arXiv 2211.17192)."""
+    """Methods whose drafts may be sampled. Sampled chains are verified as a "block" (arXiv 2403.10444), or "token" by
+    token (arXiv 2211.17192)."""
 
     verification: str = one_of("block", "block", "token")

@@ -1,6 +1,6 @@
-"""Trees of the most probable paths, and chains of sampled tokens, for heads that give logits for each place ahead.
+"""Trees of the most probable paths, and sampled chains, for heads with logits for each place ahead.
 
-EAGLE grows its tree so (arXiv 2401.15077), EAGLE-2 chooses its nodes so (arXiv 2406.16858)."""
+Trees grow as in EAGLE (arXiv 2401.15077), and nodes are chosen as in EAGLE-2 (arXiv 2406.16858)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Logits = Callable[[int, Tensor, Tensor], Tensor]
 Array = np.ndarray[Any, Any]
 
 
-_CLOSER = 1e-9  # subtracted at each place, so that a node never sorts before its parent where both are certain
+_CLOSER = 1e-9  # subtracted at each place, so that a node never sorts before its parent if both have probability 1
 
 
 @torch.inference_mode()
@@ -42,11 +42,11 @@ def grow(
     budget: Budget | None = None,
     origins: abc.Sequence[str] = (),
 ) -> list[Draft]:
-    """Grow a tree of point masses for each row, at most `limits[r]` deep.
+    """Return a tree of point masses for each row, at most `limits[r]` deep.
 
-    It holds the `nodes` most probable paths among those that `width` beams find. One beam gives a chain of at most
+    It holds the `nodes` most probable paths that a search with `width` beams finds. One beam gives a chain of at most
     `nodes` tokens. `logits` is called once for each depth, for all rows and beams; `hot` [S] are its tokens. A `budget`
-    values paths by its calibration and may end them sooner.
+    calibrates probabilities and may end paths sooner.
     """
     depth = max(limits)
     if depth < 1:
@@ -65,7 +65,7 @@ def grow(
         counts = [min(pair) for pair in zip(counts, budget.sizes(), strict=True)]
     drafts = []
     for row, (root, size, origin) in enumerate(zip(roots, counts, origins, strict=True)):
-        kept = np.sort(order[row, :size])  # each after its parent
+        kept = np.sort(order[row, :size])  # parents first
         places = np.zeros(tokens.shape[1] + 1, dtype=np.int64)
         places[kept + 1] = np.arange(1, size + 1)
         own, above = tokens[row, kept].tolist(), places[parents[row, kept]].tolist()
@@ -74,7 +74,7 @@ def grow(
 
 
 def _chains(roots: abc.Sequence[int], logits: Logits, hot: Tensor, depth: int, budget: Budget | None) -> Tensor:
-    """Return chains of argmax tokens [B, n], with n at most `depth`."""
+    """Return chains of argmax tokens [B, n], n at most `depth`."""
     tokens = torch.tensor(roots, device=hot.device)[:, None]
     at, chain, block = torch.zeros_like(tokens), [], []
     for k in range(depth):
@@ -101,9 +101,9 @@ def _paths(
     nodes: int,
     budget: Budget | None,
 ) -> tuple[Array, Array, Array]:
-    """Return tokens, parents and values [B, n] of all paths that the beams find, depth by depth. Parent 0 is the
-    root, parent i is path i - 1."""
-    # Small arrays are faster in NumPy. On a GPU every depth waits for its tokens.
+    """Return tokens, parents and values (log-probabilities) [B, n] of all paths that the beams find, depth by depth.
+    Parent 0 is the root, parent i is path i - 1."""
+    # Small arrays are faster in NumPy. On a GPU each depth waits for its tokens.
     rows, at = len(roots), np.zeros((len(roots), 1), dtype=np.int64)
     tokens, beams, values = np.array(roots)[:, None], at, np.zeros((rows, 1))
     ends = np.array(limits)
@@ -145,10 +145,10 @@ def sample_chains(
     origins: abc.Sequence[str],
     block: bool,
 ) -> list[Draft]:
-    """Sample a chain for each sequence, at most `limits[r]` long. Its tokens are sampled by the sequence's own sampler.
+    """Return a chain for each sequence, at most `limits[r]` long, sampled by the sequence's own sampler.
 
-    `logits` and `hot` are those of `grow`, `block` is that of Draft. A chain ends where processors leave none of
-    the hot tokens. Where they raise, they will do so for the target's logits too.
+    `logits` and `hot` are as in `grow`, `block` as in `Draft`. A chain ends where processors raise or leave none of the
+    hot tokens. If they raise, they will for the target's logits too.
     """
 
     chains = [Chain(seq, limit, block=block) for seq, limit in zip(seqs, limits, strict=True)]
@@ -161,7 +161,7 @@ def sample_chains(
             break
         found = logits(k, tokens[:, None], beams)[:, 0].float()
         for row in list(live):
-            # One by one: which part of the vocabulary a row's processors see is not for its neighbours to decide.
+            # One by one: the tokens that a row's processors see must not depend on its neighbours.
             chain, seq, scores, source = chains[row], seqs[row], found[row : row + 1], seqs[row].source(k)
             within = seq.sampler.index_free
             if not within:

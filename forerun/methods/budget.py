@@ -1,5 +1,5 @@
-"""How deep a step drafts and how many nodes it takes, by what they are expected to bring. Pacer's idea
-(arXiv 2602.01274) applied to trees; the rule is ours."""
+"""Choose a step's depth and number of nodes by their expected gain: Pacer's idea (arXiv 2602.01274) applied to trees.
+The rule is ours."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from forerun.engine.costs import Costs
 from forerun.engine.sequence import Sequence
 from forerun.methods.beams import Array
 
-_CERTAIN = 1 - 1e-6  # above this, log-odds are those of this
+_CERTAIN = 1 - 1e-6  # probabilities are capped at this for log-odds
 
 
 class StepCosts:
-    """Milliseconds of a head's next state, and of target forwards by the number of nodes of each of `rows` rows. A
-    state has one row for each of `beams` beams."""
+    """Milliseconds of a head's next state, for `beams` beams a row, and of target forwards by the number of nodes of
+    each of `rows` rows."""
 
     def __init__(self, costs: Costs, rows: int, nodes: int, beams: int = 1) -> None:
         self.state = costs.heading(rows * beams)
@@ -29,11 +29,11 @@ class StepCosts:
 
 @dataclass
 class Group:
-    """Rows that stop together. They are drafted for and verified together, so a step takes as long as the largest.
+    """Rows that stop together. They are drafted and verified together, so a step takes as long as its largest draft.
 
     Attributes:
-        costs: of steps of as many rows.
-        fresh: whether the head has to draft states for any of them.
+        costs: of steps with this number of rows.
+        fresh: whether the head drafts states for any of them.
         spent: ms of states so far.
     """
 
@@ -44,13 +44,12 @@ class Group:
 
     @property
     def state(self) -> float:
-        """ms of one more state."""
+        """Return ms of one more state."""
         return self.costs.state if self.fresh else 0.0
 
     def rate(self, survival: list[list[float]], ms: float = 0.0) -> tuple[float, int]:
-        """Return the most tokens a ms of a step whose rows take their first nodes, and how many nodes of each row that
-        takes. `survival`: of each row the probabilities that its nodes are accepted, best first. `ms`: of states beyond
-        those made so far."""
+        """Return the highest expected tokens a ms of a step, and the number of nodes a row with which it has it.
+        `survival`: of each row, the probabilities that its nodes are accepted, best first. `ms`: of further states."""
         spent, verify = self.spent + ms, self.costs.verify
         tokens = float(len(survival))
         most, size = tokens / (spent + verify[0]), 0
@@ -63,41 +62,42 @@ class Group:
 
 
 class Budget:
-    """The depth and the number of nodes with the most expected tokens a ms, by the head's calibrated probabilities and
-    a table of costs.
+    """Find the depth and the number of nodes with the most expected tokens a ms, by the head's calibrated probabilities
+    and a table of costs.
 
     Attributes:
-        block: how many states are made at a time.
-        deep: how many states each row has been given.
+        block: number of states that are drafted at a time.
+        deep: number of states of each row so far.
     """
 
     def __init__(
         self, groups: list[Group], curves: list[list[float]], block: int, limits: list[int], ahead: list[int]
     ) -> None:
-        """`curves`: the calibration (`HiddenConfig`). `limits`: how deep each row may go. `ahead`: how many places each
-        row's first logits were drafted ahead, beyond the first; 0 for new ones."""
+        """Begin a step. `curves`: the calibration (`HiddenConfig`). `limits`: the most depth of each row. `ahead`:
+        places by which each row's first logits were drafted ahead in an earlier step; 0 for new ones."""
         self.groups, self.block, self.limits = groups, block, limits
-        # Of each row by depth.
+        # [row][depth]
         self.curves = [[curves[min(at + k, len(curves) - 1)] for k in range(max(*limits, 1) + 1)] for at in ahead]
         self.deep = [min(limit, block) for limit in limits]
         for group in groups:
             group.spent = self._deepest(group) * group.state
-        self.sure: list[list[float]] = [[] for _ in limits]  # survival of the best paths so far, best first
-        self.ends = [1.0 if limit else 0.0 for limit in limits]  # survival of chains; 0 where they have ended
+        self.sure: list[list[float]] = [[] for _ in limits]  # survival of each row's best paths so far, best first
+        self.ends = [
+            1.0 if limit else 0.0 for limit in limits
+        ]  # survival of each row's longest path; 0 once it has ended
 
     def _deepest(self, group: Group) -> int:
         return max(self.deep[row] for row in group.rows)
 
     def gains(self, k: int, logs: Array) -> Array:
-        """Return what tokens add to the values of their paths: log-probabilities [B, w, m] of tokens at depth k,
-        calibrated, in the same order."""
+        """Return calibrated log-probabilities [B, w, m] for those of tokens at depth k."""
         shift, slope, _ = np.array([own[k] for own in self.curves]).T[:, :, None, None]
         odds = logs - np.log1p(-np.exp(logs).clip(max=_CERTAIN))
         return -np.logaddexp(0, -shift - slope * odds)
 
     def deeper(self, k: int, values: Array) -> list[bool]:
-        """Return whether each row grows deeper than k + 1 places. `values` [B, m] are those of its paths of that
-        length, best first; -inf in a row that has ended."""
+        """Return whether each row grows deeper than k + 1 places. `values` [B, m] are log-probabilities of its paths of
+        that length, best first; -inf in a row that has ended."""
         for row, survival in enumerate(np.exp(values).tolist()):
             self.sure[row] = self._first([*self.sure[row], *survival])
             self.ends[row] = survival[0] if k + 1 < self.limits[row] else 0.0
@@ -105,7 +105,7 @@ class Budget:
         return [end > 0 for end in self.ends]
 
     def deeper_chains(self, k: int, logs: list[list[float]]) -> bool:
-        """Return whether any chain grows on. `logs` [B, n]: log-probabilities of tokens at depths k, k + 1, ..."""
+        """Return whether any chain grows on. `logs` [B, n] are log-probabilities of tokens at depths k, k + 1, ..."""
         for row, own in enumerate(logs):
             for place, each in enumerate(own[: max(0, self.limits[row] - k)], k):
                 if not self.ends[row]:
@@ -120,7 +120,7 @@ class Budget:
         return any(self.ends)
 
     def sizes(self) -> list[int]:
-        """Return how many of its best paths each row takes."""
+        """Return the number of best paths that each row takes."""
         sizes = [0] * len(self.limits)
         for group in self.groups:
             _, size = group.rate([self.sure[row] for row in group.rows])
@@ -129,14 +129,14 @@ class Budget:
         return sizes
 
     def _first(self, survival: list[float]) -> list[float]:
-        """Return as many of the best as a row may take."""
+        """Return the best values, as many as a row may take."""
         return sorted(survival, reverse=True)[: len(self.groups[0].costs.verify) - 1]
 
     def _go_on(self, k: int) -> None:
-        """End rows that go no deeper than k + 1 places, and give the others states."""
+        """End rows that are not to go deeper than k + 1 places, and count new states for the rest."""
         for group in self.groups:
             going = [row for row in group.rows if self.ends[row]]
-            if not going or k + 1 < self._deepest(group):  # the states are there
+            if not going or k + 1 < self._deepest(group):  # drafted already
                 continue
             steps = min(self.block, max(self.limits[row] for row in going) - k - 1)
             if self._pays(group, going, k + 1, steps):
@@ -148,7 +148,7 @@ class Budget:
                     self.ends[row] = 0.0
 
     def _pays(self, group: Group, going: list[int], k: int, steps: int) -> bool:
-        """Return whether `steps` more states are worth their time, if their tokens are right as often as usual."""
+        """Return whether `steps` more states are worth their time at the mean acceptance of their places."""
         further = list(self.sure)
         for row in going:
             means = [mean for _, _, mean in self.curves[row][k : min(k + steps, self.limits[row])]]
@@ -159,15 +159,15 @@ class Budget:
 
 
 class Budgets:
-    """Makes the budget of each step. Greedy sequences stop together, others each for itself."""
+    """Make the budget of each step. Greedy sequences stop together, sampled ones each on its own."""
 
     def __init__(self, head: HiddenLM, costs: Costs, block: int, nodes: int, beams: int = 1) -> None:
-        """`nodes`: of a row, at most. `beams`: see `StepCosts`."""
+        """Take the head and its costs. `nodes`: the most of a row. `beams`: see `StepCosts`."""
         self.head, self.costs, self.block, self.nodes, self.beams = head, costs, block, nodes, beams
         self._costs: dict[tuple[bool, int], StepCosts] = {}
 
     def of(self, seqs: list[Sequence], limits: list[int], fresh: list[int], ahead: list[int]) -> Budget:
-        """Return that of a step. `fresh`: the rows that the head drafts states for. `limits`, `ahead`: see `Budget`."""
+        """Return the budget of a step. `fresh`: rows that need new states. `limits`, `ahead`: see `Budget`."""
         together = [row for row, seq in enumerate(seqs) if seq.greedy]
         groups = [together] if together else []
         groups += [[row] for row, seq in enumerate(seqs) if not seq.greedy]

@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from forerun.model.causal_lm import CausalLM
     from forerun.sampling.sampler import Drafted
 
-USUAL = 5  # tokens of a draft if costs are not known
+USUAL = 5  # tokens of a draft if no costs are known
 EXPECTED = 0.75  # how often a token is accepted, as long as that is not known
 
 
 class Drafting(Method):
-    """A chain of the draft model, as long as the method's policy says."""
+    """Methods that draft chains with a draft model, ended by a length policy."""
 
     needs_draft: ClassVar[bool] = True
 
     @property
     def any_tokenizer(self) -> bool:
-        return self.layer is None and not self.greedy_only  # layers and oracles know a pair of one tokenizer
+        return self.layer is None and not self.greedy_only  # layers and oracles are for pairs of one tokenizer
 
     def policy(self, parts: Parts) -> LengthPolicy:
-        """Return what ends its drafts."""
+        """Return the length policy, which ends drafts."""
         raise NotImplementedError
 
     def build(self, parts: Parts) -> Drafter:
@@ -56,8 +56,8 @@ class Drafting(Method):
 
 @dataclass(frozen=True)
 class SD(Sampling, Drafting):
-    """Classic speculative decoding: a draft model proposes `gamma` tokens a step. A gamma of None ("auto") is the best
-    length of each step (`BestLength`)."""
+    """Classic speculative decoding: a draft model drafts `gamma` tokens a step. None ("auto") is the best length of
+    each step (`BestLength`)."""
 
     gamma: int | None = integer(None)
     name: ClassVar[str] = "sd"
@@ -74,27 +74,27 @@ class SD(Sampling, Drafting):
 
 @dataclass
 class Chain:
-    """A chain that is being drafted: at most `depth` tokens, and the distributions `q` that they were sampled from."""
+    """A chain in the making: at most `depth` tokens, and the distributions `q` that they were sampled from."""
 
     seq: Sequence
     depth: int
     tokens: list[int] = field(default_factory=list)
     q: list[Tensor] = field(default_factory=list)
-    block: bool = False  # that of Draft
+    block: bool = False  # `Draft.block`
 
     @property
     def needs_q(self) -> bool:
-        """Whether the acceptance rule needs the distributions."""
+        """Return whether the acceptance rule needs `q`."""
         return not self.seq.greedy and self.seq.seeded is None
 
     def add(self, token: int, q: Tensor | None) -> None:
-        """Append a token that was sampled from `q` [V]; None for the most probable one."""
+        """Append a token that was sampled from `q` [V], or the argmax without `q`."""
         self.tokens.append(token)
         if q is not None and self.needs_q:
             self.q.append(q)
 
     def pending(self, length: int) -> list[int]:
-        """Return the tokens that a model has not run that has run `length` of them."""
+        """Return the tokens after the first `length`, which a model has run."""
         return [*self.seq.tokens[length:], *self.tokens[max(0, length - len(self.seq.tokens)) :]]
 
     def text(self) -> list[int]:
@@ -106,13 +106,13 @@ class Chain:
 
 
 class ChainDrafter(Drafter):
-    """A draft model's own continuation of each sequence, as long as the length policy says.
+    """Draft a chain for each sequence with a draft model, ended by a length policy.
 
-    The draft's logits go through the sequence's own processors. Tokens are sampled from the distributions that result,
-    and the acceptance rule is given the same distributions.
+    The draft's logits go through the sequence's own processors. Tokens are sampled from the resulting distributions q,
+    which the acceptance rule uses too.
 
-    Embeddings may be padded to another size than the target's `vocab_size` (default: to the same). Ids that the draft
-    lacks are never sampled from its logits. After such a token of the target nothing more is drafted.
+    The draft's embeddings may be padded to another size than the target's `vocab_size` (default: the same). Ids that
+    the draft lacks are never drafted. After such a token of the target nothing more is drafted.
     """
 
     def __init__(
@@ -129,15 +129,15 @@ class ChainDrafter(Drafter):
         self.capture: Capture = "head" if policy.wants_draft else ""
         self.vocab_size = vocab_size or model.vocab_size
         self.spread = 0
-        self.slack = 0  # positions that a draft's forward may need beyond a sequence's limit
+        self.slack = 0  # positions that a draft forward may need beyond a sequence's limit
         self._present: set[int] = set()
-        self._open: set[int] = set()  # whose rows hold drafted tokens
+        self._open: set[int] = set()  # sequences whose rows hold drafted tokens
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         self._present.add(seq.id)
         self.policy.admit(seq)
         context, tokens = self.model.context, self._text(seq)
-        # After a prompt that the draft cannot read, or that fills its context, nothing will ever be drafted.
+        # After a prompt that the draft cannot read, or that fills its context, nothing is ever drafted.
         if (not context or len(tokens) <= context) and self._knows(tokens):
             yield from self.model.prefill(tokens[:-1], chunk, salt=seq.request.salt)
             self.model.join(seq.id, min(seq.limit, context or seq.limit) + self.slack)
@@ -159,28 +159,28 @@ class ChainDrafter(Drafter):
         if not self._present:
             self.model.forget_prompt()
 
-    # What `forerun.methods.translated` overrides:
+    # Overridden by `forerun.methods.translated`:
 
     def _text(self, seq: Sequence) -> list[int]:
-        """Return a sequence's tokens, as the model has them."""
+        """Return a sequence's text in the model's tokens."""
         return seq.tokens
 
     def _pending(self, chain: Chain) -> list[int]:
-        """Return the tokens of a sequence and its draft that the model has not run."""
+        """Return the tokens of a sequence and its draft that the model has not run yet."""
         return chain.pending(self.model.length(chain.seq.id))
 
     def _roll(
         self, ids: abc.Sequence[int], pending: abc.Sequence[abc.Sequence[int]], count: int
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Run `CausalLM.roll`; tokens and logits are those of drafts."""
+        """Run `CausalLM.roll`, in the target's vocabulary."""
         return self.model.roll(ids, pending, count, self.vocab_size, self.capture)
 
     def _at_once(self, chain: Chain, rule: StopRule) -> float | None:
-        """Draft all of a chain, in one call for as much as the rule can bound; return the seconds of the rule. None,
-        with nothing done, without such calls (`FusedDraft`)."""
+        """Draft a whole chain in fused calls, each as far as the rule's bounds reach, and return the seconds of the
+        rule. Return None, with nothing done, if that is not possible (`FusedDraft`)."""
         bounds, seconds = rule.bounds(), 0.0
         if bounds is None or self.capture or self.model.fused_draft is None or self.model.vocab_size > self.vocab_size:
-            return None  # padding may be drafted
+            return None  # it may draft padding
         while bounds is not None:
             found = self._stretch(chain, bounds)
             if found is None:
@@ -193,8 +193,8 @@ class ChainDrafter(Drafter):
         return seconds
 
     def _stretch(self, chain: Chain, bounds: Bounds) -> Drafted | None:
-        """Draft within bounds in one call, if possible."""
-        most, seq, drawing = min(bounds.most, chain.depth - len(chain.tokens)), chain.seq, None
+        """Draft within bounds in one fused call, or return None."""
+        most, seq, how = min(bounds.most, chain.depth - len(chain.tokens)), chain.seq, None
         source = seq.generator if chain.needs_q else None
         before = source.get_state() if source is not None else None
         if not seq.sampler.is_argmax:
@@ -202,13 +202,13 @@ class ChainDrafter(Drafter):
                 return None
             numbers = uniforms(source, most) if source is not None else None
             places = range(len(chain.tokens), len(chain.tokens) + most)
-            keys = [race.key for race in map(seq.source, places) if isinstance(race, seeded.SeededSampler)]
-            drawing = sampling.Drawing(seq.sampler.distribution, numbers, keys, self.vocab_size)
+            keys = [each.key for each in map(seq.source, places) if isinstance(each, seeded.SeededSampler)]
+            how = sampling.ChainSampling(seq.sampler.distribution, numbers, keys, self.vocab_size)
         pending, cache, draft = self._pending(chain), self.model.cache, self.model.fused_draft
         assert draft is not None
-        found = draft(cache, seq.id, pending, most, bounds.least, bounds.product, seq.eos, drawing)
+        found = draft(cache, seq.id, pending, most, bounds.least, bounds.product, seq.eos, how)
         if source is not None and before is not None and len(found.tokens) < most:
-            source.set_state(before)  # numbers that were not needed are still to come
+            source.set_state(before)  # unused random numbers come again
             uniforms(source, len(found.tokens))
         chain.tokens += found.tokens
         if found.probs is not None:
@@ -219,7 +219,7 @@ class ChainDrafter(Drafter):
         return self.model.vocab_size >= self.vocab_size or max(tokens) < self.model.vocab_size
 
     def _depth(self, seq: Sequence) -> int:
-        """Return how many tokens may be drafted."""
+        """Return the number of tokens that may be drafted."""
         if seq.id not in self.model or not self._knows(seq.tokens[self.model.length(seq.id) :]):
             return 0
         context = self.model.context
@@ -230,7 +230,7 @@ class ChainDrafter(Drafter):
         return self._grow(chains, len(seqs))
 
     def _grow(self, chains: list[Chain], rows: int) -> Proposal:
-        """Draft for all chains in step, one forward a token. `rows`: those of the target's forward."""
+        """Draft for all chains together, one forward a token. `rows`: number of rows of the target's forward."""
         going = [chain for chain in chains if chain.depth > 0]
         rule = self.policy.begin([chain.seq for chain in going], rows) if going else None
         self._open.update(chain.seq.id for chain in going)
@@ -243,10 +243,10 @@ class ChainDrafter(Drafter):
                 return Proposal([chain.draft() for chain in chains], len(going[0].tokens), seconds, asked)
         while going:
             assert rule is not None
-            # The first forward catches up with what the target committed, the others run the last draft token.
+            # The first forward also runs newly committed tokens; later ones run the last drafted token.
             ids = [chain.seq.id for chain in going]
             pending = [self._pending(chain) for chain in going]
-            # Tokens that are the argmax need not be looked at before the next one is drafted.
+            # If all tokens are the argmax, several can be drafted before they are read.
             argmax = all(chain.seq.sampler.is_argmax for chain in going)
             done = len(going[0].tokens)
             ahead = min(rule.min_more(done), *(chain.depth - done for chain in going)) if argmax else 1
@@ -274,9 +274,9 @@ class ChainDrafter(Drafter):
         hidden: Tensor | None,
         rule: StopRule,
     ) -> float:
-        """Draft a token for each of the rows `live`, remove those that stop, and return the seconds of the rule.
+        """Draft a token for each of the rows `live`, remove rows that stop, and return the seconds of the rule.
 
-        `logits` [R, V], `argmax` [R] (if that is what tokens are) and `hidden` [R, d] are of all chains.
+        `logits` [R, V], `hidden` [R, d] and `argmax` [R] (if tokens are chosen by it) are of all chains.
         """
         fitted = self._fitted(logits if len(live) == len(chains) else logits[live])
         if argmax is not None:
@@ -296,8 +296,8 @@ class ChainDrafter(Drafter):
         return seconds
 
     def _choose(self, chains: list[Chain], live: list[int], logits: Tensor) -> tuple[list[int], Tensor, Tensor | None]:
-        """Return `next_tokens` for the rows `live`, and remove those that end here: processors left no token that this
-        model has. One that raises will do so for the target as well."""
+        """Return `next_tokens` for the rows `live`, and remove those whose processors raise or leave no token that this
+        model has. If they raise, they will for the target too."""
         while live:
             now = [chains[row] for row in live]
             try:
@@ -313,7 +313,7 @@ class ChainDrafter(Drafter):
         return [], logits, None
 
     def _goes_on(self, chain: Chain) -> bool:
-        # After an end token nothing can be committed; a processor may have forced a token that the draft lacks.
+        # Nothing is committed after an end token; a processor may have forced a token that the draft lacks.
         token = chain.tokens[-1]
         return len(chain.tokens) < chain.depth and token not in chain.seq.eos and self._knows([token])
 
@@ -324,18 +324,18 @@ class ChainDrafter(Drafter):
         self._crop(seqs)
 
     def _crop(self, seqs: list[Sequence]) -> None:
-        # Keep what was run of the accepted path.
+        # Keep the accepted path as far as it was run.
         ids = {seq.id: len(seq.tokens) - 1 for seq in seqs if seq.id in self._open}
         if ids:
             self.model.crop(list(ids), [min(self.model.length(id), most) for id, most in ids.items()])
         self._open.difference_update(ids)
 
     def _fitted(self, logits: Tensor, value: float = -inf) -> Tensor:
-        """Return logits [R, V] of the target's vocabulary for those of the draft's; missing ones are `value`."""
-        missing = self.vocab_size - logits.shape[-1]  # a negative number cuts
+        """Return the draft's logits [R, V] in the target's vocabulary; missing ones are `value`."""
+        missing = self.vocab_size - logits.shape[-1]  # a negative number cuts off
         return torch.nn.functional.pad(logits, (0, missing), value=value) if missing else logits
 
 
 def uniforms(source: torch.Generator, count: int) -> Tensor:
-    """Return the numbers that `forerun.sampling.sampler.sample` would sample `count` tokens by."""
+    """Return the random numbers [count] with which `forerun.sampling.sampler.sample` would sample."""
     return torch.rand(count, dtype=torch.float64, generator=source)

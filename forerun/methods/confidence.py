@@ -1,4 +1,4 @@
-"""Stopping where the draft model itself finds its tokens improbable."""
+"""Stop rules by the draft model's own probabilities of its tokens."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Confidence(Sampling, Drafting):
-    """Drafts until a token's own probability falls below `threshold`.
+    """Draft until a token's own probability is below `threshold`.
 
-    The rule of transformers' assistant_confidence_threshold. There the threshold starts at 0.4 and adapts, here it is
-    fixed. The probability of a greedy token is that under the softmax of its scores.
+    This is the rule of transformers' assistant_confidence_threshold, whose threshold starts at 0.4 and adapts; here it
+    is fixed. A greedy token's probability is that of the softmax of its scores.
     """
 
     threshold: float = number(0.4, 0, 1)
@@ -33,8 +33,8 @@ class Confidence(Sampling, Drafting):
 
 @dataclass(frozen=True)
 class Cumulative(Sampling, Drafting):
-    """Drafts until the product of the tokens' own probabilities falls below `threshold`. The product is the draft's
-    estimate that its whole text is right."""
+    """Draft until the product of the tokens' own probabilities is below `threshold`. The product estimates the
+    probability that the whole draft is accepted."""
 
     threshold: float = number(0.3, 0, 1)
     most: int = integer(32)
@@ -67,8 +67,8 @@ class CumulativeStop(LengthPolicy):
 
 
 class ProductRule(StopRule):
-    """The rule of `cumulative` for one draft. With `together` above 1 that many rows stop together, by their mean
-    product, in which rows that have ended count as 0."""
+    """The rule of `cumulative` for one draft. With `together` above 1, `together` rows stop together, by their mean
+    product, in which ended rows count as 0."""
 
     def __init__(self, threshold: float, most: int, together: int = 1) -> None:
         self.threshold, self.most, self.together = threshold, most, together

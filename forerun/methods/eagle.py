@@ -1,4 +1,4 @@
-"""Drafting with an EAGLE-like head (arXiv 2401.15077): a state is made from the one before and the token after it."""
+"""Drafting with an EAGLE-like head (arXiv 2401.15077): each state follows from the last state and a drafted token."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Eagle(Heads):
-    """Drafts with an EAGLE-like head (arXiv 2401.15077). Every depth of a tree is a forward of the head on all
-    beams."""
+    """Draft with an EAGLE-like head (arXiv 2401.15077), with one forward of the head on all beams for each depth."""
 
     name: ClassVar[str] = "eagle"
     head: ClassVar[str | None] = "eagle"
@@ -33,7 +32,7 @@ class Eagle(Heads):
 
 @dataclass(frozen=True)
 class PacerEagle(Paced, Eagle):
-    """The EAGLE-like head with the rule of `pacer-lyanna`. It asks every `block` depths whether to go on."""
+    """The EAGLE-like head with the rule of `pacer-lyanna`, which decides every `block` depths whether to go on."""
 
     depth: int = integer(16)
     nodes: int = integer(16)
@@ -43,7 +42,7 @@ class PacerEagle(Paced, Eagle):
 
 class EagleDrafter(HeadDrafter):
     def draft(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-        # Sequences without a feature, or without room, sit out.
+        # Sequences without a feature, or with a limit of 0, do not draft.
         live = [row for row, limit in enumerate(limits) if limit > 0]
         own = [seqs[row] for row in live]
         limits, plan = [limits[row] for row in live], None

@@ -1,8 +1,8 @@
-"""Never slower: drafts are left out while they do not pay, and tried again now and then.
+"""The guard (ours): stop drafting while it does not pay, and try again now and then.
 
-The guard is ours. It reads a clock, so *when* drafts are used differs from run to run. Greedy and seeded output does
-not: a step without a draft is a plain one. Without a seed every step keeps the target's distribution, but drafts use up
-random numbers of their own.
+It reads a clock, so *when* drafts are used differs from run to run. Greedy and seeded output does not, as a step
+without a draft is a plain one. Without a seed every step keeps the target's distribution, but drafts consume random
+numbers.
 """
 
 from __future__ import annotations
@@ -24,38 +24,37 @@ if TYPE_CHECKING:
     from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
 
-LOOKS = 2  # plain steps before anything else, as the very first one is slow
-# In plain steps, which are the unit of everything below.
-ALLOWANCE = 2.0  # what drafting may lose at the start, and of its earnings
-TRIAL = 0.5  # what it may lose in a trial that has earned nothing: one step says little
-CHECK = 4  # the first pause, which is there to see what a plain step costs now
-# A later pause is a multiple of what was lost, which doubles up to 64: failures cost 1/64 of the time.
+LOOKS = 2  # plain steps at the start, as the very first one is slow
+# Times below are in plain steps.
+ALLOWANCE = 2.0  # the loss allowed at the start, and from the peak
+TRIAL = 0.5  # the loss allowed in a trial that has gained nothing: one step proves little
+CHECK = 4  # the first pause, to measure plain steps again
+# A later pause is a multiple of the loss. The multiple doubles up to 64, so failures cost 1/64 of the time.
 FIRST, LONGEST = 16, 64
-SHARE = 1 / 256  # of the time, for plain steps amid drafting
-SOON = 4.0  # after which the first of them comes, the next after twice that: a model's first steps are slow
+SHARE = 1 / 256  # of the time, for plain steps between drafting steps
+SOON = 4.0  # until the first of them; the next takes twice as long, as a model's first steps are slow
 
 
 class SpeedTracker:
-    """Tracks what the steps of an engine cost and bring, and decides which ones draft. It outlives sequences.
+    """Track the tokens and seconds of an engine's steps, and decide which steps draft. It outlives sequences.
 
-    A drafting step of B rows that commits T tokens in s seconds earns T / B - s / p, where p is the time of a plain
-    step of B rows: the median of the last three. Drafting goes on until it has lost `ALLOWANCE` since its peak; after a
-    failure, `TRIAL` or what it has earned. The time of drafts' prompts is a loss too, but for prompts that had to be
-    run in a pause.
+    A drafting step of B rows that commits T tokens in s seconds gains T / B - s / p, where p is the time of a plain
+    step of B rows: the median of the last three. Drafting goes on until it has lost `ALLOWANCE` since its peak; in a
+    trial after a failure, `TRIAL` or its gain so far. The time of drafts' prompts is a loss too, except in a pause.
     """
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self.clock = clock
         self.wait = 0  # plain steps until drafting is tried again
-        self.failures = 0  # times in a row that drafting did not pay
-        self._spare = 0  # of the pause, what new texts may take off
+        self.failures = 0  # successive trials that did not pay
+        self._spare = 0  # the part of the pause that new sequences may shorten
         self._earned = self._peak = self._debt = 0.0
         self._plain: dict[int, deque[float]] = {}  # seconds by number of rows
-        self._begins = True  # whether the next drafting step is a trial's first
+        self._begins = True  # whether the next drafting step is the first of a trial
         self._looks = 0  # plain steps so far
-        self._costs: deque[float] = deque(maxlen=5)  # of the last drafting steps
-        self._brought = self._spent = 0.0  # of the last twenty or so
-        self._since, self._soon = 0.0, SOON  # time since a plain step, and after which one is due at the latest
+        self._costs: deque[float] = deque(maxlen=5)  # seconds of the last drafting steps
+        self._brought = self._spent = 0.0  # of about the last twenty
+        self._since, self._soon = 0.0, SOON  # time since a plain step, and until the next is due at the latest
 
     @property
     def paused(self) -> bool:
@@ -66,8 +65,8 @@ class SpeedTracker:
         self.wait, self._spare = steps, steps // 2
 
     def begin(self, rows: int = 1) -> None:
-        """Shorten a pause for a new sequence, as another text has earned it: by its latter half, or as one of many rows
-        by a share of what is left of that half."""
+        """Shorten a pause for a new sequence, whose text may suit drafting: by its latter half, or in a batch by the
+        row's share of it."""
         share = self._spare // rows
         self._spare -= share
         self.wait = max(self.wait - share, 0)
@@ -77,16 +76,16 @@ class SpeedTracker:
         self.wait = max(self.wait - 1, 0)
 
     def drafts(self, rows: int) -> bool:
-        """Return whether a step of that many rows is to draft."""
+        """Return whether a step of N rows is to draft."""
         return not self.paused and self._looks >= LOOKS and rows in self._plain and not self._is_due()
 
     def _is_due(self) -> bool:
-        """Return whether to measure a plain step now: more often if drafting gains little, as then it loses little."""
+        """Return whether to measure a plain step now: more often if drafting gains little, as that costs little."""
         gain = self._brought / self._spent if self._spent else 1.0
         return self._since > min(self._soon, max(1 - 1 / gain, 0.05) / SHARE)
 
     def charge(self, rows: int, seconds: float, late: bool) -> None:
-        """Charge the time of drafts' prompts. `late`: when a trial began, which may earn it before it is judged."""
+        """Charge the time of drafts' prompts. `late`: at the beginning of a trial, which may gain it back."""
         if rows not in self._plain:
             return
         cost = seconds / self._plain_seconds(rows)
@@ -96,7 +95,7 @@ class SpeedTracker:
             self._earned -= cost
 
     def record(self, rows: int, tokens: int, seconds: float, drafted: bool) -> None:
-        """Record one step of all rows, which committed `tokens` altogether."""
+        """Record one step of all rows, which committed `tokens` in all."""
         if not drafted:
             self._plain.setdefault(rows, deque(maxlen=3)).append(seconds)
             self._looks += 1
@@ -105,14 +104,14 @@ class SpeedTracker:
             self.wait, self._since = max(self.wait - 1, 0), 0.0
             return
         cost = seconds / self._plain_seconds(rows)
-        if self._costs:  # a step that the machine interrupted says little
+        if self._costs:  # a step that the machine interrupted proves little
             cost = min(cost, 2 * median(self._costs))
-            if self._begins:  # the draft's model reads what came in a pause: that is the trial's cost, not a step's
+            if self._begins:  # the draft model runs the tokens of the pause: a cost of the trial, not of a step
                 usual = min(cost, median(self._costs))
                 self._debt, cost = self._debt + cost - usual, usual
         self._begins = False
         self._costs.append(cost)
-        # A draft makes no step cheaper: if it seems to, plain steps are faster now than they were.
+        # A draft makes no step cheaper. If it seems to, plain steps have become faster.
         self._since += cost if cost > 0.9 else inf
         self._brought = 0.95 * self._brought + tokens / rows
         self._spent = 0.95 * self._spent + cost
@@ -125,7 +124,7 @@ class SpeedTracker:
     def _pause(self) -> None:
         wait, earned = CHECK, self._earned - self._debt
         if earned > 0:
-            # A trial that has earned little may have been lucky.
+            # A small gain may have been luck.
             self.failures = 0 if earned > 2 * ALLOWANCE else max(0, self.failures - 1)
         else:
             if self.failures:
@@ -140,30 +139,30 @@ class SpeedTracker:
 
 
 class Guarded(Drafter):
-    """Any drafter, asked only when it pays.
+    """Wrap any drafter, and call it only while it pays.
 
-    In the other steps the drafter is not called: a sequence has simply grown. It admits a sequence when it first
-    drafts for it, so a request that is paused to its end never runs the draft's prompt. A drafter that wants the
-    target's hidden states admits at once and observes every step, as they come only once: if it was not asked, the
-    draft is a bare root.
+    In other steps the drafter is not called, and sees later that sequences have grown. It admits a sequence when it
+    first drafts for it, so a request that is paused throughout never runs the draft's prompt. A drafter that wants the
+    target's hidden states admits at once and observes every step, as they come only once, with an empty draft in a
+    pause.
     """
 
     def __init__(self, drafter: Drafter, pace: SpeedTracker, sampled: SpeedTracker | None = None) -> None:
-        """`pace` judges steps whose rows are all greedy, `sampled` (its default: a new one) those with sampled rows:
-        sampling costs more, and accepts otherwise."""
+        """Wrap `drafter`. `pace` judges steps whose rows are all greedy, and `sampled` (default: a new one) steps with
+        sampled rows, which cost and accept differently."""
         self.drafter = drafter
         self.paces = {True: pace, False: sampled if sampled is not None else SpeedTracker(pace.clock)}
         self.wants_hidden, self.spread = drafter.wants_hidden, drafter.spread
-        self._inside: dict[int, bool] = {}  # whether the drafter has admitted each sequence
+        self._inside: dict[int, bool] = {}  # {sequence: whether the drafter has admitted it}
         self._admitting = False  # whether it is running a prompt, one at a time
-        self._asked: set[int] = set()  # the sequences that drafted in this step
+        self._asked: set[int] = set()  # the sequences for which the drafter was called in this step
         self._judge: SpeedTracker | None = None  # of this step
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         self._inside[seq.id] = False
         pace = self.paces[seq.greedy]
         pace.begin(len(self._inside))
-        # In a pause the time is spent whether drafting is tried again or not.
+        # Prompts in a pause are run in any case, so they are not charged.
         pays = not pace.paused and self.drafter.pays(seq.rows, seq)
         if self.wants_hidden or pays:
             self._admitting, seconds, begun = True, 0.0, pace.clock()
@@ -180,13 +179,12 @@ class Guarded(Drafter):
 
     @property
     def is_measuring(self) -> bool:
-        """Whether this step shows what a plain step costs, so that nothing may be drafted in it."""
+        """Return whether this step measures a plain step, so that nothing may be drafted in it."""
         return self._judge is not None and not self._asked
 
     def propose(self, seqs: list[Sequence], among: int | None = None) -> Proposal:
-        """`among`: the number of rows of the step, if another drafter drafts for rows of it. Such a step is not judged
-        if these are not all of its rows: it shows neither what a plain step costs nor what a draft of all rows brings.
-        Nor is a step of a pause."""
+        """Return drafts, or empty ones in a pause. `among`: the number of rows of the step, if another drafter drafts
+        for some of them. Such a step is judged only if `seqs` are all of its rows, and never in a pause."""
         pace = self.paces[all(seq.greedy for seq in seqs)]
         is_judged = among is None or (among == len(seqs) and not pace.paused)
         self._judge = pace if is_judged else None
@@ -196,7 +194,7 @@ class Guarded(Drafter):
         if self._judge is None and not asked:
             pace.tick()
         late = [seq for seq in asked if not self._inside[seq.id]]
-        if late and self._admitting:  # they wait for that prompt, and this step is not judged
+        if late and self._admitting:  # they wait for that prompt; this step is not judged
             asked = [seq for seq in asked if self._inside[seq.id]]
             late, self._judge = [], None
         self._asked = {seq.id for seq in asked}
@@ -220,10 +218,10 @@ class Guarded(Drafter):
         observe_rows(self.drafter, rows, seqs, drafts, verdicts, hidden)
         if self._judge is not None:
             tokens = sum(len(seq.tokens) for seq in seqs) - self._length
-            # A drafter that had nothing to propose has shown what a plain step costs.
+            # A step in which the drafter proposed nothing measures a plain step.
             drafted = any(draft.drafted for draft in drafts)
             self._judge.record(len(seqs), tokens, self._judge.clock() - self._begun, drafted)
-        self._judge = None  # a step in which nothing is asked of this drafter is not its own
+        self._judge = None  # steps without rows of this drafter are not judged
 
     def drop(self, seq: Sequence) -> None:
         self._inside.pop(seq.id, None)

@@ -1,4 +1,4 @@
-"""What methods share that draft with a head over the target's hidden states."""
+"""The common base of methods that draft with a head over the target's hidden states."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
 
-# Those of the embedded target, if none were measured.
+# Costs of the embedded target, if none were measured.
 USUAL = Costs({1: 3.9, 8: 5.8, 32: 10.6}, {}, head={1: 0.4, 16: 0.8})
 LEAST = 1e-30  # the smallest probability of a token
 
 
 @dataclass(frozen=True)
 class Heads(Sampling):
-    """Drafts up to `depth` places ahead with `width` beams, the best `nodes` tokens of what they find; for a `width` of
-    1 a chain.
+    """Draft up to `depth` places ahead with `width` beams: the best `nodes` tokens that they find, or a chain for a
+    `width` of 1.
 
-    Drafted tokens are the most probable ones. With `sampled`, chains of sampled sequences are sampled as the target's
-    tokens are.
+    Drafted tokens are the most probable ones. With `sampled`, chains of sampled sequences are sampled like the target's
+    tokens.
     """
 
     depth: int = integer(8)
@@ -44,19 +44,19 @@ class Heads(Sampling):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sampled and self.width > 1:
-            raise ValueError(f"sampled is for chains: width must be 1, not {self.width}")
+            raise ValueError(f"sampled drafts are chains: width must be 1, not {self.width}")
 
 
 class Paced(Heads):
-    """Chooses each step's depth and number of nodes, of which `depth` and `nodes` are limits, by costs and calibration
-    (`Budget`). States are drafted in blocks of `block`."""
+    """Choose each step's depth and number of nodes by costs and calibration (`Budget`), with `depth` and `nodes` as
+    limits. States are drafted in blocks of `block`."""
 
     block: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sampled:  # a sampled token that was looked at must be sent
-            raise ValueError("this method takes drafted tokens back where they do not pay, so sampled must be false")
+        if self.sampled:  # a stop rule must not discard a sampled token that it has seen
+            raise ValueError("this method discards drafted tokens that do not pay, so sampled must be false")
 
     @property
     def needs_costs(self) -> bool:
@@ -64,18 +64,18 @@ class Paced(Heads):
 
 
 class HeadDrafter(Drafter):
-    """Drafts with a head by the settings of its method. Tokens that are not sampled are point masses.
+    """Draft with a head by the settings of its method. Tokens that are not sampled are point masses.
 
     Attributes:
-        features: of each sequence, by id, [n, d]: the target's features that the head has not run yet. The last one is
-            at the position before the last token.
-        seconds, forwards: of the head, in the present step.
+        features: {sequence: [n, d]} the target's features that the head has not run yet. The last one is at the
+            position before the last token.
+        seconds, forwards: of the head in the present step.
     """
 
     wants_hidden = True
 
     def __init__(self, settings: Heads, head: HiddenLM, costs: Costs | None = None, beams: int = 1) -> None:
-        """`costs`: those of paced methods. `beams`: states that the head makes at a depth."""
+        """Take over a head. `costs`: for paced methods. `beams`: number of states that the head drafts at a depth."""
         self.head, self.depth, self.width = head, settings.depth, settings.width
         self.nodes = settings.nodes if settings.width > 1 else settings.depth
         self.is_sampling, self.block = settings.sampled, settings.verification == "block"
@@ -91,7 +91,7 @@ class HeadDrafter(Drafter):
         head = self.head
         if hidden is None:
             hidden = torch.zeros(0, head.width, dtype=head.dtype, device=head.device)
-        # The first draft runs the last feature, as its state is needed there.
+        # The first draft runs the last feature, as it needs the state.
         self.features[seq.id] = hidden[-1:].clone()
         yield from head.prefill(seq.id, hidden[:-1], seq.tokens[1:-1], chunk, seq.limit + self.depth * self.width)
 
@@ -100,9 +100,9 @@ class HeadDrafter(Drafter):
         self.head.drop(seq.id)
 
     def run(self, seqs: list[Sequence]) -> Tensor:
-        """Run all features that wait; return the head's states [B, d] after the last ones."""
+        """Run all features that the head has not run; return its states [B, d] after the last ones."""
         features = [self.features[seq.id] for seq in seqs]
-        # The one after each feature: the last feature's is the last token.
+        # The token after each feature.
         tokens = [seq.tokens[len(seq.tokens) - len(own) :] for seq, own in zip(seqs, features, strict=True)]
         for seq, own in zip(seqs, features, strict=True):
             self.features[seq.id] = own[len(own) :]
@@ -110,7 +110,7 @@ class HeadDrafter(Drafter):
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         self.seconds, self.forwards = 0.0, 0
-        # A sequence that began with a single token has no feature yet.
+        # A sequence of a single token has no feature yet.
         limits = [min(self.depth, seq.remaining - 1) if len(self.features[seq.id]) else 0 for seq in seqs]
         if max(limits) < 1:
             return Proposal([Draft.root(seq.tokens[-1]) for seq in seqs])
@@ -129,24 +129,24 @@ class HeadDrafter(Drafter):
         old: Tensor | None = None,
         weight: float = 0.0,
     ) -> tuple[Draft, Tensor] | None:
-        """Return a chain for a sequence alone and its logits, state by state, without `grow`. None for several rows,
-        beams and sampling, and if the head does not make chains alone."""
+        """Return a chain, drafted in C, and its logits. Return None for several rows, beams or sampling, and if the
+        head does not run in C."""
         if len(seqs) > 1 or self.width > 1 or (self.is_sampling and not seqs[0].greedy):
             return None
         seq, depth = seqs[0], min(limits[0], self.nodes)
         features, root = self.features[seq.id], seq.tokens[-1]
-        if not self.head.guesses(seq.id, len(features), depth):
+        if not self.head.can_draft(seq.id, len(features), depth):
             return None
         after = seq.tokens[len(seq.tokens) - len(features) :]
         begun, tokens = perf_counter(), list[int]()
         while True:
             start = len(tokens)
             most = (depth if plan is None else min(plan.deep[0], depth)) - start
-            found = self.head.guess(seq.id, features, after, most, start, old, weight)
+            found = self.head.draft(seq.id, features, after, most, start, old, weight)
             tokens += found.tokens
             if plan is None:
                 break
-            logs = [log(max(each, LEAST)) for each in found.chances]
+            logs = [log(max(each, LEAST)) for each in found.probabilities]
             if not plan.deeper_chains(start, [logs]) or len(tokens) == depth:
                 tokens = tokens[: plan.sizes()[0]]
                 break
@@ -163,7 +163,7 @@ class HeadDrafter(Drafter):
         plan: budget.Budget | None = None,
         origins: abc.Sequence[str] = (),
     ) -> list[Draft]:
-        """`beams.grow` by this drafter's settings, or chains that are sampled."""
+        """Return drafts of `beams.grow` by this drafter's settings, or sampled chains."""
         origins = origins or ["draft"] * len(seqs)
         if self.is_sampling and not all(seq.greedy for seq in seqs):
             depths = [min(limit, self.nodes) for limit in limits]

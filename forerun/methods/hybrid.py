@@ -1,4 +1,4 @@
-"""Suffix drafts if they are likely to be right, else another method's."""
+"""Suffix drafts if they are likely to be accepted, else another method's drafts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ if TYPE_CHECKING:
     from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
 
-ALONE = ("ar", "suffix", "hybrid")  # no other methods for `hybrid`
+ALONE = ("ar", "suffix", "hybrid")  # not allowed as `other`
 
 
 @dataclass(frozen=True)
 class Hybrid(Suffix):
-    """Suffix drafts if their score, the number of their tokens that counts expect to be right, is at least `threshold`;
-    else those of the method `other`: its name, or name and settings as in "cumulative:threshold=0.2:most=8".
+    """Use the suffix draft if its score, its expected number of accepted tokens by counts, is at least `threshold`;
+    else a draft of the method `other`: a name, or name and settings as in "cumulative:threshold=0.2:most=8".
 
-    "auto" is the method of a head, else of a draft model, with its pre-verifier or without. With neither, suffixes
-    draft alone.
+    "auto" is the default method for the head or, without one, for the draft model. With neither, suffixes draft alone.
     """
 
     threshold: float = number(6.0, 0, 1000)
@@ -39,7 +38,7 @@ class Hybrid(Suffix):
         if self.other == "auto":
             return
         other = self._other()
-        # It needs what the other one needs. Of the class these are no settings.
+        # It needs what `other` needs. These are no settings (fields) of the class.
         for name in ("needs_draft", "layer", "kind", "head"):
             object.__setattr__(self, name, getattr(other, name))
 
@@ -52,7 +51,7 @@ class Hybrid(Suffix):
         return self.other == "auto" or self._other().any_tokenizer
 
     def _other(self) -> Method:
-        """Return the other method. Raises ValueError for an unknown one, and for its settings."""
+        """Return the method `other`. Raises ValueError for an unknown name or bad settings."""
         from forerun.methods import METHODS, method, parse_value
 
         name, *given = str(self.other).split(":")
@@ -64,7 +63,7 @@ class Hybrid(Suffix):
         settings = [each.partition("=") for each in given]
         keys = [key for key, *_ in settings]
         if twice := [key for key in keys if keys.count(key) > 1]:
-            raise ValueError(f"other gives {twice[0]} twice: {self.other!r}")
+            raise ValueError(f"other must give {twice[0]} once: {self.other!r}")
         return method(name, **{key: parse_value(name, key, value) for key, _, value in settings})
 
     def resolve_defaults(self, draft: bool, layer: bool, head: str | None) -> Hybrid:
@@ -85,17 +84,17 @@ class Hybrid(Suffix):
 
 
 class HybridDrafter(Drafter):
-    """Asks the suffixes first, and the other drafter for those sequences whose suffix draft scores below `threshold`;
-    to it, the rest have simply grown. If it has no draft, that of the suffixes stands.
+    """Draft by suffixes, and call the other drafter for sequences whose suffix draft scores below `threshold`. If it
+    has no draft, the suffix draft is used.
 
     The other drafter may have a guard of its own, which judges it by the steps in which it drafted for all rows. In a
-    pause of the guard suffixes draft for all; its plain steps stay plain, as it measures what they cost.
+    pause of that guard suffixes draft for all rows. Plain steps that it measures stay plain.
     """
 
     def __init__(self, suffixes: SuffixDrafter, other: Drafter, threshold: float) -> None:
         self.suffixes, self.other, self.threshold = suffixes, other, threshold
         self.wants_hidden, self.spread = other.wants_hidden, max(suffixes.spread, other.spread)
-        self._asked: set[int] = set()  # the sequences that the other drafter was asked for in this step
+        self._asked: set[int] = set()  # sequences for which the other drafter was called in this step
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         yield from self.suffixes.admit(seq, hidden, chunk)

@@ -1,7 +1,7 @@
-"""Modules that take long to import, imported when something of theirs is first used.
+"""Lazy imports: modules that are imported when first used.
 
-Settings, stop rule and drafter of a method stand in one file. A bad setting is to be refused in a fifth of a second,
-and torch takes seconds to import. So these files take what imports torch or NumPy from here.
+A method's settings, stop rule and drafter are in one file. The command line must refuse a bad setting in a fifth of a
+second, and torch takes seconds to import. So these files get torch, NumPy and what imports them from here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ else:
 
         def __getattr__(self, name: str) -> Any:
             found = getattr(import_module(self._name), name)
-            self.__dict__[name] = found  # the next time this is an attribute like others
+            self.__dict__[name] = found  # from now on an ordinary attribute
             return found
 
     np, torch = _Later("numpy"), _Later("torch")

@@ -1,6 +1,6 @@
-"""Drafting at the level of hidden states (Lyanna, arXiv 2602.21224). States are drafted without looking at drafted
-tokens, and tokens are chosen from all of them at the end. So states after a rejected token are still valid, and can be
-used again with the right token."""
+"""Drafting at the level of hidden states (Lyanna, arXiv 2602.21224). States are drafted without drafted tokens, and
+tokens are chosen from all states at the end. So states after a rejected token remain valid and can be reused with the
+correct token."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lyanna(Heads):
-    """Drafts `depth` hidden states with a trained head (arXiv 2602.21224). For a `width` of 1 their tokens are a chain,
-    else the best `nodes` of a tree of `width` beams. The tree of the paper's Figure 6 has 2.
+    """Draft `depth` hidden states with a trained head (arXiv 2602.21224). With a `width` of 1 the tokens are a chain,
+    else the best `nodes` of a tree of `width` beams (2 in the paper's Figure 6).
 
-    `reuse` of the logits that an earlier step drafted for places after a rejected token (modes of METHODS):
-        "add": added to the fresh ones with `weight` (mode A, ours). Their tokens count as reused.
-        "both": branches of their own beside the fresh draft, verified in the same target forward (mode B, the paper's
-            verification fusion). They are `nodes` more at most.
-        "free": the draft is made from them alone and the head does not run, if `least` or more are left (Figure 6; mode
-            D, for a `least` of 1 mode C). The new root's token information goes to the oldest row that is left, that of
-            the tokens after it to the next ones. Greedy sequences do so only if all of a step can, as the head runs
-            anyway.
-        "off": dropped.
+    `reuse` of old logits, those that an earlier step drafted for places after a rejected token:
+        "add": add them to the fresh logits, times `weight` (mode A, ours). Their tokens count as reused.
+        "both": draft branches from them beside the fresh draft, at most `nodes` more, verified in the same target
+            forward (mode B, the paper's verification fusion).
+        "free": draft from them alone, without the head, if at least `least` places are left (Figure 6; mode D, or mode
+            C for a `least` of 1). Token information is that of the new tokens, from the root on. Greedy sequences do so
+            only if all of a step can, as otherwise the head runs anyway.
+        "off": drop them.
     """
 
     reuse: str = one_of("add", "off", "add", "both", "free")
@@ -52,8 +51,8 @@ class Lyanna(Heads):
 
 @dataclass(frozen=True)
 class PacerLyanna(Paced, Lyanna):
-    """Lyanna, `depth` and `nodes` being limits: each step goes as deep, in blocks of `block` states, and takes as many
-    tokens as its most probable paths are worth, by the head's calibration and what forwards cost here."""
+    """Lyanna with `depth` and `nodes` as limits. Each step chooses its depth, in blocks of `block` states, and its
+    number of nodes by the head's calibration and the table of costs."""
 
     depth: int = integer(16)
     nodes: int = integer(16)
@@ -63,9 +62,7 @@ class PacerLyanna(Paced, Lyanna):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.reuse == "both":
-            raise ValueError(
-                "pacer-lyanna knows no value of a second draft: reuse must be off, add or free, not 'both'"
-            )
+            raise ValueError("pacer-lyanna cannot value a second draft: reuse must be off, add or free, not 'both'")
 
 
 @dataclass(frozen=True)
@@ -73,22 +70,22 @@ class OldLogits:
     """Logits that an earlier step drafted.
 
     Attributes:
-        places: [n, S], for the next places of the sequence.
-        ahead: the number of places that lay before these when they were drafted.
+        places: [n, S] for the next n places of the sequence.
+        ahead: the number of drafted places before these in that step.
     """
 
     places: Tensor
     ahead: int = 0
 
     def after(self, count: int) -> OldLogits | None:
-        """Return what is left when the sequence has grown by `count` tokens."""
+        """Return what is left after the sequence has grown by `count` tokens."""
         if count >= len(self.places):
             return None
         return OldLogits(self.places[count:], self.ahead + count)
 
 
 class LyannaDrafter(HeadDrafter):
-    """Drafts `depth` states a step and makes a chain or tree of tokens from them."""
+    """Draft `depth` states a step, and a chain or tree of tokens from them."""
 
     def __init__(self, settings: Lyanna, head: HiddenLM, costs: Costs | None = None) -> None:
         super().__init__(settings, head, costs)
@@ -131,7 +128,7 @@ class LyannaDrafter(HeadDrafter):
         return drafts
 
     def _keep(self, seq: Sequence, draft: Draft, logits: Tensor, left: int) -> None:
-        """Keep the logits [n, S] of a fresh draft, to which `left` old ones were added."""
+        """Keep the logits [n, S] of a fresh draft, in which the first `left` places had old ones."""
         if self.reuse == "add":
             for node, depth in enumerate(draft.depths):
                 if 0 < depth <= left:
@@ -160,8 +157,8 @@ class LyannaDrafter(HeadDrafter):
 
 
 class StepLogits:
-    """The logits of one step, for `grow`. Rows in `fresh` get new ones: the head drafts their states when a depth is
-    first asked for, all of them at once, or as far as a plan lets them go. Other rows take old ones."""
+    """The logits of one step, for `grow`. Rows in `fresh` get new ones. The head drafts their states when a depth is
+    first needed: all depths at once, or as far as a `plan` allows. Other rows use old logits."""
 
     def __init__(
         self,
@@ -172,22 +169,23 @@ class StepLogits:
         old: list[OldLogits | None],
         plan: budget.Budget | None = None,
     ) -> None:
-        """`limits`: how deep each row may go."""
+        """Take the step's rows. `limits`: the depth of each row."""
         self.drafter, self.head, self.old, self.plan, self.limits = drafter, drafter.head, old, plan, limits
         self.seqs, self.fresh = [seqs[row] for row in fresh], {row: index for index, row in enumerate(fresh)}
         self.places: list[Tensor] = []  # new logits [F, S] of each place
         self._state: Tensor | None = None  # the last one [F, d]
-        self._lengths: list[int] = []  # of the head's rows before this step's states
+        self._lengths: list[int] = []  # of the head's rows without this step's states
 
     def __call__(self, k: int, tokens: Tensor, at: Tensor) -> Tensor:
         self._reach(k)
         found = self._summed(k, len(tokens))[:, None]
         if self.head.information is not None:
             return found + self.head.information(tokens)
-        return found.repeat(1, tokens.shape[1], 1)  # whatever the token before, the logits are the same
+        return found.repeat(1, tokens.shape[1], 1)  # the logits do not depend on the token before
 
     def drafted(self, row: int) -> Tensor:
-        """Return a fresh row's new logits [n, S], as many as it would have alone: rows do not depend on each other."""
+        """Return a fresh row's new logits [n, S], as many as it would have alone, as rows must not depend on each
+        other."""
         return torch.stack([place[self.fresh[row]] for place in self.places[: self._deep(row)]])
 
     def close(self) -> None:
@@ -199,24 +197,24 @@ class StepLogits:
         return self.limits[row] if self.plan is None else self.plan.deep[row]
 
     def _reach(self, k: int) -> None:
-        """Draft states up to depth k, if they are not there yet."""
+        """Draft states up to depth k, unless done."""
         if self.fresh and k == len(self.places):
             self._run(max(self._deep(row) for row in self.fresh) - k)
 
     def _summed(self, k: int, count: int) -> Tensor:
-        """Return logits [B, S] of one place without token information, old ones added."""
+        """Return logits [B, S] of place k without token information, with old logits added."""
         found = self._at(k, count)
         if self.drafter.reuse == "add":
             old = [(row, self.old[row]) for row in self.fresh]
             more = {row: own.places[k] for row, own in old if own is not None and k < len(own.places)}
             if more:
-                found = found.clone()  # the new ones are kept as they are
+                found = found.clone()  # the new logits are kept unchanged
                 for row, places in more.items():
                     found[row] += self.drafter.weight * places
         return found
 
     def _at(self, k: int, count: int) -> Tensor:
-        """Return logits [B, S] of one place without token information; of any place in rows that have ended before."""
+        """Return logits [B, S] of place k without token information; rows that have ended get those of any place."""
         new = self.places[min(k, len(self.places) - 1)] if self.fresh else None
         if new is not None and len(new) == count:
             return new
@@ -231,7 +229,7 @@ class StepLogits:
         return torch.stack(rows)
 
     def _run(self, steps: int) -> None:
-        """Draft `steps` more states, and all of their logits."""
+        """Draft `steps` more states and their logits."""
         if steps < 1:
             return
         begun, ids = perf_counter(), [seq.id for seq in self.seqs]
@@ -242,7 +240,7 @@ class StepLogits:
             states.append(self._state)
         states += self.head.roll(ids, self._state, steps - len(states))
         self._state = states[-1]
-        found = self.head.logits(torch.cat(states))  # one product for all
+        found = self.head.logits(torch.cat(states))  # one product for all states
         self.places += found.view(steps, len(ids), -1).unbind()
         self.drafter.forwards += steps
         self.drafter.seconds += perf_counter() - begun

@@ -1,8 +1,8 @@
-"""Drafting by phrases (Ouroboros, arXiv 2402.13720): a forward of the draft model checks what followed the last token
-before, and the longest phrase that it would choose as well is drafted at once.
+"""Drafting by phrases (Ouroboros, arXiv 2402.13720). A forward of the draft model checks phrases, token strings that
+followed the last token earlier, and the longest that it would choose itself is drafted at once.
 
-Ours: sampling, rows of their own lengths, length policies, and phrases from the prompt. Tokens are sampled from the
-draft's distributions one by one as in a plain chain; phrases only spare forwards where they foresaw the tokens.
+Ours: sampling, a length for each row, length policies, and phrases from the prompt. Tokens are sampled from the draft's
+distributions one by one, as in a plain chain; a phrase with the same tokens only saves forwards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from forerun.methods.pools import PhrasePool
     from forerun.model.causal_lm import CausalLM
 
-SOURCES = ("prompt", "output", "rejected", "suffixes")  # of phrases, beside the window
+SOURCES = ("prompt", "output", "rejected", "suffixes")  # of phrases, besides the window
 
 
 def _are_sources(value: Any) -> bool:
@@ -41,12 +41,12 @@ def _are_sources(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Phrases(Sampling, Drafting):
-    """Settings of drafting by phrases: a window of `window` columns (0: none), at most `guesses` phrases of `ngram` - 1
-    tokens in a draft's forward, and up to `suffixes` of them as branches after the draft, for which the draft model
-    does nothing. `sources` are those of phrases, with + between them.
+    """Settings of drafting by phrases: a lookahead window of `window` columns (0: none), at most `guesses` phrases of
+    `ngram` - 1 tokens in a draft forward, and at most `suffixes` phrases as branches after the draft, which cost the
+    draft model nothing. `sources` of phrases are joined by +.
 
-    If it is `warm`, phrases of greedy output outlive it. Every other sequence has a pool of its own: phrases after a
-    draft use up random numbers."""
+    If `warm`, phrases of greedy output outlive their sequence. Sampled sequences have a pool each, as phrases after a
+    draft consume random numbers."""
 
     window: int = integer(0, 0)
     guesses: int = integer(1, 0)
@@ -57,7 +57,7 @@ class Phrases(Sampling, Drafting):
 
     @property
     def any_tokenizer(self) -> bool:
-        return False  # a phrase has tokens that target and draft must share
+        return False  # phrases need one vocabulary for target and draft
 
     @property
     def phrases(self) -> tuple[int, int]:
@@ -65,7 +65,7 @@ class Phrases(Sampling, Drafting):
 
     @property
     def most_greedy(self) -> float:
-        """Greedy sequences of a step that are drafted by phrases, at most; none are if there are more."""
+        """Return the most greedy sequences of a step that use phrases; with more, none does."""
         return inf
 
     def build(self, parts: Parts) -> Drafter:
@@ -76,7 +76,7 @@ class Phrases(Sampling, Drafting):
 
 @dataclass(frozen=True)
 class Ouroboros(Phrases):
-    """Drafts `gamma` tokens, several a forward where phrases foresaw them (arXiv 2402.13720)."""
+    """Draft `gamma` tokens, several a forward if phrases have them (arXiv 2402.13720)."""
 
     gamma: int = integer(10)
     name: ClassVar[str] = "ouroboros"
@@ -87,14 +87,14 @@ class Ouroboros(Phrases):
 
 @dataclass(frozen=True)
 class PacerOuroboros(Phrases, Pacer):
-    """Pacer's rule on drafts by phrases. Its costs assume `share` forwards for a drafted token.
+    """Pacer's rule on drafts by phrases. Its costs assume `share` forwards a drafted token.
 
-    In steps of more than `rows` greedy sequences these go without phrases: each saves forwards at other places than its
-    neighbours, and checking phrases makes forwards larger.
+    Steps of more than `rows` greedy sequences use no phrases: rows save forwards at different places, and checking
+    phrases makes forwards larger.
     """
 
     ngram: int = integer(9, 2)
-    suffixes: int = integer(0, 0)  # a draft that the layer has ended is hardly ever accepted to its end
+    suffixes: int = integer(0, 0)  # a draft that the layer ended is hardly ever accepted whole
     share: float = number(0.3, 0, 1)
     rows: int = integer(3)
     name: ClassVar[str] = "pacer-ouroboros"
@@ -112,27 +112,28 @@ class PacerOuroboros(Phrases, Pacer):
 
 
 class Window:
-    """The lookahead window (arXiv 2402.02057): guesses of the tokens to come that a model corrects with every forward.
+    """The lookahead window (arXiv 2402.02057): guesses of the tokens to come, which the model corrects in every
+    forward.
 
-    `span` rows of `width` guesses; row k, column j (both from 0) stands j + k + 1 tokens after the end of a text. Row 0
-    is a chain, and every column goes on below it. That is a tree, and needs no mask of its own. One forward gives a
-    token after every column. It makes a phrase of `span` tokens under the column's first, and the newest row. Ours:
-    guesses keep their places when the text grows by several tokens, or shrinks.
+    It has `span` rows of `width` guesses. Row k, column j (both from 0) is the token at j + k + 1 after the end of the
+    text. Row 0 is a chain, and each column continues below it, so the window is a tree and needs no mask of its own.
+    One forward gives a token after each column: this completes a phrase of `span` tokens after the column's first one,
+    and makes the newest row. Ours: guesses keep their places when the text grows by several tokens, or shrinks.
     """
 
     def __init__(self, width: int, span: int, text: abc.Sequence[int], random: Random) -> None:
         self.width, self.random, self.text = width, random, list(text)
         self.rows = [self._any(width) for _ in range(span)]
         self.end = len(text)  # of the text
-        self.nodes: list[int] = []  # of the last row, where it was last planted
+        self.nodes: list[int] = []  # of the last row in the tree it was last added to
 
     def _any(self, count: int) -> list[int]:
-        """Return tokens to begin with: some of the prompt."""
+        """Return random tokens of the prompt, to begin with."""
         return self.random.choices(self.text, k=count)
 
     def plant(self, tree: Tree, at: int, end: int, depth: int) -> None:
-        """Grow the window after the node `at` of a tree, with which a text of `end` tokens ends, at most `depth` tokens
-        deep; leave out the columns that do not fit."""
+        """Add the window to a tree after the node `at`, the last of a text of `end` tokens. Leave out columns deeper
+        than `depth`."""
         moved = max(-self.width, min(end - self.end, self.width))
         if moved:
             some = [self._any(abs(moved)) for _ in self.rows]
@@ -147,7 +148,7 @@ class Window:
             self.nodes.append(node)
 
     def harvest(self, argmax: abc.Sequence[int]) -> list[tuple[int, list[int]]]:
-        """Return keys and phrases from the most probable token after every node, and move the window on by a token."""
+        """Return (key, phrase) pairs from the argmax after every node, and move the window on by one token."""
         if not self.nodes:
             return []
         newest = [argmax[node] for node in self.nodes]
@@ -162,12 +163,12 @@ class Window:
 
 @dataclass
 class _Row:
-    """What belongs to one sequence.
+    """The state of one sequence.
 
     Attributes:
-        read: up to where its text is in the pool.
-        chain: tokens of the present draft from the draft model; None if it was made without phrases.
-        suffixes: phrases after it, and their nodes.
+        read: length of its text that is in the pool.
+        chain: number of the present draft's tokens from the draft model; None if it was made without phrases.
+        suffixes: phrases after the chain, and their nodes.
     """
 
     pool: PhrasePool
@@ -179,14 +180,14 @@ class _Row:
 
 @dataclass
 class _Phrased(Chain):
-    """A draft in the making, with the rule that ends it."""
+    """A chain in the making, with the rule that ends it."""
 
     rule: StopRule | None = None
     policy_seconds: float = 0.0
 
 
 class OuroborosDrafter(ChainDrafter):
-    """A chain from the draft model, as long as the policy says, several tokens a forward where phrases fit."""
+    """Draft a chain with the draft model, ended by the length policy, several tokens a forward if phrases fit."""
 
     def __init__(
         self,
@@ -196,7 +197,7 @@ class OuroborosDrafter(ChainDrafter):
         vocab_size: int | None = None,
         pool: PhrasePool | None = None,
     ) -> None:
-        """`pool`: of greedy sequences."""
+        """Take over a draft model. `pool`: the phrases that greedy sequences share."""
         super().__init__(model, policy, vocab_size, settings.verification == "block")
         self.settings, self.pool, self.sources = settings, pool, settings.sources.split("+")
         self.span = settings.phrases[0]
@@ -233,7 +234,7 @@ class OuroborosDrafter(ChainDrafter):
         return Proposal.together([drafts[seq.id] for seq in seqs], proposals)
 
     def _grow_by_phrases(self, chains: list[_Phrased]) -> Proposal:
-        """Draft for all chains, each at its own pace."""
+        """Draft for all chains, each with its own number of tokens a forward."""
         going = [chain for chain in chains if chain.depth > 0]
         for chain in going:
             chain.rule = self.policy.begin([chain.seq], 1)
@@ -256,12 +257,12 @@ class OuroborosDrafter(ChainDrafter):
         return Proposal(drafts, forwards, seconds, sum(chain.policy_seconds for chain in chains))
 
     def _tree(self, chain: _Phrased) -> Tree:
-        """Return what the draft model has not run of a sequence and its draft, with guesses of how it goes on."""
+        """Return the tokens of a sequence and its draft that the draft model has not run, with phrases after them."""
         seq, row = chain.seq, self.rows[chain.seq.id]
         pending = chain.pending(self.model.length(seq.id))
         tree = Tree(Draft.chain(pending[0], pending[1:]))
         tip = len(pending) - 1
-        left = chain.depth - len(chain.tokens) - 1  # as the forward gives one token more
+        left = chain.depth - len(chain.tokens) - 1  # the forward itself gives one more token
         for phrase in row.pool.get(pending[-1], self.settings.guesses):
             tree.branch(tip, self._known(phrase[:left]), "phrase")
         if row.window is not None:
@@ -269,12 +270,12 @@ class OuroborosDrafter(ChainDrafter):
         return tree
 
     def _known(self, phrase: abc.Sequence[int]) -> abc.Sequence[int]:
-        """Return a phrase, or nothing if the draft model has no embeddings for it."""
+        """Return a phrase, or nothing if the draft model lacks one of its tokens."""
         return phrase if self._knows(phrase or [0]) else ()
 
     def _walk(self, chain: _Phrased, tree: Tree, logits: Tensor, hidden: Tensor | None) -> tuple[bool, list[int]]:
-        """Draft as long as the tree foresaw it; return whether to go on, and the nodes to keep. `logits` [N, V] and
-        `hidden` [N, d] are of the tree's nodes."""
+        """Draft tokens while the tree contains them; return whether to go on, and the nodes to keep. `logits` [N, V]
+        and `hidden` [N, d] are of the tree's nodes."""
         seq, sampler, row = chain.seq, chain.seq.sampler, self.rows[chain.seq.id]
         node = len(seq.tokens) + len(chain.tokens) - self.model.length(seq.id) - 1
         path = list(range(node + 1))
@@ -290,7 +291,7 @@ class OuroborosDrafter(ChainDrafter):
                 try:
                     source = seq.source(len(chain.tokens))
                     (token,), here, q = sampling.next_tokens([sampler], here, lambda _: chain.text(), [source])
-                except sampling.RowError:  # nothing is left to draft
+                except sampling.RowError:  # no token is left to draft
                     return False, path
             chain.add(token, None if q is None else q[0])
             assert chain.rule is not None
@@ -329,28 +330,28 @@ class OuroborosDrafter(ChainDrafter):
         for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
             row = self.rows[seq.id]
             count = draft.drafted if row.chain is None else row.chain
-            # The policy answers for the chain, not for the phrases after it.
+            # The policy observes the chain, not the phrases after it.
             of_chains.append(replace(verdict, rejected=verdict.rejected and verdict.accepted < count))
-            if row.chain is None or not verdict.argmax:  # one whose processor raised has none
+            if row.chain is None or not verdict.argmax:  # empty if a processor raised
                 continue
             self._feed_back(row, draft, verdict.argmax)
             if verdict.accepted < count and "rejected" in self.sources:
                 self._learn_rejected(row, draft, verdict)
             if "output" in self.sources:
                 row.read = row.pool.learn(seq.tokens, row.read)
-            row.chain, row.suffixes = None, []  # a step without a draft may follow
+            row.chain, row.suffixes = None, []  # the next step may have no draft
         self.policy.observe(seqs, drafts, of_chains)
         self._crop(seqs)
 
     def _learn_rejected(self, row: _Row, draft: Draft, verdict: Verdict) -> None:
-        """Add the target's tokens after each token of the chain, from the rejected one on."""
+        """Add as phrases the target's tokens after each token of the chain, from the rejected one on."""
         assert row.chain is not None
         for node in range(verdict.accepted + 1, row.chain - self.span + 2):
             row.pool.add(draft.tokens[node], verdict.argmax[node : node + self.span])
 
     def _feed_back(self, row: _Row, draft: Draft, argmax: list[int]) -> None:
-        """Replace phrases after the chain by the target's tokens there, whether or not it came so far (the original
-        does this if it did)."""
+        """Replace phrases after the chain by the target's tokens there, even if the chain was rejected before (unlike
+        the original)."""
         assert row.chain is not None
         for phrase, nodes in row.suffixes if "suffixes" in self.sources else ():
             if len(nodes) == self.span:

@@ -1,7 +1,7 @@
-"""Pacer: draft block by block, and stop where a trained layer finds that the target will not follow.
+"""Pacer: draft block by block, and stop when a trained layer expects a rejection.
 
-The idea of blockwise pre-verification is that of arXiv 2602.01274. The stop rule that follows from measured costs, and
-the layer's inputs (forerun/heads/pre_verifier.py), are ours.
+Blockwise pre-verification is the idea of arXiv 2602.01274. The stop rule by measured costs and the layer's inputs
+(forerun/heads/pre_verifier.py) are ours.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ BLOCK, BLOCKS = 4, (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Pacer(Sampling, Drafting):
-    """Drafts blocks of `block` tokens until a trained layer finds that the target will not follow.
+    """Draft blocks of `block` tokens until a trained layer expects a rejection: until the survival of a block's last
+    token is below `threshold`.
 
-    A block of None ("auto") is the best size by the table of costs; 4 with a threshold.
-
-    It stops after a block if the survival of its last token is below `threshold`; a threshold of None ("auto") is the
-    best one by the table of costs.
+    None ("auto") is the best value by the table of costs; with a threshold, a block of None is 4.
     """
 
     block: int | None = integer(None)
@@ -60,7 +58,7 @@ class Pacer(Sampling, Drafting):
         return PacerStop(*made, lambda mode, rows: self.costs(parts, mode, rows))
 
     def costs(self, parts: Parts, mode: Mode, rows: int) -> Costs | None:
-        """Return the table for `rows` rows of a mode that stop together."""
+        """Return the table of costs for `rows` rows of a mode that stop together."""
         return parts.costs
 
 
@@ -69,13 +67,13 @@ def best_threshold(
 ) -> tuple[float, float]:
     """Return the threshold with which decoding is fastest by a table of costs, and its tokens per ms.
 
-    `traces` [N, G] are a calibrated layer's survival of the tokens of drafts. A draft that stops after n of them is
-    worth 1 + the sum of their survival tokens. It takes n draft forwards, n / block calls of the layer and a forward
-    of the target on n + 1 tokens. The threshold with the largest ratio of the sums over all drafts solves the stopping
-    problem among rules of this form. The rule goes by `evidence` [N, G], if given, in their place.
+    `traces` [N, G] are a calibrated layer's survival at each token of N drafts. A draft that stops after n tokens is
+    worth 1 plus the sum of their survival. It takes n draft forwards, n / block calls of the layer and a target forward
+    on n + 1 tokens. The best threshold has the largest ratio of these sums over all drafts. If given, `evidence`
+    [N, G] is compared with the threshold in place of `traces`.
 
-    A step of several `rows` takes as long as its longest draft. So they stop together, by the mean of their scores;
-    here drafts are put together at random.
+    A step of several `rows` takes as long as its longest draft, so rows stop together, by the mean of their scores.
+    Here drafts are combined at random.
     """
     block = min(block, traces.shape[1])
     blocks = traces.shape[1] // block
@@ -100,29 +98,28 @@ def best_threshold(
 
 @dataclass
 class _Past:
-    """What is known of a sequence.
+    """The state of a sequence.
 
     Attributes:
         echo: its text.
-        runs: lengths of its last runs of accepted tokens, the present one first.
-        law: entropy and top probability of the target's distribution that its last token was chosen from.
-        length: of the sequence, when that token was the last one.
+        runs: lengths of its last 3 runs of accepted tokens, the present one first.
+        certainty: entropy and top probability of the target's distribution that gave its last observed token.
+        length: of the sequence up to that token.
     """
 
     echo: Echo = field(default_factory=Echo)
     runs: list[float] = field(default_factory=lambda: [0.0, pre_verifier.USUAL, pre_verifier.USUAL])
-    law: tuple[float, float] = (0.0, 0.0)  # UNKNOWN
+    certainty: tuple[float, float] = (0.0, 0.0)  # UNKNOWN
     length: int = 0
 
 
 class PacerStop(LengthPolicy):
-    """The rule of `pacer`; arguments are its settings.
+    """The length policy of `pacer`; arguments are its settings.
 
-    Without a threshold it takes the best one for the drafts that the layer carries as a sample, greedy or sampled, by
-    the table of costs and the number of rows (`best_threshold`); without costs 0.5. Without a block as well it takes
-    the best of BLOCKS. If even so the layer's calls cost more than they bring, it goes by the product of the draft's
-    own probabilities, token by token. Greedy rows then stop together; sampled rows stop as they would alone. No clock
-    is read.
+    Without a threshold it uses the best one for the layer's traces, greedy or sampled, by the table of costs and the
+    number of rows (`best_threshold`); without costs 0.5. Without a block too, it uses the best of BLOCKS or, if the
+    layer does not pay, the product of the draft's own probabilities, token by token. Then greedy rows stop together,
+    and sampled rows stop as they would alone. No clock is read.
     """
 
     def __init__(
@@ -133,7 +130,7 @@ class PacerStop(LengthPolicy):
         threshold: float | None = None,
         costs: Callable[[Mode, int], Costs | None] = lambda mode, rows: None,
     ) -> None:
-        """`costs` returns the table for a number of rows of a mode that stop together, if any."""
+        """Take over a layer. `costs(mode, rows)` returns the table for rows that stop together, or None."""
         self.layer, self.most = quick.quick(layer), most
         self.block, self.threshold, self.costs = block, threshold, costs
         inputs = layer.config.inputs
@@ -150,9 +147,9 @@ class PacerStop(LengthPolicy):
 
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         modes: list[Mode] = list(dict.fromkeys(seq.mode for seq in seqs))
-        # Greedy rows without a draft have their part of the costs as well.
+        # Greedy rows that do not draft cost time too.
         together = rows - sum(not seq.greedy for seq in seqs)
-        # Whether the draft model may draft it in calls of C.
+        # Whether fused drafts are possible.
         is_alone = len(seqs) == 1 and (seqs[0].sampler.is_argmax or seqs[0].sampler.distribution is not None)
         rules = {mode: self._rule(mode, together if mode == "greedy" else 1, is_alone) for mode in modes}
         return rules[modes[0]] if len(modes) == 1 else _ByMode(rules)
@@ -164,10 +161,10 @@ class PacerStop(LengthPolicy):
         return BlockRule(self, block, threshold, count if together else 1)
 
     def settings(self, mode: Mode, count: int, is_alone: bool) -> tuple[int, float, bool]:
-        """Return the block (0: go by the draft's probabilities), the threshold, and whether `count` rows of a mode stop
+        """Return the block (0: use the draft's probabilities), the threshold, and whether `count` rows of a mode stop
         together. `is_alone`: no other row drafts."""
         step = 1 << max(0, count.bit_length() - 3)
-        count = -(-count // step) * step  # so that few numbers are in use
+        count = -(-count // step) * step  # so that few numbers occur
         key = mode, count, is_alone
         if key not in self._settings:
             self._settings[key] = self._find(*key)
@@ -180,7 +177,7 @@ class PacerStop(LengthPolicy):
         greedy = mode == "greedy"
         blocks = BLOCKS if self.block is None else (self.block,)
         costs = costs if greedy else costs.sampled
-        if costs.chained and is_alone and not self.wants_draft:  # the draft says how probable its tokens are
+        if costs.chained and is_alone and not self.wants_draft:  # a fused draft returns probabilities
             costs = replace(costs, policy=max(0.0, costs.policy - costs.glance), glance=0.0)
         else:
             costs = replace(costs, chained=0.0)
@@ -206,23 +203,23 @@ class PacerStop(LengthPolicy):
                 past.runs[0] += 1
         known = [(seq, each.scores) for seq, each in zip(seqs, verdicts, strict=True) if each.scores is not None]
         if self.weighing and known:
-            laws = pre_verifier.law_of(torch.stack([scores.float() for _, scores in known])).tolist()
-            for (seq, _), (entropy, top) in zip(known, laws, strict=True):
-                self.past[seq.id].law, self.past[seq.id].length = (entropy, top), len(seq.tokens)
+            pairs = pre_verifier.certainty_of(torch.stack([scores.float() for _, scores in known])).tolist()
+            for (seq, _), (entropy, top) in zip(known, pairs, strict=True):
+                self.past[seq.id].certainty, self.past[seq.id].length = (entropy, top), len(seq.tokens)
 
-    def law(self, seq: Sequence) -> tuple[float, float]:
-        """Return entropy and top probability of the distribution that a sequence's last token was chosen from: unknown
-        after its prompt, and if it has grown unobserved, as in a guard's pause."""
+    def certainty(self, seq: Sequence) -> tuple[float, float]:
+        """Return entropy and top probability of the distribution that gave a sequence's last token: UNKNOWN after its
+        prompt, and after tokens that were not observed, as in a guard's pause."""
         past = self.past[seq.id]
-        return past.law if past.length == len(seq.tokens) else pre_verifier.UNKNOWN
+        return past.certainty if past.length == len(seq.tokens) else pre_verifier.UNKNOWN
 
 
 class BlockRule(StopRule):
-    """Pacer's rule for one draft. With `together` above 1 that many rows stop together, by the mean of their scores."""
+    """Pacer's rule for one draft. With `together` above 1, `together` rows stop together, by their mean score."""
 
     def __init__(self, policy: PacerStop, block: int, threshold: float, together: int) -> None:
         self.policy, self.block, self.threshold, self.together = policy, block, threshold, together
-        self.states: list[DraftState] = []  # of this block
+        self.states: list[DraftState] = []  # states of this block
         self.ids: list[int] = []  # of the rows of `state`
         self.state: QuickState | None = None
 
@@ -245,7 +242,7 @@ class BlockRule(StopRule):
         return self._judged(self._ask(state))
 
     def _judged(self, output: Array) -> list[bool]:
-        """Return whether rows draft on, by the layer's output [R, b], logits for their last blocks."""
+        """Return whether each row drafts on, by the layer's logits [R, b] for the last blocks."""
         last, least = output[:, -1], self.threshold
         if self.together > 1:
             survival = 1 / (1 + np.exp(-last))
@@ -255,7 +252,7 @@ class BlockRule(StopRule):
         return found
 
     def _ask(self, state: DraftState) -> Array:
-        """Return the layer's output [R, b] for the last block of the rows that have come here."""
+        """Return the layer's logits [R, b] for the last block of the remaining rows."""
         ids, new = {seq.id for seq in state.seqs}, len(self.states)
         parts = [each.part([row for row, seq in enumerate(each.seqs) if seq.id in ids]) for each in self.states]
         self.states = []
@@ -272,7 +269,7 @@ class BlockRule(StopRule):
         q: list[list[float]],
         hidden: Tensor | None = None,
     ) -> Array:
-        """Return the layer's output [R, b] for the last b tokens, whose probabilities are `q`."""
+        """Return the layer's logits [R, b] for the last b tokens, with probabilities `q`."""
         policy, ids, new = self.policy, [seq.id for seq in seqs], len(q[0])
         if self.state is None:
             self.state = self._begin(seqs)
@@ -288,8 +285,8 @@ class BlockRule(StopRule):
         return output
 
     def _begin(self, seqs: abc.Sequence[Sequence]) -> QuickState:
-        law = [self.policy.law(seq) for seq in seqs] if self.policy.weighing else None
-        return self.policy.layer.begin([self.policy.past[seq.id].runs for seq in seqs], law)
+        certainty = [self.policy.certainty(seq) for seq in seqs] if self.policy.weighing else None
+        return self.policy.layer.begin([self.policy.past[seq.id].runs for seq in seqs], certainty)
 
     def _echo(self, seq: Sequence, drafted: list[int], new: int) -> list[tuple[int, ...]]:
         text, echo, reach = seq.tokens, self.policy.past[seq.id].echo, max(SIZES)
@@ -298,7 +295,7 @@ class BlockRule(StopRule):
 
 
 class _ByMode(StopRule):
-    """Rows of several modes, each mode with a rule of its own."""
+    """A stop rule for rows of both modes, with one rule for each mode."""
 
     def __init__(self, rules: dict[Mode, StopRule]) -> None:
         self.rules = rules

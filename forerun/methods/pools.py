@@ -1,4 +1,4 @@
-"""What outlives a sequence, in bounded memory: phrases, and outputs of earlier requests."""
+"""Pools that outlive a sequence, in bounded memory: phrases, and outputs of earlier requests."""
 
 from __future__ import annotations
 
@@ -8,33 +8,32 @@ from threading import RLock
 
 from forerun.methods.automaton import LINKS, Automaton
 
-KEYS = 16384  # tokens that have phrases, at most
-STATES = 3  # for each token, at most; a new automaton has two at most
-SMALL = 1024  # tokens, below which states are not worth counting
+KEYS = 16384  # the most tokens with phrases
+STATES = 3  # the most states a token, before the automaton is built anew with at most 2
+SMALL = 1024  # tokens; a smaller automaton is not built anew
 
 
 class PhrasePool:
-    """What came after a token before (Ouroboros, arXiv 2402.13720, section 3).
+    """Phrases that followed a token before (Ouroboros, arXiv 2402.13720, section 3): the last `most` phrases of `span`
+    tokens, for each of the last KEYS tokens.
 
-    For each of the last KEYS tokens that phrases were put under, its last `most` phrases of `span` tokens.
-
-    A phrase that is put in again becomes the newest. Not safe to share between threads.
+    A phrase that is added again becomes the newest. Not safe to share between threads.
     """
 
     def __init__(self, span: int, most: int) -> None:
         assert min(span, most) > 0
         self.span, self.most = span, most
-        self._phrases: dict[int, dict[tuple[int, ...], None]] = {}  # both in the order in which things were put in
+        self._phrases: dict[int, dict[tuple[int, ...], None]] = {}  # both in the order of additions
 
     def __len__(self) -> int:
-        """The number of phrases."""
+        """Return the number of phrases."""
         return sum(map(len, self._phrases.values()))
 
     def clear(self) -> None:
         self._phrases.clear()
 
     def add(self, key: int, phrase: Sequence[int]) -> None:
-        """Put a phrase of `span` tokens under the token that comes before it."""
+        """Add a phrase of `span` tokens after the token `key`."""
         assert len(phrase) == self.span
         own = self._phrases.pop(key, None)
         if own is None:
@@ -49,15 +48,15 @@ class PhrasePool:
             del own[next(iter(own))]
 
     def drop(self, key: int, phrase: Sequence[int]) -> None:
-        """Take a phrase out, if it is there."""
+        """Remove a phrase, if it is there."""
         self._phrases.get(key, {}).pop(tuple(phrase), None)
 
     def get(self, key: int, count: int | None = None) -> list[tuple[int, ...]]:
-        """Return the phrases under a token, newest first, at most `count`."""
+        """Return at most `count` phrases after the token `key`, newest first."""
         return list(reversed(self._phrases.get(key, {})))[:count]
 
     def learn(self, tokens: Sequence[int], start: int = 0) -> int:
-        """Put in every stretch of a text from `start` on; return where to go on when the text has grown."""
+        """Add every phrase of a text from `start` on; return the `start` for when the text has grown."""
         end = len(tokens) - self.span
         for at in range(start, end):
             self.add(tokens[at], tokens[at + 1 : at + 1 + self.span])
@@ -65,9 +64,9 @@ class PhrasePool:
 
 
 class SuffixMemory:
-    """The last texts that were put in or used, of `most` tokens together, and the automaton of their suffixes.
+    """The most recently used texts, of at most `most` tokens in all, and the automaton of their suffixes.
 
-    A text that is put in again is there once. Readers of the automaton hold `lock`.
+    A text that is added again is kept once. Readers of the automaton must hold `lock`.
     """
 
     def __init__(self, most: int) -> None:
@@ -76,30 +75,30 @@ class SuffixMemory:
         self.clear()
 
     def __len__(self) -> int:
-        """The number of tokens."""
+        """Return the number of tokens."""
         return self._size
 
     @property
     def texts(self) -> list[tuple[int, ...]]:
-        """Least recently used first."""
+        """Return the texts, least recently used first."""
         return list(self._ends)
 
     def clear(self) -> None:
         with self.lock:
             self._automaton, self._size = Automaton(None), 0
-            self._ends: dict[tuple[int, ...], int] = {}  # of each text its last place in the automaton, in order of use
-            self._at: list[tuple[int, tuple[int, ...]]] = []  # the same in order of places
-            self._is_whole = True  # not while a change is under way, which an exception may end
+            self._ends: dict[tuple[int, ...], int] = {}  # {text: its end in the automaton}, in order of use
+            self._at: list[tuple[int, tuple[int, ...]]] = []  # (end, text) in order of ends
+            self._is_whole = True  # False during a change, which an exception may break off
 
     @property
     def automaton(self) -> Automaton:
-        """That of the suffixes of all texts."""
+        """Return the automaton of all texts' suffixes."""
         self._mend()
         return self._automaton
 
     def _mend(self) -> None:
-        """Make the automaton anew after a change that was broken off, or if removed texts have left too many states:
-        those that they split stay split."""
+        """Build the automaton anew after a change that was broken off, or if it has too many states: states that a
+        removed text has split stay split."""
         if not self._is_whole or self._automaton.size > STATES * max(self._size, SMALL):
             texts = self.texts
             self.clear()
@@ -107,9 +106,9 @@ class SuffixMemory:
                 self._put(text)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Put in a text, its last tokens if it is too long; forget others until there is room.
+        """Add the last `most` tokens of a text, and remove the least recently used texts beyond `most` tokens.
 
-        Of a text that goes round in circles the rest is left out: each token would take longer than the last.
+        A periodic text is cut off, as each token would take longer than the last.
         """
         with self.lock:
             text = tuple(tokens[-self.most :])
@@ -139,7 +138,7 @@ class SuffixMemory:
         self._is_whole = True
 
     def use(self, state: int) -> None:
-        """Renew the text in which a state occurred last, if that is still there."""
+        """Mark the text in which a state last occurred as used, if it is still there."""
         place = self._automaton.newest[state]
         index = bisect_left(self._at, (place,))
         if index < len(self._at):
@@ -164,5 +163,5 @@ Pool = PhrasePool | SuffixMemory
 
 
 def new_pool(shape: tuple[int, int]) -> Pool:
-    """Return an empty pool of a shape (`Method.phrases`)."""
+    """Return an empty pool of this shape (`Method.phrases`)."""
     return PhrasePool(*shape) if shape[0] else SuffixMemory(shape[1])

@@ -1,4 +1,4 @@
-"""A method for greedy sequences and one for sampled sequences, in one engine."""
+"""One drafter for greedy sequences and one for sampled sequences, in one engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forerun.engine.step import Drafter, Proposal, observe_rows
 
 
 class Split(Drafter):
-    """Sends each sequence to the drafter of its mode; both draft in a step that has sequences of both modes."""
+    """Pass each sequence to the drafter of its mode. In a step with both modes, both draft."""
 
     def __init__(self, greedy: Drafter, sampled: Drafter) -> None:
         self.drafters = {True: greedy, False: sampled}

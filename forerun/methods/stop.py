@@ -1,4 +1,4 @@
-"""Stop rules: when a chain of draft tokens is long enough."""
+"""Stop rules, which end the draft of a chain."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PRIOR, WEIGHT, KEPT = 0.7, 4.0, 0.98  # of `BestLength`
 
 @dataclass(frozen=True)
 class DraftState:
-    """What a rule sees after a drafted token: the sequences that still draft, all of them at one depth.
+    """The input of a stop rule after a drafted token: the sequences that still draft, all at one depth.
 
     Attributes:
-        tokens: [R][depth] what each has drafted so far.
-        scores: [R, V] processed scores that the last tokens were chosen by.
+        tokens: [R][depth] their drafted tokens so far.
+        scores: [R, V] processed scores that gave the last tokens.
         hidden: [R, d] the draft's LM-head inputs that gave them, if the policy wants them.
     """
 
@@ -51,8 +51,8 @@ class DraftState:
 
 @dataclass(frozen=True)
 class Bounds:
-    """A rule in numbers: at most `most` tokens. The draft ends with a token less probable than `least`, or with one
-    that makes all of them together less probable than `product`."""
+    """A stop rule in numbers: a draft of at most `most` tokens, ended by a token less probable than `least`, or by one
+    that brings the product of all probabilities below `product`."""
 
     most: int
     least: float = 0.0
@@ -60,31 +60,32 @@ class Bounds:
 
 
 class StopRule(Protocol):
-    """Decides about one draft. It is asked after every drafted token.
+    """End one draft. The rule is called after every drafted token.
 
-    It may stop after a token. It never discards a token that it has looked at: that would change the distribution the
-    token was sampled from.
+    It may stop after a token, but must not discard a token that it has seen: that would change the distribution that
+    the token was sampled from.
     """
 
     def more(self, state: DraftState) -> list[bool]:
-        """Return whether each row drafts on. A row that has stopped is not asked about again."""
+        """Return whether each row drafts on. Rows that have stopped are left out of later calls."""
         raise NotImplementedError
 
     def bounds(self) -> Bounds | None:
-        """Return the rule for the first tokens of one row, if numbers can express it."""
+        """Return the rule for the first tokens of one row as numbers, or None if that is not possible."""
         return None
 
     def bounds_after(self, seq: Sequence, drafted: list[int], probabilities: list[float]) -> Bounds | None:
-        """Return the rule for the tokens after those of its bounds, given their probabilities; None to stop."""
+        """Return the bounds of the next tokens, given the probabilities of those within the last bounds; None to
+        stop."""
         return None
 
     def min_more(self, depth: int) -> int:
-        """Return how many more tokens, at least one, rows at `depth` draft whatever the tokens are."""
+        """Return the number of tokens, at least 1, that rows at `depth` draft before the rule looks at any."""
         return 1
 
 
 class LengthPolicy(Protocol):
-    """What is known of each sequence from draft to draft, by its id; `begin` makes the rule of one draft.
+    """Keep the state of each sequence between drafts, by its id; `begin` makes the rule of one draft.
 
     Attributes:
         wants_draft: whether it needs the draft's hidden states.
@@ -101,7 +102,8 @@ class LengthPolicy(Protocol):
         return
 
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
-        """Return the rule of a draft of these sequences, which grow in step. `rows`: those of the target's forward."""
+        """Return the rule of a draft for these sequences, one forward a token. `rows`: number in the target's
+        forward."""
         raise NotImplementedError
 
     def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
@@ -110,7 +112,7 @@ class LengthPolicy(Protocol):
 
 
 class Fixed(LengthPolicy, StopRule):
-    """A policy with one rule for every draft: itself."""
+    """A length policy with one stop rule for every draft: itself."""
 
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         return self

@@ -1,8 +1,8 @@
-"""Suffix drafting: what followed earlier occurrences of the longest stretch that the text ends with.
+"""Suffix drafting: draft what followed earlier occurrences of the text's longest repeated suffix.
 
-The method is SuffixDecoding's (arXiv 2411.04975; Arctic Inference has an implementation). The length of a draft follows
-from the length of the match, its tokens from counts, and of this text and earlier outputs the one with the higher score
-is drafted from. What holds the counts is ours (`forerun.methods.automaton`).
+The method is SuffixDecoding (arXiv 2411.04975; Arctic Inference has an implementation). A draft's length follows from
+the length of the match, and its tokens from counts. Of this text and earlier outputs, the one with the higher score is
+used. The data structure is ours (`forerun.methods.automaton`).
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from forerun.engine.sequence import Sequence
     from forerun.methods.pools import SuffixMemory
 
-LONGEST = 64  # tokens that are looked up in earlier outputs
-LEAD = 8  # of a prompt's last tokens that are kept with its output, so that its first tokens are found again
+LONGEST = 64  # the longest match in earlier outputs, in tokens
+LEAD = 8  # last tokens of a prompt that are kept with its output, so that the output's beginning can match
 SURE = 1.5  # counts promise more than comes true: of tokens that had to be 0.8 sure 0.68 to 0.83 were accepted
-PART = 4096  # prompt tokens that are read at once: a few milliseconds
+PART = 4096  # prompt tokens that are read at once, in a few milliseconds
 
 
 @dataclass(frozen=True)
 class Suffix(Method):
-    """Suffix drafting (arXiv 2411.04975): what followed the longest stretch that the text ends with, in the text itself
-    or in earlier outputs.
+    """Suffix drafting (arXiv 2411.04975): draft what followed the longest repeated suffix, in the text itself or in
+    earlier outputs.
 
-    At most `factor` * match + `offset` tokens and at most `most`, the best `width` of each place (1: a chain), none
-    whose path is less probable than `least` by its counts. Earlier outputs have up to `memory` tokens together; they
-    are used if it is `warm`, except by and from salted requests. Where costs are known, in a batch, a path must also be
-    probable enough to be worth its place in the target's forward.
+    A draft has at most `factor` * match + `offset` tokens and at most `most`: the best `width` at each place (1: a
+    chain), and none whose path has a probability below `least` by the counts. If `warm`, up to `memory` tokens of
+    earlier outputs are used, but not by or from requests with a salt. If costs are known, a path in a batch must also
+    be worth its place in the target's forward.
 
-    The defaults are ours, for a CPU: there every token that is verified costs. Where it is free, longer drafts pay.
+    The defaults are ours, for a CPU, where every verified token costs time. Elsewhere longer drafts pay.
     """
 
     factor: float = number(1.0, 0, 100)
@@ -65,7 +65,7 @@ class Suffix(Method):
 
 @dataclass
 class _Text:
-    """The suffixes of one text, as far as they are known."""
+    """The suffixes of one text, as far as it was read."""
 
     automaton: Automaton = field(default_factory=Automaton)
     last: int = 0
@@ -79,13 +79,13 @@ class _Text:
 
 
 class SuffixDrafter(Drafter):
-    """Drafts point masses by the settings of its method. Outputs go to the `memory` when they end."""
+    """Draft point masses by the settings of its method. Outputs are added to `memory` when they end."""
 
     def __init__(self, settings: Suffix, memory: SuffixMemory | None = None, costs: Costs | None = None) -> None:
-        """`costs`, if known, rule out tokens that are too improbable to be worth their place in a batch."""
+        """Build a drafter. With `costs`, tokens that are not worth their place in a batch are left out."""
         self.settings, self.memory = settings, memory
         worth = costs.marginal if costs is not None else lambda rows: 0.0
-        self._least = cache(lambda rows: max(settings.least, SURE * worth(rows)))  # by the rows of a step
+        self._least = cache(lambda rows: max(settings.least, SURE * worth(rows)))  # by the number of rows of a step
         self.spread = settings.most if settings.width > 1 else 0
         self.rows: dict[int, _Text] = {}
 
@@ -105,8 +105,7 @@ class SuffixDrafter(Drafter):
             self.memory.add(seq.tokens[max(0, seq.prompt_length - LEAD) :])
 
     def find(self, seq: Sequence, rows: int) -> tuple[Draft, float]:
-        """Return a draft for a step of that many rows, and its score: how many of its tokens are right, if counts are
-        probabilities."""
+        """Return a draft for a step of N rows, and its score: the expected number of accepted tokens by the counts."""
         row, tokens = self.rows[seq.id], seq.tokens
         least = self._least(rows)
         row.read(tokens, len(tokens))
@@ -126,7 +125,7 @@ class SuffixDrafter(Drafter):
     def _grow(
         self, automaton: Automaton, state: int, match: int, least: float, seq: Sequence
     ) -> tuple[list[int], list[int], float]:
-        """Return tokens, parents and score of what followed a match of `match` tokens."""
+        """Return tokens, parents and score of the continuations of a match of `match` tokens."""
         asked, depth = self.settings, seq.remaining - 1
         nodes = min(asked.most, int(asked.factor * match + asked.offset))
         if not match or min(nodes, depth) < 1:

@@ -1,4 +1,4 @@
-"""A Hugging Face causal model with its cache, as the engine and drafters use it."""
+"""A Hugging Face causal LM with its cache, for the engine and drafters."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ _T = TypeVar("_T")
 
 
 class CausalLM(Rows):
-    """Runs token trees of several sequences at once against a preallocated KV cache.
+    """Run token trees of several sequences at once against a preallocated KV cache.
 
-    Prompts are run apart, in a cache of one row, and then join as rows. Logits and hidden states are lists in the order
-    of the ids. Raises ValueError at construction for models that cannot roll back or see a tree
+    Prompts are run in a cache of one row, and then join as rows. Logits and hidden states are lists in the order of the
+    ids. The constructor raises ValueError for models that cannot roll back or take tree masks
     (`forerun.model.support`).
 
     Attributes:
-        backend: runs new tokens.
-        context: the longest sequence that the positions allow; None for no bound.
-        fingerprint: tells the model from others, whatever its dtype.
-        prompts: the last prompt and earlier texts.
-        prefilled: tokens of prompts that were run so far.
-        hot: replaces the LM head and leaves rare tokens out, or None.
-        fused_draft: drafts in one call, or None.
+        backend: the forward of new tokens.
+        context: the length of the longest sequence that the positions allow; None for no bound.
+        fingerprint: identifies the model, whatever its dtype.
+        prompts: the last prompt and the prefix store.
+        prefilled: number of prompt tokens that were run so far.
+        hot: an LM head for the hot tokens alone, in place of the model's, or None.
+        fused_draft: drafts whole chains in one call, or None.
     """
 
     def __init__(
         self, model: PreTrainedModel, backend: Forward | None = None, fingerprint_: dict[str, Any] | None = None
     ) -> None:
-        """`backend` replaces the model's own forward, `fingerprint_` that of weights which no longer tell."""
+        """Take over a model. `backend` replaces its own forward; `fingerprint_` is for a model with packed weights."""
         warn_if_newer()
         check_model(model)
         self.model = model.eval()
         self.backend: Forward = backend or EagerForward(model)
-        # transformers looks through the parameters at every asking.
+        # transformers searches the parameters at each access.
         self.device, self.dtype = model.device, self.backend.dtype
         self.config = config = model.config.get_text_config(decoder=True)
         self.context, self.vocab_size = context_of(config), int(config.vocab_size)
@@ -64,7 +64,7 @@ class CausalLM(Rows):
         self.fused_draft: FusedDraft | None = None
         kinds, layers = getattr(config, "layer_types", None) or [], config.num_hidden_layers
         self._sliding = [kind == "sliding_attention" for kind in kinds] or [window_of(config) is not None] * layers
-        self._position_bytes: list[int] = []  # one number once it is known, shared by all copies
+        self._position_bytes: list[int] = []  # [bytes] once known, shared by all copies
         self._empty(0)
 
     def _empty(self, prefix_bytes: int) -> None:
@@ -84,40 +84,40 @@ class CausalLM(Rows):
         return other
 
     def draft_with(self, hot: DraftHead | None, fused_draft: FusedDraft | None) -> CausalLM:
-        """Set these parts; return the model."""
+        """Set these parts, and return the model."""
         self.hot, self.fused_draft = hot, fused_draft
         return self
 
     def clock(self) -> float:
-        """Return seconds of the one clock of all processes that share a model."""
+        """Return seconds of the clock that all processes of a model share."""
         return perf_counter()
 
     def agreed(self, found: _T) -> _T:
-        """Return what the first of the processes that share a model has found."""
+        """Return the first process's value, if several share the model."""
         return found
 
     def unanimous(self, flag: bool) -> bool:
-        """Return whether the flag is true in all processes that share a model."""
+        """Return whether the flag is true in all processes that share the model."""
         return flag
 
     @property
     def exact(self) -> Literal["bitwise", "rounding"]:
-        """ "bitwise" if a token's logits have the same bits whatever is run with it, else "rounding"."""
+        """Return "bitwise" if a token's logits are the same bits whatever is run with it, else "rounding"."""
         return self.backend.exact
 
     @property
     def pads(self) -> bool:
-        """Whether forwards run as many tokens of each row as the longest one has."""
+        """Return whether forwards pad all rows to the longest."""
         return self.backend.pads
 
     @property
     def head(self) -> nn.Module:
-        """The LM head; raises ValueError for a model that names none."""
+        """Return the LM head. Raises ValueError for a model that names none."""
         return lm_head(self.model)
 
     @property
     def prefixes(self) -> PrefixStore | None:
-        """KV of prompts and of finished sequences; None to keep none."""
+        """Return the prefix store, or None without one."""
         return self.prompts.store
 
     @property
@@ -127,8 +127,8 @@ class CausalLM(Rows):
     def processors(
         self, config: GenerationConfig, prompt_length: int, extra: LogitsProcessorList | None = None
     ) -> LogitsProcessorList:
-        """Return Hugging Face's own logits processors for a generation config, with the user's `extra` ones, in the
-        order of its `generate`."""
+        """Return Hugging Face's own logits processors for a generation config, with `extra` ones, in the order of
+        `generate`."""
         self.model._prepare_special_tokens(config, True, device=self.device)
         return self.model._get_logits_processor(
             config,
@@ -141,7 +141,7 @@ class CausalLM(Rows):
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of one position of a row. If nothing has been run, a token is run to find out."""
+        """Return the bytes of one position of a row. If no token was run yet, run one to find out."""
         if not self._position_bytes:
             found = self.cache.position_bytes or self.prompts.cache.position_bytes
             if not found:
@@ -152,7 +152,7 @@ class CausalLM(Rows):
         return self._position_bytes[0]
 
     def fits(self, rows: int, reserve: int, budget: int) -> bool:
-        """Return whether the cache stays within `budget` bytes with its first `rows` and one more of `reserve`
+        """Return whether the cache stays within `budget` bytes with its first `rows` rows and one more of `reserve`
         positions."""
         return self.cache.fits(reserve, budget, self.position_bytes, rows)
 
@@ -171,11 +171,10 @@ class CausalLM(Rows):
         capture: Capture = "",
         on_logits: Callable[[Tensor], None] | None = None,
     ) -> Iterator[int]:
-        """Run a prompt, which may be empty, in a cache of its own. Yield the size of each chunk of at most `chunk`
-        tokens.
+        """Run a prompt, which may be empty, in the prompt cache. Yield the size of each chunk, at most `chunk` tokens.
 
-        `join` then copies it to rows. What the last prompt or the prefix store holds of it, under the same salt, is not
-        run again, unless `on_logits` is to get the logits [n, V] of each chunk."""
+        `join` then copies it to rows. Prefixes that the last prompt or the prefix store holds, under the same salt, are
+        not run again, unless `on_logits` is to get the logits [n, V] of each chunk."""
         tokens, prompts = list(tokens), self.prompts
         for start in range(prompts.begin(tokens, salt, capture, on_logits is None), len(tokens), chunk):
             part = tokens[start : start + chunk]
@@ -195,7 +194,7 @@ class CausalLM(Rows):
 
     @property
     def prompt_hidden(self) -> Tensor | None:
-        """[n, d] hidden states captured over the last prompt; None if none are."""
+        """Return the captured hidden states [n, d] of the last prompt, or None."""
         capture, hidden = self.prompts.capture, self.prompts.hidden
         if capture and hidden is None:
             size = self.config.hidden_size
@@ -205,7 +204,7 @@ class CausalLM(Rows):
 
     @torch.inference_mode()
     def join(self, id: int, reserve: int = 0) -> None:
-        """Add a row for a sequence, with a copy of the prefilled prompt. One `prefill` may serve several rows."""
+        """Add a row for a sequence, with a copy of the prefilled prompt. Several rows may join after one `prefill`."""
         self.prompts.copy_to(self.cache, id, reserve)
         if self.hot is not None:
             self.hot.add_context_tokens(id, self.prompts.tokens)
@@ -214,8 +213,8 @@ class CausalLM(Rows):
     def park(
         self, id: int, tokens: Sequence[int], hidden: Tensor | None = None, salt: str = "", capture: Capture = ""
     ) -> None:
-        """Put a sequence's committed positions into the prefix store, if there is one, for prompts of the same salt.
-        Call it before `drop`. `tokens` may go on after these positions; `hidden` [n, d]: the captured states there."""
+        """Add a sequence's committed positions to the prefix store, if any, for prompts with the same salt. Call it
+        before `drop`. `tokens` may go beyond these positions; `hidden` [n, d] are the states captured at them."""
         length = self.cache.length(id)
         if self.prefixes is not None and length:
             hidden = hidden[:length] if hidden is not None and len(hidden) >= length else None
@@ -241,7 +240,7 @@ class CausalLM(Rows):
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], drafts: Sequence[Draft], capture: Capture = "") -> Output:
-        """Return logits and captured hidden states of every node of each sequence's tree. Nothing is kept until
+        """Return logits and captured hidden states at every node of each sequence's tree. New KV is provisional until
         `commit`."""
         masks = None if all(draft.is_chain for draft in drafts) else [draft.mask() for draft in drafts]
         inputs = self._inputs(ids, [draft.depths for draft in drafts], masks, [draft.tokens for draft in drafts])
@@ -260,11 +259,11 @@ class CausalLM(Rows):
     def roll(
         self, ids: Sequence[int], chains: Sequence[Sequence[int]], count: int, vocab_size: int, capture: Capture = ""
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Run and commit a chain of tokens for each sequence, none empty, then `count - 1` argmax tokens, each after
-        the last, among the first `vocab_size`.
+        """Run and commit a nonempty chain of tokens for each sequence, then `count - 1` argmax tokens among the first
+        `vocab_size`, one after the other.
 
-        Returns the argmax tokens [R, count], the last of which is not run, and of each forward the logits [R, V] and
-        the captured states [R, d]. A GPU gets the next forward before it has done the last.
+        Return the argmax tokens [R, count], the last of which is not run, and of each forward the logits [R, V] and
+        captured states [R, d]. On a GPU the next forward is launched before the last has ended.
         """
         inputs = self._inputs(ids, [range(len(chain)) for chain in chains], tokens=chains)
         rows, one = inputs.rows, [range(1)] * len(ids)

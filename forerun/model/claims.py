@@ -1,6 +1,6 @@
-"""Whether a folder's weights have the sizes that its configuration claims, by the files' headers.
+"""Compare the sizes that a folder's configuration claims with its weights, by the files' headers.
 
-Loading takes memory for what a configuration says, whatever the files hold. So the two are compared before.
+Loading allocates what a configuration claims, whatever the files hold, so the two are compared before.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from forerun.model.support import context_of
 
 QUANTISED = "model.quantised.safetensors"  # the embedded pair's weights (`forerun.zoo.quantise`)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-LAYERS, NAMES = 10_000, ("num_hidden_layers", "num_layers", "n_layer", "n_layers")  # most, and what they go by
-RENAMED = 2  # a model whose weights go by other names may have this many times the weights of its files
+LAYERS, NAMES = 10_000, ("num_hidden_layers", "num_layers", "n_layer", "n_layers")  # limit and names of a setting
+RENAMED = 2  # a model with other names for weights may claim this many times the weights of its files
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def stored_shapes(folder: Path) -> Shapes | None:
-    """Return the shape of every tensor in a folder's safetensors files, by their headers; restored, if quantised.
+    """Return {name: shape} of a folder's safetensors files by their headers, with shapes before quantisation.
 
-    None if there are no such files or they are broken: loading them reports that. Quantised ones are loaded after the
-    model is built, so broken ones raise ValueError here.
+    Return None for missing or broken files, which loading reports. Broken quantised files raise ValueError here, as
+    they are loaded after the model is built.
     """
     if (folder / QUANTISED).is_file():
         try:
@@ -49,21 +49,21 @@ def stored_shapes(folder: Path) -> Shapes | None:
 
 def check_config(folder: Path) -> None:
     """Raise ValueError if a model's config.json claims more than LAYERS layers. Call it before the configuration is
-    made: some of transformers' make a list with an entry a layer."""
+    built: some of transformers' configurations make a list with an entry a layer."""
     try:
         settings = json.loads((folder / "config.json").read_text())
         claimed = next((value for value in _claimed_layers(settings) if not value <= LAYERS), 0)
-    except Exception:  # broken files may raise anything; loading says what
+    except Exception:  # broken files may raise anything; loading reports it
         return
     if claimed:
         stored = stored_shapes(folder)
         if stored is not None:
             _check_count(claimed, stored)
-        raise ValueError(f"its config.json claims {claimed} layers; at most {LAYERS} are possible")
+        raise ValueError(f"its config.json claims {claimed} layers; at most {LAYERS} are supported")
 
 
 def _claimed_layers(settings: Any) -> Iterator[int | float]:
-    """Yield the numbers of layers in settings, also of the parts of models for several kinds of data."""
+    """Yield the numbers of layers in settings, including those of nested configurations."""
     if isinstance(settings, list):
         settings = dict(enumerate(settings))
     for name, value in settings.items():
@@ -75,7 +75,7 @@ def _claimed_layers(settings: Any) -> Iterator[int | float]:
 
 def check_layer(folder: Path, claimed: int, make: Callable[[], nn.Module]) -> None:
     """Raise ValueError unless a folder holds exactly the tensors of the trained layer that `make` builds. `claimed`:
-    the blocks of its configuration, as building very many takes memory even without weights."""
+    its configuration's number of blocks, as very many take memory even without weights."""
     stored = stored_shapes(folder)
     if stored is None:
         return
@@ -90,10 +90,10 @@ def check_layer(folder: Path, claimed: int, make: Callable[[], nn.Module]) -> No
 
 
 def check_model(folder: Path, trust_remote_code: bool = False) -> None:
-    """Raise ValueError if a model's configuration claims more than the folder's files have.
+    """Raise ValueError if a model's configuration claims more weights than the folder's files have.
 
-    Checkpoints may use other names for their weights than the model; then only their number is compared. Models that
-    other programs have quantised are not checked, nor are those that cannot be built without weights.
+    If a checkpoint uses other names for weights than the model, only their number is compared. Models that other
+    programs have quantised, or that cannot be built without weights, are not checked.
     """
     check_config(folder)
     stored = stored_shapes(folder)
@@ -104,7 +104,7 @@ def check_model(folder: Path, trust_remote_code: bool = False) -> None:
         text = config.get_text_config(decoder=True)
     except Exception:  # broken files and remote code may raise anything; loading says what
         return
-    context_of(text)  # raises for too long ones
+    context_of(text)  # raises for too many positions
     if getattr(config, "quantization_config", None) is not None:
         return
     _check_count(getattr(text, "num_hidden_layers", 0), stored)
@@ -120,7 +120,7 @@ def check_model(folder: Path, trust_remote_code: bool = False) -> None:
             raise ValueError(_unequal(name, wanted, stored))
     made = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     missing = [name for name in wanted.keys() - stored.keys() if not any(re.search(each, name) for each in made)]
-    if not stored.keys() - wanted.keys() - tied:  # no other names
+    if not stored.keys() - wanted.keys() - tied:  # the names are the model's
         if missing:
             raise ValueError(lacking(missing))
         return
@@ -130,7 +130,7 @@ def check_model(folder: Path, trust_remote_code: bool = False) -> None:
 
 
 def lacking(names: list[str]) -> str:
-    """Return the message about weights that are missing."""
+    """Return the message for missing weights."""
     first, *rest = sorted(names)
     return f"no weights for {first}" + f" and {len(rest)} more" * bool(rest)
 
@@ -151,7 +151,7 @@ def _read(path: Path, packed: bool = False) -> Shapes:
         for name in file.keys():  # noqa: SIM118
             each = file.get_slice(name)
             shape = tuple(each.get_shape())
-            if f"{name}.scale" in scales and each.get_dtype() == "U8":  # four numbers of 6 bits in three bytes
+            if f"{name}.scale" in scales and each.get_dtype() == "U8":  # three bytes hold four numbers of 6 bits
                 shape = (*shape[:-1], shape[-1] * 4 // 3)
             if name not in scales:
                 found[name] = shape

@@ -1,4 +1,4 @@
-"""What differs between versions of transformers. No other module asks for a version or tries a name."""
+"""Differences between versions of transformers. No other module checks a version or tries a name."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from typing import Any
 import transformers
 from transformers import PrefixConstrainedLogitsProcessor
 
-TESTED = (5, 24)  # the newest version that the whole suite has passed with
-CACHE_NAMES = ("cache", "past_key_values")  # since 5.24, before
+TESTED = (5, 24)  # the newest version with which the whole suite passes
+CACHE_NAMES = ("cache", "past_key_values")  # since 5.24; before
 
 _LOG = logging.getLogger("forerun")
 
 
 def cache_argument(forward: Callable[..., Any]) -> str | None:
-    """Return the name under which a model's forward takes its cache, None if it takes none.
+    """Return the name of the cache argument of a model's forward, or None without one.
 
-    The signature decides and not the version, as remote code may keep the older name.
+    The signature decides, not the version, as remote code may keep the older name.
     """
     accepted = inspect.signature(forward).parameters
     return next((name for name in CACHE_NAMES if name in accepted), None)
 
 
 def user_cache(model_kwargs: dict[str, Any]) -> tuple[str, Any]:
-    """Return the name and value of the cache among what `generate` passes on; None as value if there is none."""
+    """Return the name and value (or None) of the cache in the arguments that `generate` passes on."""
     given = [name for name in CACHE_NAMES if model_kwargs.get(name) is not None]
     return (given[0], model_kwargs[given[0]]) if given else (CACHE_NAMES[0], None)
 
 
 def prompt_of_row(processor: PrefixConstrainedLogitsProcessor, row: int) -> int:
-    """Return the index that a processor's function is called with for a row of the expanded batch.
+    """Return the prompt index that a processor's function gets for a row of the expanded batch.
 
-    Rows of one prompt share an index: since 5.24 the processor counts returned sequences as it counts beams.
+    Rows of one prompt share an index: since 5.24 the processor counts returned sequences like beams.
     """
     return row // int(processor._num_beams)
 
 
 @cache
 def warn_if_newer() -> None:
-    """Log one line, once a process, if transformers is newer than the newest version tested."""
+    """Log one line, once a process, if transformers is newer than TESTED."""
     found = transformers.__version__
     numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
     if numbers > TESTED:

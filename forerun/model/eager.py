@@ -1,4 +1,4 @@
-"""The forward of a transformers model as it is, and hidden states captured by hooks. Only here is its code called."""
+"""The forward of transformers' own model, with hidden states captured by hooks. Only this module calls its code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forerun.model.support import window_of
 
 
 class EagerForward:
-    """A `forerun.model.forward.Forward` that runs the model's own."""
+    """A `forerun.model.forward.Forward` that runs the model's own forward."""
 
     exact: Literal["rounding"] = "rounding"
     pads = True
@@ -29,7 +29,7 @@ class EagerForward:
         config = model.config.get_text_config(decoder=True)
         kinds = getattr(config, "layer_types", None) or []
         self.window = window_of(config)
-        # With layer types the model takes one mask a type, without them one mask for all layers.
+        # With layer types the model takes a mask for each type, without them one for all layers.
         self._mask_kinds = sorted(set(kinds)) if "sliding_attention" in kinds else None
         self._cache_name = cache_argument(model.forward) or ""
         keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -53,7 +53,7 @@ class EagerForward:
 
 
 def lm_head(model: PreTrainedModel) -> nn.Module:
-    """Return the LM head; raises ValueError for a model that names none."""
+    """Return the LM head. Raises ValueError for a model that names none."""
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__} has no readable features: it names no LM head")
@@ -64,8 +64,8 @@ def lm_head(model: PreTrainedModel) -> nn.Module:
 def capture_hidden_states(
     model: PreTrainedModel, capture: Capture = "head", last_only: bool = False
 ) -> Iterator[list[Tensor]]:
-    """Have forwards of the model by this thread append the hidden states [B, N, d] to the list. With `last_only` the LM
-    head runs at the last position alone."""
+    """Yield a list to which forwards of the model in this thread append hidden states [B, N, d]. With `last_only` the
+    LM head runs at the last position alone."""
     captured: list[Tensor] = []
     if not capture:
         yield captured

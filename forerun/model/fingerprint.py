@@ -1,4 +1,4 @@
-"""What tells a model from others, whatever its dtype."""
+"""Fingerprints, which identify a model whatever its dtype."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """Return a model's shape and a few of its weights. A weight that is quantised, or cannot be read, is None."""
+    """Return a model's sizes and a few of its weights. A weight that is quantised or cannot be read is None."""
     config = model.config.get_text_config(decoder=True)
     shape = {
         name: getattr(config, name, None) for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
@@ -20,11 +20,13 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _weights(model: PreTrainedModel) -> dict[str, Tensor | None]:
-    """Return weights by name. Linear layers and embeddings that keep theirs in another form have None."""
+    """Return {name: weight}; None for linear layers and embeddings that store theirs in another form."""
     found: dict[str, Tensor | None] = {
         name: weight for name, weight in model.named_parameters() if weight.numel() and not weight.is_meta
     }
-    tied = model.get_output_embeddings() if model.config.tie_word_embeddings else None  # named by its embeddings
+    tied = (
+        model.get_output_embeddings() if model.config.tie_word_embeddings else None
+    )  # its embeddings have the same weight
     for path, module in model.named_modules():
         plain = isinstance(getattr(module, "weight", None), nn.Parameter)
         stored = hasattr(module, "in_features") or hasattr(module, "num_embeddings")
@@ -46,7 +48,7 @@ def _number(weight: Tensor | None) -> float | None:
 
 
 def same_model(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two fingerprints are of one model, perhaps in two dtypes. Weights that one lacks do not count."""
+    """Return whether two fingerprints are of one model, perhaps in two dtypes. Weights that one lacks are ignored."""
     if {**one, "weights": None} != {**other, "weights": None} or len(one["weights"]) != len(other["weights"]):
         return False
     pairs = zip(one["weights"], other["weights"], strict=True)

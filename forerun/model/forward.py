@@ -1,4 +1,4 @@
-"""Protocols of what runs a model's new tokens, and of what may replace parts of a draft."""
+"""The protocols of a model's forward and of faster parts of a draft model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from forerun.engine.target import Capture
 from forerun.model.batch import Inputs
 from forerun.model.kv_cache import KVCache
-from forerun.sampling.sampler import Drafted, Drawing
+from forerun.sampling.sampler import ChainSampling, Drafted
 
 
 class Forward(Protocol):
-    """Runs the new tokens of some rows of a cache. It lays them out as it needs them, with padding if it must.
+    """Run the new tokens of some rows of a cache, laid out as it needs them.
 
     Attributes:
         dtype: of hidden states, keys and values.
-        exact: "bitwise" if a token's logits have the same bits whatever is run with it, else "rounding".
-        pads: whether it runs as many tokens of each row as the longest one has.
+        exact: "bitwise" if a token's logits are the same bits whatever is run with it, else "rounding".
+        pads: whether it pads all rows to the longest.
     """
 
     @property
@@ -33,11 +33,11 @@ class Forward(Protocol):
     def __call__(
         self, inputs: Inputs, cache: KVCache, logits: bool, capture: Capture
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Logits [n, V] if wanted and captured hidden states [n, d], in the order of `inputs`, without padding."""
+        """Return logits [n, V], if wanted, and captured hidden states [n, d], in the order of `inputs`."""
 
 
 class DraftHead(Protocol):
-    """Replaces a draft's LM head (`forerun.backends.hot`). It knows each sequence's text, and a few tokens [S]."""
+    """An LM head for hot tokens [S] and those of each sequence's text (`forerun.backends.hot`)."""
 
     @property
     def tokens(self) -> Tensor: ...
@@ -47,18 +47,18 @@ class DraftHead(Protocol):
     def reset(self) -> None: ...
 
     def __call__(self, states: Sequence[Tensor], ids: Sequence[int]) -> Tensor:
-        """Logits [n, V] of the states [N_r, d] of these sequences."""
+        """Return logits [n, V] of the states [N_r, d] of these sequences."""
 
 
 class FusedDraft(Protocol):
-    """Drafts a chain in one call (`forerun.backends.chain`).
+    """A fused draft: a whole chain in one call (`forerun.backends.chain`).
 
-    It runs and commits tokens of a sequence, then drafts up to `most`, by argmax or as `drawing` says, and ends sooner
-    with one that is less probable than `least`, or makes all together less probable than `product`, or is one of the
-    `ends`, or before logits that are not numbers. All but the last one are run and committed.
+    Run the `pending` tokens of a sequence, then draft up to `most` tokens, by argmax or by `sampling`. The draft ends
+    with a token that is less probable than `least`, that brings the product of all probabilities below `product`, or
+    that is one of `ends`; and before logits that are not numbers. All tokens but the last are run and committed.
 
     Attributes:
-        hot: the head that it drafts with; None for the model's own.
+        hot: the draft's LM head for hot tokens; None for the model's own.
     """
 
     @property
@@ -74,5 +74,5 @@ class FusedDraft(Protocol):
         least: float,
         product: float,
         ends: Collection[int],
-        drawing: Drawing | None,
+        sampling: ChainSampling | None,
     ) -> Drafted: ...

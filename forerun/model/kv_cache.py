@@ -1,4 +1,4 @@
-"""A KV cache whose rows belong to sequences, with buffers that stay. Hugging Face models take it in place of theirs."""
+"""A KV cache with a row for each sequence and lasting buffers. Hugging Face models take it in place of theirs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 BLOCK = 256  # buffers hold a multiple of this many positions
-MAPPED = 2**20  # bytes from which on buffers on a CPU take memory page by page
+MAPPED = 2**20  # bytes of a buffer from which on a CPU takes memory page by page
 
 # Keys and values [G, n, D] of n positions, by layer; None for layers without buffers.
 Stored = list[tuple[Tensor, Tensor] | None]
@@ -20,21 +20,21 @@ Buffers = tuple[Tensor, Tensor, Tensor | None]
 
 
 class KVCache(Cache):
-    """Keys and values of sequences, one a row, in buffers [rows capacity, G, capacity, D] a layer.
+    """Keys and values of sequences, one a row, in buffers [rows capacity, G, capacity, D] for each layer.
 
-    A forward writes its new tokens after each row's committed positions, provisionally. `commit` keeps a path of them;
-    the next forward overwrites the rest. A sliding window is a mask and drops nothing, so a rollback is a smaller
-    number. Buffers are allocated when they are first needed, and live as long as the cache. A failed allocation raises
-    and leaves rows, lengths and buffers as they were.
+    A forward writes provisional entries after each row's committed positions. `commit` keeps a path of them, and the
+    next forward overwrites the rest. A sliding window is a mask and drops nothing, so a rollback only lowers a length.
+    Buffers are allocated when first needed, and live as long as the cache. A failed allocation raises and leaves rows,
+    lengths and buffers as they were.
 
-    Masks hide what is not a row's own, but 0 times NaN is NaN. So a row that is given up or moved is checked, once, and
-    zeroed if not all of its keys and values are numbers.
+    Masks hide other rows' entries, but 0 times NaN is NaN. So a row that is dropped or moved is checked once, and
+    zeroed unless all of its keys and values are finite.
 
     Attributes:
         ids: the sequence of each row in use.
         lengths: committed positions of each row in use.
-        rows_capacity, capacity: rows and positions that the buffers hold, or will hold once they are allocated.
-        budget: bytes that growing ahead of need must not exceed, None for no bound.
+        rows_capacity, capacity: rows and positions of the buffers, or of those yet to be allocated.
+        budget: limit in bytes of buffers that grow ahead of need; None for no limit.
     """
 
     layers: list[KVLayer]  # type: ignore[assignment]
@@ -46,8 +46,8 @@ class KVCache(Cache):
         self.budget: int | None = None
         self._rows: dict[int, int] = {}
         self._reserves: list[int] = []
-        self._reaches: list[int] = []  # how far each row has been written to, provisional entries counted
-        # Of the forward under way: its rows, where new entries begin or the slots [B, N] of each, slots looked at.
+        self._reaches: list[int] = []  # written positions of each row, provisional ones included
+        # Of the present forward: its rows; new entries' first slot, or slots [B, N]; the slots of attention.
         self._size, self._start, self._end = 0, 0, 0
         self._slots: Tensor | None = None
         self._row_indexes: dict[int, Tensor] = {}  # [B, 1] by B
@@ -56,19 +56,19 @@ class KVCache(Cache):
     # Rows.
 
     def row(self, id: int) -> int:
-        """Return the row of a sequence; raises KeyError if it has none."""
+        """Return the row of a sequence. Raises KeyError if it has none."""
         return self._rows[id]
 
     def __contains__(self, id: object) -> bool:
         return id in self._rows
 
     def length(self, id: int) -> int:
-        """Return a sequence's committed positions; 0 without a row."""
+        """Return the number of a sequence's committed positions; 0 without a row."""
         row = self._rows.get(id)
         return 0 if row is None else self.lengths[row]
 
     def add(self, id: int, reserve: int = 0) -> None:
-        """Add an empty row that will need `reserve` positions."""
+        """Add an empty row for up to `reserve` positions. Raises ValueError for a sequence with a row."""
         if id in self._rows:
             raise ValueError(f"sequence {id} has a row already")
         self.reserve(len(self.ids) + 1, max([reserve, *self._reserves]))
@@ -79,7 +79,7 @@ class KVCache(Cache):
         self._reaches.append(0)
 
     def drop(self, id: int) -> None:
-        """Forget a sequence's row, if it has one. The last row takes its place."""
+        """Drop a sequence's row, if it has one. The last row takes its place."""
         if id not in self._rows:
             return
         self.mend(id)
@@ -89,14 +89,14 @@ class KVCache(Cache):
             for layer in self._ready():
                 layer.keys[row, :, :length] = layer.keys[last, :, :length]
                 layer.values[row, :, :length] = layer.values[last, :, :length]
-            self.mend(self.ids[last])  # the place that it leaves
+            self.mend(self.ids[last])  # the row that it leaves
             self._rows[self.ids[last]] = row
         for each in (self.ids, self.lengths, self._reserves, self._reaches):
             each[row] = each[last]
             each.pop()
 
     def mend(self, id: int) -> bool:
-        """Zero a row unless all entries written to it, provisional ones too, are numbers. Return whether they are."""
+        """Zero a row unless all of its entries, provisional ones included, are finite. Return whether they are."""
         row = self._rows[id]
         end = max(self._reaches[row], self.lengths[row])
         parts = [part[row] for layer in self._ready() for part in layer.buffers]
@@ -104,11 +104,11 @@ class KVCache(Cache):
             for part in parts:
                 part.zero_()
             return False
-        self._reaches[row] = 0  # what is after its length has been checked
+        self._reaches[row] = 0  # entries after its length have been checked
         return True
 
     def reset(self) -> None:
-        """Forget all rows. The buffers stay."""
+        """Drop all rows. The buffers stay."""
         for id in self.ids:
             self.mend(id)
         for each in (self.ids, self.lengths, self._reserves, self._reaches):
@@ -142,7 +142,7 @@ class KVCache(Cache):
             self.lengths[row] = length
 
     def view(self, id: int, length: int) -> Stored:
-        """Return a sequence's first `length` positions, not copied."""
+        """Return views of a sequence's first `length` positions."""
         row = self._rows[id]
         return [
             (layer.keys[row, :, :length], layer.values[row, :, :length]) if layer.is_initialized else None
@@ -150,7 +150,7 @@ class KVCache(Cache):
         ]
 
     def copy_in(self, id: int, stored: Stored, length: int) -> None:
-        """Replace a sequence's entries by the first `length` positions of what `view` returned."""
+        """Replace a sequence's entries by the first `length` positions of a `view`."""
         row = self._rows[id]
         self.reserve(0, length)
         for layer, entry in zip(self.layers, stored, strict=True):
@@ -163,12 +163,12 @@ class KVCache(Cache):
     # Forwards.
 
     def begin(self, size: int, start: int, end: int, slots: Tensor | None = None) -> None:
-        """Prepare a forward of the first `size` rows. New entries [B, G, N, D] go to `slots` [B, N], or from `start`,
-        the longest length, on in all rows. Attention gets the first `end` slots."""
-        if end > self.capacity or size > self.rows_capacity:  # no reservation was made, or too small a one
+        """Prepare a forward of the first `size` rows. New entries [B, G, N, D] go to `slots` [B, N], or in all rows to
+        the slots from `start`, the longest length, on. Attention gets the first `end` slots."""
+        if end > self.capacity or size > self.rows_capacity:  # the reservation was too small, or there was none
             self.reserve(size, end)
         self._start, self._end, self._slots = start, end, slots
-        # Padding may be written elsewhere, but is made of its row's own entries.
+        # Padding may lie in other slots, but consists of its row's own tokens.
         for row, length in enumerate(self.lengths[:size]):
             self._reaches[row] = max(self._reaches[row], length + end - start)
         if size != self._size:
@@ -183,7 +183,7 @@ class KVCache(Cache):
 
     @property
     def position_bytes(self) -> int | None:
-        """Bytes of one position of a row in all layers; None before the first forward."""
+        """Return the bytes of one position of a row in all layers, or None before the first forward."""
         ready = self._ready()
         if not ready:
             return None
@@ -192,17 +192,17 @@ class KVCache(Cache):
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all buffers. On a CPU memory that was never written to is not taken from the system."""
+        """Return the bytes of all buffers. On a CPU, memory that was never written is not taken from the system."""
         return self.rows_capacity * self.capacity * (self.position_bytes or 0)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the committed positions."""
+        """Return the bytes of the committed positions."""
         return sum(self.lengths) * (self.position_bytes or 0)
 
     @property
     def ready(self) -> bool:
-        """Whether buffers have been allocated."""
+        """Return whether buffers have been allocated."""
         return any(layer.is_initialized for layer in self.layers)
 
     @property
@@ -212,8 +212,8 @@ class KVCache(Cache):
     def fits(
         self, reserve: int, budget: int | None, position_bytes: int | None = None, rows: int | None = None
     ) -> bool:
-        """Return whether buffers of the first `rows`, default all, and one more of `reserve` positions stay within
-        `budget` bytes. `position_bytes`: as known from elsewhere."""
+        """Return whether buffers for the first `rows` rows (default: all) and one more of `reserve` positions stay
+        within `budget` bytes. `position_bytes` is needed before the first forward."""
         self.budget = budget
         if budget is None:
             return True
@@ -222,8 +222,8 @@ class KVCache(Cache):
         return (rows + 1) * longest * (position_bytes or self.position_bytes or 0) <= budget
 
     def reserve(self, rows: int, positions: int) -> None:
-        """Make the buffers hold this many rows and positions. Committed entries stay, provisional ones may be lost.
-        Nothing is allocated before the first forward. While buffers grow, the old and the new ones take memory."""
+        """Grow the buffers to at least N rows and positions. Committed entries stay, provisional ones may be lost.
+        Nothing is allocated before the first forward. While buffers grow, both old and new ones take memory."""
         if rows <= self.rows_capacity and positions <= self.capacity:
             return
         rows, positions = max(rows, len(self.ids)), max([positions, *self.lengths])
@@ -235,13 +235,13 @@ class KVCache(Cache):
         rounded = 1 << (rows - 1).bit_length()
         wanted = [(max(rounded, self.rows_capacity), max(needed[1], self.capacity)), (rounded, needed[1]), needed]
         sizes = next((sizes for sizes in wanted if within(*sizes)), needed)
-        moved = [(layer, layer.moved(*sizes)) for layer in self._ready()]  # may fail: nothing has changed so far
+        moved = [(layer, layer.moved(*sizes)) for layer in self._ready()]  # may fail; nothing has changed yet
         self.rows_capacity, self.capacity = sizes
         for layer, buffers in moved:
             layer.take(buffers)
 
     def release(self) -> None:
-        """If nothing is committed, free all buffers and forget their size, which may be too large for ever."""
+        """If nothing is committed, free all buffers and reset their sizes, which may be too large to allocate."""
         if any(self.lengths):
             return
         self.rows_capacity = self.capacity = 0
@@ -253,12 +253,12 @@ class KVCache(Cache):
 
 
 class KVLayer(CacheLayerMixin):
-    """One layer's buffers; its cache knows rows and lengths. A layer that uses another's entries has no buffers."""
+    """One layer's buffers; the cache has rows and lengths. A layer that uses another layer's entries has no buffers."""
 
-    is_croppable = False  # not through transformers: rows have lengths of their own
+    is_croppable = False  # not by transformers, as each row has its own length
     keys: Tensor  # [rows capacity, G, capacity, D]
     values: Tensor
-    both: Tensor | None  # [rows capacity, 2 G, capacity, D], of which these are the halves
+    both: Tensor | None  # [rows capacity, 2 G, capacity, D] if one buffer holds both
 
     def __init__(self, cache: KVCache, is_sliding: bool) -> None:
         super().__init__()
@@ -266,13 +266,13 @@ class KVLayer(CacheLayerMixin):
         self.is_sliding = is_sliding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate buffers for states [.., G, N, D] like these."""
+        """Allocate buffers for keys and values [.., G, N, D] like these."""
         if self.is_initialized:
             return
         try:
             buffers = self._allocated(key_states, value_states, self.cache.rows_capacity, self.cache.capacity)
         except BaseException:
-            self.cache.release()  # the layers before this one have theirs
+            self.cache.release()  # earlier layers have buffers
             raise
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
@@ -283,7 +283,7 @@ class KVLayer(CacheLayerMixin):
         return (self.keys, self.values) if self.both is None else (self.both,)
 
     def _allocated(self, keys: Tensor, values: Tensor, rows: int, positions: int) -> Buffers:
-        """Return buffers for states like these: one for both if they are of one size."""
+        """Return buffers for keys and values like these: one for both if they are of one size."""
         if keys.shape[-1] != values.shape[-1] or keys.shape[-3] != values.shape[-3]:
             first, second = (_buffer(like, like.shape[-3], rows, positions) for like in (keys, values))
             return first, second, None
@@ -292,7 +292,7 @@ class KVLayer(CacheLayerMixin):
         return first, second, both
 
     def moved(self, rows: int, positions: int) -> Buffers:
-        """Return new buffers of these sizes with what is committed, for `take`."""
+        """Return new buffers of these sizes with the committed entries, for `take`."""
         buffers = self._allocated(self.keys, self.values, rows, positions)
         for new, old in zip(buffers, (self.keys, self.values), strict=False):
             assert new is not None
@@ -311,12 +311,12 @@ class KVLayer(CacheLayerMixin):
         del self.both, self._keys, self._values
 
     def use(self) -> None:
-        """Set the views of the rows of the forward under way."""
+        """Set the views of the rows of the present forward."""
         if self.is_initialized:
             self._keys, self._values = self.keys[: self.cache._size], self.values[: self.cache._size]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write states [B, G, N, D] as `KVCache.begin` laid out; return views [B, G, end, D]."""
+        """Write new keys and values [B, G, N, D] where `KVCache.begin` has set; return views [B, G, end, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache = self.cache
@@ -348,14 +348,14 @@ def _buffer(like: Tensor, groups: int, rows: int, positions: int) -> Tensor:
     size = prod(shape) * like.element_size()
     if like.device.type != "cpu" or size < MAPPED or not hasattr(mmap, "MAP_PRIVATE"):
         return like.new_zeros(shape)
-    # torch.zeros would write every page. The system gives and zeroes these when they are first used.
+    # torch.zeros would write every page. The system zeroes these pages when they are first used.
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=like.dtype).view(shape)
 
 
 def are_numbers(parts: Iterable[Tensor]) -> bool:
-    """Return whether tensors hold neither NaN nor infinities. A GPU is waited for once."""
-    # One such number makes a sum one, too. Sums of float16 leave its range; others are added up in float32 at least.
+    """Return whether tensors hold neither NaN nor infinities, with one wait for a GPU."""
+    # NaN or infinity in a sum persists. Sums of float16 leave its range, so sums are at least float32.
     sums = [part.sum(dtype=torch.float32 if part.dtype == torch.float16 else None) for part in parts]
     # A device map may spread layers.
     return not sums or bool(torch.stack([each.to(sums[0].device) for each in sums]).isfinite().all())

@@ -1,4 +1,4 @@
-"""Keys and values of texts that may come again."""
+"""The prefix store: keys and values of texts that later prompts may begin with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forerun.model.kv_cache import Stored
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """A text with its keys and values, and the hidden states [n, d] that were captured. Prompts of its salt find it."""
+    """A text with its keys and values, and the captured hidden states [n, d], for prompts with its salt."""
 
     tokens: np.ndarray  # [n]
     stored: Stored
@@ -25,12 +25,12 @@ class Prefix:
 
 
 class PrefixStore:
-    """Texts with their KV, in at most `limit` bytes. The least recently used goes first. A text that continues another
-    one of its salt replaces it.
+    """Texts with their KV, in at most `limit` bytes, without the least recently used ones. A text that continues
+    another with its salt replaces it.
 
     Attributes:
-        bytes: held now.
-        hits, hit_tokens: prompts that began like a text in the store, and how many tokens they did not have to run.
+        bytes: present size.
+        hits, hit_tokens: number of prompts found in the store, and of their tokens that were not run again.
     """
 
     def __init__(self, limit: int) -> None:
@@ -44,8 +44,8 @@ class PrefixStore:
     def find(
         self, tokens: Sequence[int], held: int = 0, capture: Capture = "", salt: str = ""
     ) -> tuple[Prefix, int] | None:
-        """Return the text that shares the longest beginning with these tokens, and its length; None if that is at most
-        `held`. With `capture` only texts with these hidden states count."""
+        """Return the text with the longest common prefix with these tokens, and the length of that prefix, or None if
+        it is at most `held`. With `capture`, only texts with these hidden states count."""
         wanted, best, most = np.asarray(tokens, dtype=np.int64), None, held
         for entry in self._entries:
             if entry.salt != salt or capture not in ("", entry.capture):
@@ -68,7 +68,7 @@ class PrefixStore:
         salt: str = "",
         capture: Capture = "head",
     ) -> None:
-        """Store a text: copies of its KV [G, n, D] by layer, and of its hidden states."""
+        """Store a text with copies of its KV [G, n, D] by layer and of its hidden states."""
         capture = capture if hidden is not None else ""
         whole = np.asarray(tokens, dtype=np.int64)
         parts = [each for pair in stored if pair is not None for each in pair]
@@ -104,7 +104,7 @@ class PrefixStore:
 
 
 def common(one: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray) -> int:
-    """Return how many first tokens two texts share."""
+    """Return the length of the longest common prefix of two texts."""
     size = min(len(one), len(other))
     if not size or one[0] != other[0]:
         return 0

@@ -1,4 +1,4 @@
-"""The last prompt, in a cache of one row, and the store of earlier texts that prompts may begin with."""
+"""The last prompt, in a cache of one row, and the prefix store."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ ROW = 0  # the only sequence of a prompt's cache
 
 
 class PromptCache:
-    """Keys, values and hidden states of the last prompt. What it or the store holds of the next one is not run again.
+    """Keys, values and hidden states of the last prompt. A prefix of the next one in it or in the store is not run
+    again.
 
     Attributes:
-        tokens: of the prompt, as far as they were run.
-        capture: the hidden states that are kept of it.
-        store: of earlier texts; None to keep none.
+        tokens: the prompt, as far as it was run.
+        capture: the hidden states that are kept.
+        store: the prefix store, or None.
     """
 
     tokens: list[int]
@@ -31,7 +32,7 @@ class PromptCache:
     _hidden: list[Tensor]  # [n, d] in parts
 
     def __init__(self, cache: KVCache, prefix_bytes: int, unanimous: Callable[[bool], bool]) -> None:
-        """`unanimous`: whether a flag is true in all processes that share a model."""
+        """Take over a cache. `unanimous(flag)` returns whether it is true in all processes that share the model."""
         self.cache, self.store, self._unanimous = cache, PrefixStore(prefix_bytes) if prefix_bytes else None, unanimous
         self.forget()
 
@@ -41,11 +42,11 @@ class PromptCache:
         self.tokens, self.capture, self._salt, self._hidden = [], "", "", []
 
     def begin(self, tokens: list[int], salt: str, capture: Capture, reuse: bool) -> int:
-        """Prepare the cache for a prompt; return how many of its tokens need not be run, 0 without `reuse`."""
+        """Prepare the cache for a prompt; return the number of tokens that need not be run, 0 without `reuse`."""
         cache = self.cache
         if ROW not in cache:
             cache.add(ROW, len(tokens))
-        # In a chunk with a token that gives NaN, those before it get NaN too.
+        # A token that gives NaN spoils those before it in its chunk too.
         known = self._unanimous(cache.mend(ROW)) and reuse and salt == self._salt and capture in ("", self.capture)
         held = common(self.tokens, tokens) if known else 0
         stored = self.store.find(tokens, held, capture, salt) if self.store is not None and reuse else None
@@ -69,13 +70,13 @@ class PromptCache:
 
     @property
     def hidden(self) -> Tensor | None:
-        """[n, d] captured hidden states; None before any."""
+        """Return the captured hidden states [n, d], or None before any."""
         if len(self._hidden) > 1:
             self._hidden = [torch.cat(self._hidden)]
         return self._hidden[0] if self._hidden else None
 
     def end(self) -> None:
-        """Put the prompt, all of which was run, into the store."""
+        """Add the prompt, which was run completely, to the store."""
         if self.tokens:
             stored = self.cache.view(ROW, len(self.tokens))
             self.remember(self.tokens, stored, self.hidden, self._salt, self.capture)
@@ -90,12 +91,12 @@ class PromptCache:
     def remember(
         self, tokens: Sequence[int], stored: Stored, hidden: Tensor | None, salt: str, capture: Capture
     ) -> None:
-        """Put a text into the store, if there is one and all keys, values and states are numbers."""
+        """Add a text to the store, if there is one and all keys, values and states are finite."""
         if self.store is None:
             return
         parts = [part for pair in stored if pair is not None for part in pair]
         if self._unanimous(are_numbers(parts if hidden is None else [*parts, hidden])):
             try:
                 self.store.put(tokens, stored, hidden, salt, capture)
-            except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is one
-                _LOG.warning("a text is not kept for later prompts: %r", error)  # no fault of the request
+            except (MemoryError, RuntimeError) as error:  # including torch.OutOfMemoryError
+                _LOG.warning("a text is not kept for later prompts: %r", error)  # not the request's fault

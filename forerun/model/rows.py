@@ -1,4 +1,4 @@
-"""What a model of tokens and a head over hidden states have in common: sequences in the rows of a cache."""
+"""The common base of models and of heads over hidden states: sequences in the rows of a cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forerun.model.kv_cache import KVCache
 
 
 class Rows:
-    """Sequences in a cache, one a row, each known by its id."""
+    """Sequences in a cache, one a row, by their ids."""
 
     device: torch.device  # of the model
     dtype: torch.dtype  # likewise
@@ -22,12 +22,12 @@ class Rows:
         return id in self.cache
 
     def length(self, id: int) -> int:
-        """Return the committed positions of a sequence; 0 if it has no row."""
+        """Return the number of a sequence's committed positions; 0 without a row."""
         return self.cache.length(id)
 
     @torch.inference_mode()
     def add(self, id: int, reserve: int = 0) -> None:
-        """Add an empty row for a sequence, which will need at most `reserve` positions."""
+        """Add an empty row for a sequence of at most `reserve` positions."""
         self.cache.add(id, reserve)
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Which models can run drafts, and how long their sequences may be."""
+"""Check whether a model can run drafts, and find how long its sequences may be."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from forerun.model.compat import cache_argument
 
-POSITIONS = 1 << 24  # most of a model: tables of rotations are made for all of them
+POSITIONS = 1 << 24  # the most positions of a model: tables of rotations hold all of them
 _ATTENTION = {"full_attention", "sliding_attention"}
-# Their attention depends on more than `position_ids` and the mask, or they are encoders that count positions in their
-# own way or see what comes after a token.
+# Models whose attention depends on more than `position_ids` and the mask, and encoders, which count positions in their
+# own way or see later tokens.
 _OWN_POSITIONS = {"gpt_neo", "moshi"} | {
     *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
     *("rembert", "roberta", "roberta-prelayernorm", "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
@@ -19,10 +19,10 @@ _OWN_POSITIONS = {"gpt_neo", "moshi"} | {
 
 
 def context_of(config: PreTrainedConfig) -> int | None:
-    """Return the longest sequence that a model's positions allow, None if its configuration names none.
+    """Return the length of the longest sequence that a model's positions allow, or None if its configuration has none.
 
-    longrope ends where its short factors do: later ones would change every position, at a time that drafts and other
-    rows decide. Raises ValueError for more positions than POSITIONS.
+    longrope is limited to its short factors: a change to the long ones changes every position, at a time that depends
+    on drafts and other rows. Raises ValueError for more than POSITIONS.
     """
     limits = [getattr(config, "max_position_embeddings", None)]
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -31,30 +31,30 @@ def context_of(config: PreTrainedConfig) -> int | None:
             limits.append(part.get("original_max_position_embeddings"))
     found = min((limit for limit in limits if limit), default=None)
     if isinstance(found, int | float) and found > POSITIONS:
-        raise ValueError(f"the configuration claims {found} positions; at most {POSITIONS} are possible")
+        raise ValueError(f"the configuration claims {found} positions; at most {POSITIONS} are supported")
     return found
 
 
 def window_of(config: PreTrainedConfig) -> int | None:
-    """Return how far attention sees back, in all layers or in the sliding ones; None for everything."""
+    """Return the attention window of all layers or of sliding ones, in positions, or None without one."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     return getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model that cannot roll back or see a tree."""
+    """Raise ValueError for a model that cannot roll back its cache or take tree masks."""
     config = model.config.get_text_config(decoder=True)
     name = type(model).__name__
     accepted = inspect.signature(model.forward).parameters
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder; a decoder-only model is needed")
+        raise ValueError(f"{name} is an encoder-decoder; it must be a decoder-only model")
     if getattr(model, "_is_stateful", False) or not kinds <= _ATTENTION:
         raise ValueError(f"{name} has layers that cannot roll back: {sorted(kinds - _ATTENTION) or 'recurrent'}")
     if getattr(config, "alibi", False) or config.model_type in _OWN_POSITIONS:
         raise ValueError(
-            f"{name} takes positions from its cache or counts them in its own way (ALiBi, local attention, "
-            "encoders as decoders): drafts and batches would change what it says"
+            f"{name} counts positions by its cache or in its own way (ALiBi, local attention, encoder as decoder): "
+            "drafts and batches would change its output"
         )
     if "position_ids" not in accepted or cache_argument(model.forward) is None:
         raise ValueError(f"{name}.forward takes no position_ids or no cache; it cannot run drafts")

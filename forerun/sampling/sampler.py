@@ -97,9 +97,9 @@ class SamplingDistribution:
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """How a chain is sampled from `distribution`: by `numbers` [n], float64 in [0, 1), one for each token. Without them
-    by seeded samplers of these `keys`, one for each position, among the target's `size` tokens."""
+class ChainSampling:
+    """How a chain is sampled from `distribution`: by `numbers` [n], float64 in [0, 1), one for each token. Without
+    them, by seeded samplers of these `keys`, one for each position, in a vocabulary of `size` tokens."""
 
     distribution: SamplingDistribution
     numbers: Tensor | None

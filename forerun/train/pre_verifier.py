@@ -172,7 +172,7 @@ def of_conversations(chats: Path, recipe: Recipe) -> dict[str, tuple[Texts, Text
 
 def survival_of(layer: PreVerifier, drafts: Drafts, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return logits [R, G] and survival [R, G] of some of the drafts."""
-    names = ("history", "log_q", "echoes", "law", *(["hidden"] if "hidden" in layer.config.inputs else []))
+    names = ("history", "log_q", "echoes", "certainty", *(["hidden"] if "hidden" in layer.config.inputs else []))
     return layer(**{name: drafts[name][rows].to(layer.device) for name in names})
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from forerun.heads.echo import SIZES, Echo
-from forerun.heads.pre_verifier import LEAST, USUAL, law_of
+from forerun.heads.pre_verifier import LEAST, USUAL, certainty_of
 from forerun.model.batch import additive
 from forerun.model.causal_lm import CausalLM
 from forerun.model.compat import cache_argument
@@ -33,10 +33,10 @@ from forerun.train.texts import Texts
 #   log_q [N, G]: log-probabilities of tokens under the distributions that they were chosen from.
 #   history [N, 3]: lengths of the last runs of accepted tokens, the present one first; see `history`.
 #   echoes [N, G, 5]: see `forerun.heads.echo`.
-#   law [N, 2]: entropy and top probability of the target's distribution that the anchor was chosen from, by the
+#   certainty [N, 2]: entropy and top probability of the target's distribution that the anchor was chosen from, by the
 #       sampler's scores; `forerun.heads.pre_verifier.UNKNOWN` at a prompt's last token.
 Drafts = dict[str, Tensor]
-FIELDS = ("accept", "hidden", "log_q", "history", "echoes", "law")  # which files and training have
+FIELDS = ("accept", "hidden", "log_q", "history", "echoes", "certainty")  # which files and training have
 STORED = {"hidden": torch.float16, "echoes": torch.int8}  # other fields as they are
 
 
@@ -101,9 +101,8 @@ def roll_out(
     Without sampling the texts decide what the target accepts; for sampling it runs the drafts as well. All drafts of a
     text go through one forward a token, as branches from a shared context.
 
-    A count of None drafts from every place. Else half of the anchors, if available, stand where a draft would just
-    have been rejected: most drafts begin there, and what follows is harder than elsewhere. The others stand anywhere
-    (ours).
+    A count of None drafts from every place. Else half of the anchors, if available, stand where a draft would just have
+    been rejected: most drafts begin there, and what follows is harder than elsewhere. The others stand anywhere (ours).
     """
     windows, begins = texts.tokens, texts.begins[:, None]
     last = texts.ends.clamp(max=windows.shape[1] - 1)[:, None] - depth  # where a draft may begin
@@ -121,7 +120,7 @@ def roll_out(
         places, real = _choose(kept[:, at], allowed, count, generator)
         anchors = at[places]
     before, begun = (anchors - 1).clamp(min=0), (anchors > begins)[..., None]
-    law = law_of(p[_rows(windows), before]) * begun
+    certainty = certainty_of(p[_rows(windows), before]) * begun
     del p
     past = history(kept, texts.begins, anchors)
     logits, hidden = follows.branch(anchors)
@@ -153,7 +152,7 @@ def roll_out(
         "log_q": torch.stack(log_q, -1),
         "history": past,
         "echoes": echoes(windows, anchors, drafted),
-        "law": law,
+        "certainty": certainty,
         "rows": _rows(windows).expand_as(anchors),
         "anchors": anchors,
     }

@@ -48,7 +48,7 @@ int main(int argc, char **argv) { /* variant, threads; out: logits, states, keys
                       matrix(VOCABULARY, WIDTH), .eps = 1e-6f};
     int32_t token[40], row[40], slot[40], length[40], seen[40], paths[40][2],
             extra[] = {3, 150}, ends[] = {-1};
-    static float logits[40][VOCABULARY + 2], normed[40][WIDTH], chances[20];
+    static float logits[40][VOCABULARY + 2], normed[40][WIDTH], probabilities[20];
     for (int i = 0; i < n; i++) { /* row 0: a chain; row 1: pairs of siblings and a child of each second one,
             after the first 10 */
         token[i] = next() % VOCABULARY, row[i] = i >= 20, slot[i] = length[i] = i % 20, seen[i] = 0;
@@ -62,13 +62,13 @@ int main(int argc, char **argv) { /* variant, threads; out: logits, states, keys
     int32_t drafted[20];
     fr_chain_request chain = {.row = 0, .length = 20, .count = 5, .most = 20, .pending = token, .ends = ends,
             .ended = 1, .drafted = drafted,
-                              .chances = chances, .extra = extra, .extras = 2};
+                              .probabilities = probabilities, .extra = extra, .extras = 2};
     if (fr_forward(&model, caches, &batch) || fr_chain(&model, caches, &chain) != 20) return 4;
     for (int i = 0; i < 20; i++)
         for (int k = 0; k < VOCABULARY + 2; k++)
             if (!isfinite(logits[i][k])) return 6;
     fwrite(logits, sizeof logits, 1, stdout), fwrite(normed, sizeof normed, 1, stdout);
-    fwrite(drafted, sizeof drafted, 1, stdout), fwrite(chances, sizeof chances, 1, stdout);
+    fwrite(drafted, sizeof drafted, 1, stdout), fwrite(probabilities, sizeof probabilities, 1, stdout);
     fr_matrix information = matrix(VOCABULARY, 32);
     model.fuse = matrix(WIDTH, 2 * WIDTH), model.alone = matrix(WIDTH, WIDTH);
     chain.row = 1, chain.count = 3, chain.extras = 0, chain.states = numbers(3 * WIDTH, 1), chain.logits = logits[0];
@@ -78,6 +78,6 @@ int main(int argc, char **argv) { /* variant, threads; out: logits, states, keys
     chain.length = 42, chain.count = 1, chain.start = 20, chain.most = 5, chain.logits += 20 * VOCABULARY;
     if (fr_chain(&model, caches, &chain) != 5) return 8;
     fwrite(logits, sizeof logits, 1, stdout), fwrite(memory, sizeof memory, 1, stdout);
-    fwrite(drafted, sizeof drafted, 1, stdout), fwrite(chances, sizeof chances, 1, stdout);
+    fwrite(drafted, sizeof drafted, 1, stdout), fwrite(probabilities, sizeof probabilities, 1, stdout);
     return 0;
 }

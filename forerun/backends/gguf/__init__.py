@@ -1,4 +1,4 @@
-"""Models out of GGUF files, the format of llama.cpp, with their weights in the bits that the file has them in."""
+"""Models from GGUF files, the format of llama.cpp, with the file's own weight formats."""
 
 from forerun.backends.gguf.config import gguf_config
 from forerun.backends.gguf.model import load_gguf

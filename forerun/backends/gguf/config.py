@@ -24,26 +24,26 @@ from forerun.zoo.gguf_file import GgufFile, open_gguf
 
 _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),  # `llama` in a file, where it has a sliding window
+    "mistral": (MistralConfig, MistralForCausalLM),  # a file's `llama` with a sliding window
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
 }
-# Relatives of Llama that have its architecture's name in a file and another forward.
+# Settings of models that a file calls `llama`, but whose forward is another.
 _OTHERS = ("expert_count", "attention.scale", "logit_scale", "residual_scale", "embedding_scale")
 
 
 def gguf_config(path: str | Path) -> PreTrainedConfig:
-    """What transformers calls the model's configuration, without reading a tensor.
+    """Return transformers' configuration of the model, without reading a tensor.
 
     Raises ValueError for a file that cannot be read (`open_gguf`), sizes that are missing or contradict each other, and
-    models that transformers' class would not compute: experts, scaled rotations, parts of heads that do not rotate.
+    models that transformers' class does not compute: experts, scaled rotations, heads that rotate in part.
     """
     return configuration(open_gguf(path))
 
 
 def configuration(file: GgufFile) -> PreTrainedConfig:
-    """As `gguf_config`."""
+    """Return the configuration of an open file (`gguf_config`)."""
     arch = file.architecture
     for key in _OTHERS:
         if file.value(f"{arch}.{key}", float, 0.0) not in (0, 1):
@@ -54,7 +54,7 @@ def configuration(file: GgufFile) -> PreTrainedConfig:
     size = file.own("attention.key_length", int, width // heads)
     if heads % groups or not size or size % 2:
         raise file.error(f"{heads} heads of {size}, {groups} of them for keys and values, are not possible")
-    # Before anything is made in these sizes, which may be damaged.
+    # A damaged file's sizes are checked before anything is made in them.
     stored = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     if len(stored) != layers:
         raise file.error(f"it has the tensors of {len(stored)} layers; {arch}.block_count is {layers}")
@@ -85,7 +85,7 @@ def configuration(file: GgufFile) -> PreTrainedConfig:
         if arch != "llama":
             raise file.error(f"it has {arch}.attention.sliding_window, which is supported for llama only")
         arch, settings["sliding_window"] = "mistral", window
-    elif arch != "qwen2":  # which always has these
+    elif arch != "qwen2":  # qwen2 always has these
         settings["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if arch in ("llama", "smollm3"):
         settings["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
@@ -94,13 +94,13 @@ def configuration(file: GgufFile) -> PreTrainedConfig:
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Of a configuration from here."""
+    """Return the model class of a configuration made here."""
     return _CLASSES[config.model_type][1]
 
 
 def special_ids(file: GgufFile) -> dict[str, Any]:
-    """The tokens that begin, end and pad a text, by their names in a configuration; None for those the file has not
-    got. An end of turn ends a text too: then `eos_token_id` is a list."""
+    """Return the tokens that begin, end and pad a text, by their names in a configuration; None for those that the file
+    lacks. An end of turn ends a text too: then `eos_token_id` is a list."""
     names = ("bos", "eos", "eot", "padding")
     bos, eos, turn, pad = (file.value(f"tokenizer.ggml.{name}_token_id", int) for name in names)
     rows = int(file.tensor("token_embd.weight").shape[-1])
@@ -114,7 +114,7 @@ def special_ids(file: GgufFile) -> dict[str, Any]:
 def _rotation(file: GgufFile) -> dict[str, Any]:
     theta, arch = file.own("rope.freq_base", float, 10000.0), file.architecture
     kind = file.value(f"{arch}.rope.scaling.type", str, "linear")
-    # A factor of 0 is how some files say that there is none.
+    # Some files write a factor of 0 for none.
     factor = file.value(f"{arch}.rope.scaling.factor", float, 0.0) or 1.0
     if kind == "none" or (kind == "linear" and factor == 1):
         return {"rope_type": "default", "rope_theta": theta}

@@ -1,4 +1,4 @@
-"""A model of transformers' class whose weights come out of a GGUF file, tensor by tensor."""
+"""Load a model of transformers' class from a GGUF file, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from forerun.backends.gguf.config import configuration, model_class, special_ids
 from forerun.backends.panels import FORMATS as KNOWN
 from forerun.backends.panels import Rows, check_inputs, pack
 from forerun.backends.stored import FORMATS, StoredEmbedding, StoredLinear
-from forerun.kinds import KINDS
+from forerun.kinds import WEIGHT_FORMATS
 from forerun.zoo.gguf_file import GgufFile, open_gguf
 
 EMBEDDING = "token_embd.weight"
-# What need not be stored anew to have so many bits.
+# File formats that already have the bits of a weight format.
 _KEPT = {"int4": (Type.Q4_0, Type.Q4_1, Type.Q4_K), "int8": (Type.Q8_0,), "bfloat16": (Type.BF16,)}
-_TURNED = ("llama", "mistral", "smollm3")  # whose files have queries and keys in the order of another rotation
+_TURNED = ("llama", "mistral", "smollm3")  # their files interleave the rotated halves of queries and keys
 
 
 def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedModel, str | None]:
-    """The model of a GGUF file on the CPU, and one line about matrices that could not stay as they are (None: all did).
+    """Return the model of a GGUF file on the CPU, and one line about the matrices whose format changed, or None.
 
     Linear layers become `StoredLinear` and the embedding `StoredEmbedding`, without a float copy of the model. A file
     whose matrices are all F16 or F32 gives an ordinary model in float32. Norms and biases are always float32.
 
     Args:
-        kind: "float32" (an ordinary model), "bfloat16", "int8" or "int4" for every matrix. None: as the file has them.
-            Formats that the C library does not know become 8 bits.
+        kind: "float32" (an ordinary model), "bfloat16", "int8" or "int4" for every matrix. None: the file's formats,
+            with 8 bits for those that the C library does not support.
 
-    Raises ValueError for an unknown kind, and for files that cannot be loaded: those of `gguf_config`, tensors that are
-    missing, unknown or of other sizes, types that `gguf` cannot read.
+    Raises ValueError for an unknown kind, as `gguf_config`, and for tensors that are missing, unknown, of other sizes
+    or of types that `gguf` cannot read.
     """
-    if kind not in (None, *KINDS):
-        raise ValueError(f"unknown weights {kind!r}; there are {', '.join(KINDS)}")
+    if kind not in (None, *WEIGHT_FORMATS):
+        raise ValueError(f"unknown weights {kind!r}; there are {', '.join(WEIGHT_FORMATS)}")
     file = open_gguf(path)
     config = configuration(file)
     with torch.device("meta"):
         model: Any = model_class(config)(config)
-    known = get_tensor_name_map(MODEL_ARCH.QWEN3, config.num_hidden_layers)  # which has all of the family's
+    known = get_tensor_name_map(MODEL_ARCH.QWEN3, config.num_hidden_layers)  # its names cover the whole family
     weighted = [place for place, module in model.named_modules() if getattr(module, "weight", None) is not None]
-    modules = {str(known.get_name(place)): place for place in weighted}  # by the file's names
+    modules = {str(known.get_name(place)): place for place in weighted}  # {name in the file: name in the model}
     _check(file, model, modules)
     note = None
     if kind == "float32" or (kind is None and file.is_float):
@@ -63,7 +63,7 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
 
 
 def _check(file: GgufFile, model: Any, modules: dict[str, str]) -> None:
-    """Raises ValueError unless the file has just the tensors of the model, in its sizes."""
+    """Raise ValueError unless the file has exactly the model's tensors, in its sizes."""
     wanted = {}
     for name, place in modules.items():
         for part, value in model.get_submodule(place).named_parameters():
@@ -78,12 +78,11 @@ def _check(file: GgufFile, model: Any, modules: dict[str, str]) -> None:
             raise file.error(f"{name} is {found}; the sizes in the metadata need {shape}")
     unknown = sorted(file.tensors.keys() - wanted.keys())
     if unknown:
-        raise file.error(f"it has a tensor {unknown[0]}, which {type(model).__name__} has not got")
+        raise file.error(f"it has a tensor {unknown[0]}, which {type(model).__name__} does not have")
 
 
 def _fill(file: GgufFile, model: Any, modules: dict[str, str], kind: str | None) -> str | None:
-    """Put in weights for products of a few rows, with the file's own values unless a kind is asked for. Return what
-    changed."""
+    """Fill in weights for products of a few rows, in the file's formats or in `kind`. Return a line about changes."""
     changes: Counter[tuple[str, str]] = Counter()
 
     def rows(name: str, kind: str | None) -> Rows:
@@ -105,7 +104,7 @@ def _fill(file: GgufFile, model: Any, modules: dict[str, str], kind: str | None)
             np.concatenate([Rows.quantised(torch.from_numpy(part), own).rows for part in file.floats(tensor)]), own
         )
 
-    # Looked up, and not multiplied: as the file has it.
+    # The embedding is looked up and not multiplied, so it keeps the file's format.
     embedding = rows(EMBEDDING, None)
     model.model.embed_tokens = StoredEmbedding(embedding, torch.float32)
     for name, place in tqdm(modules.items(), f"packing {file.path.name}", leave=False, disable=None, delay=0.5):
@@ -133,7 +132,7 @@ def _fill(file: GgufFile, model: Any, modules: dict[str, str], kind: str | None)
 
 
 def _fill_plain(file: GgufFile, model: Any, modules: dict[str, str]) -> None:
-    """Puts in float32 weights, as the file has them."""
+    """Fill in the file's weights in float32."""
     for name, place in modules.items():
         module, order = model.get_submodule(place), _order(name, model.config)
         if name == "output" and model.config.tie_word_embeddings:
@@ -147,7 +146,8 @@ def _fill_plain(file: GgufFile, model: Any, modules: dict[str, str]) -> None:
 
 
 def _order(name: str, config: PreTrainedConfig) -> Tensor | None:
-    """Which output of queries or keys stands where: files have the halves of a head that turn together in turns."""
+    """Return which of the file's outputs of queries or keys comes at each place in the model, as files interleave the
+    halves of a head; None for the same order."""
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.rpartition(".")[2])
     if heads is None or config.model_type not in _TURNED:
         return None
@@ -165,7 +165,7 @@ def _parameter(values: Tensor) -> nn.Parameter:
 
 
 def _rotary(file: GgufFile, meta: nn.Module, config: PreTrainedConfig) -> nn.Module:
-    """The rotation with its frequencies in numbers, divided by the file's factors where it has some (Llama 3.1)."""
+    """Return the rotation, with its frequencies divided by the file's factors if it has any (Llama 3.1)."""
     rotary: Any = type(meta)(config)
     if "rope_freqs.weight" in file.tensors:
         factors = _vector(file, "rope_freqs.weight")

@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file, made of its tokens as llama.cpp makes it.
+"""Build the tokenizer of a GGUF file from its tokens, as llama.cpp does.
 
-transformers reads these too, but knows how few models cut their texts (it merges SmolLM2's spaces in another way where
-digits follow), and its versions differ in special tokens.
+transformers reads them too, but knows the pre-tokenizers of few models (it merges SmolLM2's spaces before digits in
+another way), and its versions differ in special tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from forerun.zoo.gguf_file import GgufFile, open_gguf
 
-# How a text is cut before pairs are merged, by the names that llama.cpp has for it (`tokenizer.ggml.pre`). None: as
+# Pre-tokenizers: how a text is split before pairs are merged, by llama.cpp's names (`tokenizer.ggml.pre`). None: as
 # GPT-2 does.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,17 +32,16 @@ _SPLITS: dict[str, str | None] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _WORDS % ""),
     "tekken": _TEKKEN,
 }
-_WHOLE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # a word that is a token is not merged from its parts
+_WHOLE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # a word that is a token needs no merges
 _NORMAL, _UNKNOWN, _CONTROL, _USER, UNUSED = 1, 2, 3, 4, 5  # ggml's token types
 
-
-_SPACE = "\u2581"  # what SentencePiece has for it
+_SPACE = "\u2581"  # SentencePiece's character for a space
 
 
 def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """With its special tokens and chat template.
+    """Return the tokenizer of a file, with its special tokens and chat template.
 
-    Raises ValueError for a file without a tokenizer, a damaged one, and one whose way to cut texts is not known.
+    Raises ValueError for a file without a tokenizer, a damaged one, or an unknown pre-tokenizer.
     """
     file = open_gguf(path)
     kind = file.value("tokenizer.ggml.model", str)
@@ -51,7 +50,7 @@ def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise file.error("it has no tokenizer")
     makers = {"gpt2": _byte_level, "llama": _pieces}
     if kind not in makers:
-        raise file.error(f"its tokenizer is of the kind {kind!r}; known are {', '.join(makers)}")
+        raise file.error(f"its tokenizer is of kind {kind!r}; known are {', '.join(makers)}")
     types: list[int] = file.value("tokenizer.ggml.token_type", list, [_NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise file.error(f"its tokenizer has {len(tokens)} tokens and {len(types)} types of them")
@@ -69,7 +68,7 @@ def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         if begins and ids["bos"] is not None:
             first = tokens[ids["bos"]], ids["bos"]
             backend.post_processor = processors.TemplateProcessing(f"{first[0]} $A", f"{first[0]} $A $B", [first])
-        backend.__deepcopy__ = lambda memo: backend  # transformers would copy it, which takes as long as to build it
+        backend.__deepcopy__ = lambda memo: backend  # transformers' copy of it would take as long as building it
         names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=backend,
@@ -80,22 +79,22 @@ def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         )
         del backend.__deepcopy__
         return tokenizer
-    except Exception as error:  # what damaged vocabularies bring about
+    except Exception as error:  # damaged vocabularies may raise anything
         if str(file.path) in str(error):
             raise
         raise file.error(f"its tokenizer is damaged: {(str(error) or repr(error)).splitlines()[0]}") from None
 
 
 def _vocabulary(tokens: list[str], types: list[int]) -> dict[str, int]:
-    """Without tokens that only fill up, which models' own tokenizers have not got."""
+    """Return {token: id} without unused tokens, which models' own tokenizers lack."""
     return {token: i for i, (token, type) in enumerate(zip(tokens, types, strict=True)) if type != UNUSED}
 
 
 def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> Tokenizer:
-    """Pairs of bytes, merged in the file's order."""
+    """Return a byte-level BPE with the file's merges."""
     cut = file.value("tokenizer.ggml.pre", str, "default")
     if cut not in _SPLITS:
-        raise file.error(f"its tokenizer cuts texts as {cut!r}; known are {', '.join(_SPLITS)}")
+        raise file.error(f"its pre-tokenizer is {cut!r}; known are {', '.join(_SPLITS)}")
     merges: Any = [tuple(merge.split(" ", 1)) for merge in file.value("tokenizer.ggml.merges", list, [])]
     backend = Tokenizer(models.BPE(_vocabulary(tokens, types), merges, ignore_merges=cut in _WHOLE))
     split = _SPLITS[cut]
@@ -110,7 +109,7 @@ def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> Tokenize
 
 
 def _pieces(file: GgufFile, tokens: list[str], types: list[int]) -> Tokenizer:
-    """SentencePiece's pairs: whichever makes the piece with the best score is merged first."""
+    """Return SentencePiece's BPE: the pair that makes the piece with the best score is merged first."""
     scores = file.value("tokenizer.ggml.scores", list, [])
     known, merges = _vocabulary(tokens, types), []
     for token, type, score in zip(tokens, types, scores, strict=True):
