@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -59,6 +59,7 @@ class _Group:
         self.key = beginning(next(iter(sent.values())).tokens)
         self.name: str | None = None  # its replica
         self.lost = 0  # replicas before that one
+        self.last_message = perf_counter()
 
     def rest(self) -> list[SentRequest]:
         """Return what is still to be decoded."""
@@ -70,6 +71,8 @@ class Fleet:
 
     Attributes:
         loads: requests in flight, by replica.
+        resumed: how often the requests of a body with one prompt went on with another replica.
+        recovered: seconds from the last message of the lost replica to the first tokens of the next one.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -81,6 +84,7 @@ class Fleet:
         self.on_failure: Callable[[], None] = lambda: None
         self._model: ModelInfo | None = None
         self.loads: Counter[str] = Counter()
+        self.resumed, self.recovered = 0, deque[float](maxlen=1000)
         self._away: dict[str, float] = {}  # time until which a replica is not asked
         self._hits: dict[str, int] = {}
         self._jobs: dict[Job, list[asyncio.Task[None]]] = {}
@@ -205,11 +209,13 @@ class Fleet:
         group.lost += 1
         if group.lost > LOSSES:
             raise ApiError(500, f"decoding failed: {group.lost} replicas were lost with it", code="replica_lost")
+        self.resumed += 1
 
     async def _read(self, job: Job, group: _Group) -> None:
         """Take the steps of a replica."""
         assert group.name is not None
         order, stream = list(group.sent), self._replicas.decode(group.name, group.rest())
+        resumed_from = group.last_message if group.lost else None
         try:
             while True:
                 try:
@@ -218,7 +224,10 @@ class Fleet:
                     break
                 except TimeoutError:
                     raise LostError(f"nothing came for {SILENCE:g} seconds") from None
-                at = perf_counter()
+                at = group.last_message = perf_counter()
+                if found and resumed_from is not None:
+                    self.recovered.append(at - resumed_from)
+                    resumed_from = None
                 for index, step in found:
                     self._take(job, group, order[index], step, at)
         finally:
