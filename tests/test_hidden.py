@@ -320,9 +320,9 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
     config.write_text(json.dumps(older))
     load_head(tmp_path / "head", target, "lyanna")
     for given, message in (
-        (settings | {"known": False}, "train this one again"),
-        (settings | {"feature": "below"}, "train this one again"),
-        (settings | {"fusion": "first"}, "train this one again"),
+        (settings | {"known": False}, "no longer supported: train it again"),
+        (settings | {"feature": "below"}, "no longer supported: train it again"),
+        (settings | {"fusion": "first"}, "no longer supported: train it again"),
         (older | {"widht": 3}, "unknown field 'widht'"),
     ):
         config.write_text(json.dumps(given))

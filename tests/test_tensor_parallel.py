@@ -61,7 +61,7 @@ def rank(folder: Path) -> None:
     (folder / f"rank{own}.json").write_text(json.dumps(found))
     with pytest.raises(ValueError, match="weights in few bits cannot be split"):
         forerun.load("embedded", tensor_parallel=True, method="ar")
-    with pytest.raises(ValueError, match="num_key_value_heads 1, which 2 ranks cannot share"):
+    with pytest.raises(ValueError, match="num_key_value_heads 1, which 2 ranks cannot split evenly"):
         forerun.load(folder / "odd", tensor_parallel=True, method="ar")
     with pytest.raises(ValueError, match="give tensor_parallel or a device"):
         forerun.load(folder / "target", tensor_parallel=True, device="cpu", method="ar")
@@ -71,14 +71,14 @@ def rank(folder: Path) -> None:
         main()
     assert ended.value.code == 0
     if own == 1:  # killed from without between two forwards, in the middle of an output
-        meet, calls = tensor_parallel.Ranks.meet, count(1)
+        barrier, calls = tensor_parallel.Ranks.barrier, count(1)
 
         def counted(ranks: tensor_parallel.Ranks, place: bytes) -> float:
             if next(calls) == 40:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return meet(ranks, place)
+            return barrier(ranks, place)
 
-        tensor_parallel.Ranks.meet = counted  # type: ignore[method-assign]
+        tensor_parallel.Ranks.barrier = counted  # type: ignore[method-assign]
     main()
 
 

@@ -175,7 +175,7 @@ def test_a_damaged_profile_is_named_and_can_be_made_anew(own_home: Path) -> None
         (json.dumps(raw | {"costs": costs | {"target": {}}}), "with entries for the target"),
         (json.dumps(raw | {"costs": costs | {"target": {"1": 0}}}), "target must be above 0"),
         (json.dumps(raw | {"costs": costs | {"draft": {"1": "x"}}}), "could not convert"),
-        (json.dumps(raw | {"costs": costs | {"draft": {"1": inf}}}), "must be milliseconds"),
+        (json.dumps(raw | {"costs": costs | {"draft": {"1": inf}}}), "costs must map numbers of tokens to"),
         (json.dumps(raw | {"greedy": greedy | {"method": "turbo"}}), "unknown method 'turbo'"),
         (json.dumps(raw | {"greedy": greedy | {"settings": {"gamma": 0}}}), "not 0"),
         (json.dumps(raw | {"greedy": greedy | {"measured_speedup": "x"}}), "could not convert"),
