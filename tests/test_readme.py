@@ -27,6 +27,10 @@ def columns(datasets: tuple[str, ...], *files: str) -> list[tuple[str, str]]:
 FIGURES = {
     (README, "own prompts | HumanEval as chat | GSM8K as chat"): columns(TALK, "chat/greedy.json"),
     (
+        README,
+        "greedy: own prompts | HumanEval as chat | temperature 1: own prompts | HumanEval as chat",
+    ): columns(TALK[:2], "qwen-coder/greedy.json", "qwen-coder/temperature-1.json"),
+    (
         RESULTS,
         "0.7, top-p 0.9: own prompts | HumanEval | GSM8K | 1: own prompts | HumanEval | GSM8K",
     ): columns(TALK, "chat/nucleus.json", "chat/temperature-1.json"),

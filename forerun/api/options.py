@@ -34,7 +34,7 @@ class ModelOptions:
             by transformers' own plan for its architecture. Draft and heads are whole in each of them. All of them must
             make the same calls, and each of them gets the output. Needs accelerate (docs/tensor-parallel.md).
         trust_remote_code: passed on to transformers.
-        fast: False runs transformers' own forwards, without packed weights (see forerun/backends).
+        fast: False runs transformers' own forwards, without packed weights or C (see forerun/backends).
     """
 
     dtype: str | torch.dtype | None = None

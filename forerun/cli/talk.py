@@ -68,7 +68,10 @@ class Talk:
             self.say("system prompt: " + (system or "the chat template's own"))
         elif name in ("/temperature", "/max"):
             field, kind = ("temperature", float) if name == "/temperature" else ("max_new_tokens", int)
-            changed: dict[str, Any] = {field: kind(rest)} if rest else {}
+            try:
+                changed: dict[str, Any] = {field: kind(rest)} if rest else {}
+            except ValueError:
+                raise ValueError(f"{name} takes a number, not {rest!r}") from None
             self.params = replace(self.params, **changed)
             self.say(f"{field}: {vars(self.params)[field]}")
         elif name in ("/clear", "/undo"):

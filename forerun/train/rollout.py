@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -75,6 +76,11 @@ def collect(
         tensors = {name: torch.cat([part[name] for part in parts]).cpu() for name in FIELDS}
         return {name: value.to(STORED.get(name, value.dtype)) for name, value in tensors.items()}
 
+    for *_, path in shards:
+        if path.exists():
+            with safe_open(path, "pt") as file:
+                if lacking := {*FIELDS} - {*file.keys()}:
+                    raise ValueError(f"{path} is of an earlier version, without {lacking}: give another --work")
     save_missing([path for *_, path in shards], make, f"drafts of {SHARD} texts each", run.say)
 
     def loaded(texts: Texts) -> Drafts:
