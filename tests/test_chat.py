@@ -209,7 +209,7 @@ def test_turns_follow_each_other(talk: Any, capsys: Any) -> None:
         ("x" * 2100, "fills the context of 2048: /undo takes back a turn, /clear all"),
         ("/system a\0", "has a NUL character"),
         ("/max 0", "max_new_tokens must be at least 1, not 0"),
-        ("/temperature hot", "not convert string to float: 'hot'"),
+        ("/temperature hot", "takes a number, not 'hot'"),
     ):
         refuses(message, talk.take, text)
         assert (talk.messages, talk.system) == (before, None)
