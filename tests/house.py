@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Lines of Python. Tests are those of benchmarks/ too. The aim is 22,500 and 18,000.
-LIMITS = {"forerun": 22_600, "tests": 18_300}
+LIMITS = {"forerun": 22_620, "tests": 18_300}
 LONGEST = 400  # lines of the longest file of the package
 
 

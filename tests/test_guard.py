@@ -28,6 +28,7 @@ from forerun.methods.chain import ChainDrafter
 from forerun.methods.guard import CHECK, FIRST, LONGEST, LOOKS, Guarded, SpeedTracker
 from forerun.methods.hybrid import HybridDrafter
 from forerun.methods.stop import BestLength, FixedLength, LengthPolicy
+from forerun.methods.suffix import Suffix, SuffixDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler
 
@@ -142,6 +143,13 @@ def test_slow_first_steps_do_not_hide_what_drafts_lose() -> None:
     bench.call(LOOKS)
     bench.target.each = 1.0
     assert sum(step.drafted > 0 for step in bench.call(100)) < 20
+
+
+def test_suffixes_draft_where_costs_rule_the_model_s_drafts_out() -> None:
+    bench, costs = Bench(TARGET), Costs({1: 10.0, 64: 10.5}, {1: 99.0})
+    inner = Guarded(ChainDrafter(bench.draft, FixedLength(2), costs=costs), bench.pace)
+    (steps,) = decode(bench.target, HybridDrafter(SuffixDrafter(Suffix()), inner, 99.0), [Request([1, 2], 60)])
+    assert sum(step.drafted > 0 for step in steps) > 3 and not bench.draft.prompts
 
 
 def test_a_batch_in_which_drafts_cannot_pay_runs_no_draft() -> None:

@@ -42,7 +42,7 @@ def main() -> None:
         done = decoder.generate(prompts, max_new_tokens=NEW, ignore_eos=True, **options)
         windows = torch.tensor([prompt + each.tokens for prompt, each in zip(prompts, done, strict=True)])
         parts = drafts_of(target, draft, windows, depth, sampler if options else Sampler())
-        drafts = {each: torch.cat([getattr(part, each) for part in parts]) for each in FIELDS}
+        drafts = {each: torch.cat([part[each] for part in parts]) for each in FIELDS}
         found = measure(layer, drafts)
         print(f"{name}: AUC {found['auc']}, ECE {found['ece']}, {found['drafts']} drafts")
 

@@ -34,6 +34,7 @@ class Proposal:
             sum(each.forwards for each in parts),
             sum(each.forward_seconds for each in parts),
             sum(each.policy_seconds for each in parts),
+            any(each.rests for each in parts) and not any(draft.drafted for draft in drafts),
         )
 
 

@@ -51,7 +51,7 @@ class Drafting(Method):
         from forerun.methods.translated import TranslatedDrafter
 
         assert self.any_tokenizer
-        return TranslatedDrafter(parts.translation, *made)
+        return TranslatedDrafter(parts.translation, *made, parts.costs)
 
 
 @dataclass(frozen=True)

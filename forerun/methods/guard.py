@@ -191,6 +191,8 @@ class Guarded(Drafter):
         drafts = pace.drafts(len(seqs)) if self._judge is not None else not pace.paused
         rows = len(seqs) if among is None else among
         asked = [seq for seq in seqs if drafts and self.drafter.pays(rows, None if self._inside[seq.id] else seq)]
+        if drafts and len(asked) < len(seqs) and (asked or among is not None):
+            self._judge = None  # where costs rule drafts out, another drafter's may stand, and some rows show nothing
         if self._judge is None and not asked:
             pace.tick()
         late = [seq for seq in asked if not self._inside[seq.id]]

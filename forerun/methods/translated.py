@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from forerun.engine.costs import Costs
 from forerun.engine.sequence import Sequence
 from forerun.methods.chain import Chain, ChainDrafter
 from forerun.methods.stop import LengthPolicy, StopRule
@@ -75,10 +76,16 @@ class TranslatedDrafter(ChainDrafter):
     """
 
     def __init__(
-        self, translation: Translation, model: CausalLM, policy: LengthPolicy, vocab_size: int, block: bool
+        self,
+        translation: Translation,
+        model: CausalLM,
+        policy: LengthPolicy,
+        vocab_size: int,
+        block: bool,
+        costs: Costs | None = None,
     ) -> None:
         assert not policy.wants_draft  # such a layer belongs to a pair of one tokenizer
-        super().__init__(model, policy, vocab_size, block)
+        super().__init__(model, policy, vocab_size, block, costs)
         self.translation = translation
         self._readers: dict[int, Reader] = {}
         self._held: dict[int, list[int]] = {}  # what each row of the model has run

@@ -171,7 +171,7 @@ def check_role(folder: Path, part: str) -> None:
     """Raise ValueError for the folder of another part: of a model, or a trained layer of another kind."""
     try:
         kind = json.loads((folder / "config.json").read_text())["model_type"]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return  # loading says what is wrong
     if (found := ROLES.get(str(kind))) != (part if part in ROLES.values() else None):
         what = f"{found}: --{found}" if found else "model: --target or --draft"
