@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from math import inf
 from typing import Any
 
@@ -49,13 +48,6 @@ class Costs:
     def steps(self, rows: int, most: int) -> list[float]:
         """Return ms of whole steps whose rows draft 0, 1, ... `most` tokens each."""
         return [count * self.drafting(rows) + self.verify(rows * (count + 1)) for count in range(most + 1)]
-
-    def saved(self, rows: int, most: int, chance: float) -> float:
-        """Return ms that a token of each row takes less than in a plain step, with the best draft of at most `most`
-        tokens that are each accepted with probability `chance`; 0 if none is faster."""
-        prices = self.steps(rows, most)
-        tokens = accumulate(chance**count for count in range(most + 1))
-        return prices[0] - min(ms / count for ms, count in zip(prices, tokens, strict=True))
 
     def reading(self, tokens: int) -> float:
         """Return ms in which the draft model runs that many tokens of a prompt."""

@@ -14,7 +14,7 @@ from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods.base import Method, Parts, Sampling, integer
 from forerun.methods.later import sampling, seeded, torch
-from forerun.methods.stop import MOST, BestLength, Bounds, DraftState, FixedLength, LengthPolicy, StopRule
+from forerun.methods.stop import BestLength, Bounds, DraftState, FixedLength, LengthPolicy, StopRule, saving
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from forerun.sampling.sampler import Drafted
 
 USUAL = 5  # tokens of a draft if no costs are known
-EXPECTED = 0.75  # how often a token is accepted, as long as that is not known
 
 
 class Drafting(Method):
@@ -124,7 +123,7 @@ class ChainDrafter(Drafter):
         costs: Costs | None = None,
     ) -> None:
         """`block`: whether sampled drafts are verified as a whole. `costs`, if known, tell where drafts cannot pay."""
-        self.costs, self._saved = costs, cache(lambda rows: costs.saved(rows, MOST, EXPECTED) if costs else 0.0)
+        self.costs, self._saved = costs, cache(lambda rows: saving(costs, rows) if costs else 0.0)
         self.model, self.policy, self.block = model, policy, block
         self.capture: Capture = "head" if policy.wants_draft else ""
         self.vocab_size = vocab_size or model.vocab_size
