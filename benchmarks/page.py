@@ -73,13 +73,18 @@ on transformers' own forwards: what drafting gains there is not our forwards' do
 """
 QWEN = {
     "greedy": "Greedy, 128 new tokens",
-    "greedy-avx2": "Greedy with AVX2 alone (`FORERUN_KERNELS=avx2` on the same machine)",
-    "oracle": "Beside a rule that knows what will be rejected (`SeeingOracle`)",
+    "xeon/greedy": "The same on an Intel Xeon",
+    "greedy-avx2": "Greedy with AVX2 alone (`FORERUN_KERNELS=avx2`)",
+    "peers": "Beside llama.cpp's own drafts, with the best settings of validation prompts",
+    "xeon/oracle": "Beside a rule that knows what will be rejected (`SeeingOracle`), on an Intel Xeon",
     "nucleus": "Temperature 0.7, top-p 0.9",
     "temperature-1": "Temperature 1",
+    "xeon/temperature-1": "The same on an Intel Xeon",
     "repeats": "Tasks that repeat themselves: a request after another one like it",
     "batch-4": "Batches of 4",
+    "xeon/batch-4": "The same on an Intel Xeon, before costs ruled drafts out there",
     "batch-16": "Batches of 16",
+    "xeon/batch-16": "The same on an Intel Xeon, before costs ruled drafts out there",
 }
 QWEN_FRONT = """# Qwen2.5-Coder 1.5B with its 0.5B
 
@@ -89,7 +94,9 @@ itself and questions about the standard library's code, held out from whatever i
 `python benchmarks/run.py --data DATA --only qwen-coder` makes the runs, `page.py` beside it this page.
 
 `llama-cpp` is llama.cpp in its best build for the processor, on the same files, in the same run. Columns are those of
-[chat.md](chat.md). In batches the guard is on, elsewhere off, so that slower methods show.
+[chat.md](chat.md). In batches the guard is on, elsewhere off, so that slower methods show. Each table names its
+processor: an AMD EPYC (Zen 4) where no other is named in the title. These machines are shared: where tau is 1.00 a method decodes
+plainly, and what its speedup differs from 1.00 by is the noise of the cell.
 """
 FRONTS = {
     "chat": (CHAT_FRONT, CHAT),
