@@ -77,7 +77,7 @@ def test_a_run(folder: Path, tmp_path: Path) -> None:
     assert sum(methods["sd"]["time"].values()) == pytest.approx(1, abs=1e-3)
     assert printed["reference"] == "ar"
     assert set(printed["datasets"]) == {"own.jsonl"} and printed["datasets"]["own.jsonl"]["prompts"] == 4
-    assert printed["arguments"]["methods"]["sd"] == {"gamma": 3, "verification": "block"}
+    assert printed["arguments"]["methods"]["sd"] == {"gamma": 3}
     assert printed["arguments"]["target"] == "target"
     assert {"commit", "cpu", "cores", "threads", "gpu", "torch", "transformers"} <= printed["versions"].keys()
     assert printed["date"].endswith(" UTC")

@@ -31,10 +31,6 @@ METHOD_SETTINGS = {
     "eagle chain": {"depth": 3},
     "eagle": {"depth": 3, "width": 2, "nodes": 5},
     "pacer-eagle": {"depth": 3, "nodes": 4},
-    "sampled lyanna": {"depth": 3, "sampled": True},
-    "sampled lyanna beside branches": {"depth": 3, "sampled": True, "reuse": "both"},
-    "sampled lyanna from old states": {"depth": 3, "sampled": True, "reuse": "free", "least": 1},
-    "sampled eagle": {"depth": 3, "sampled": True},
 }
 CONFIGS = {
     "top-p": {"temperature": 1.3, "top_p": 0.85},
@@ -71,7 +67,7 @@ def joint(config: str) -> Tensor:
 @pytest.mark.parametrize("name", METHOD_SETTINGS)
 def test_sampled_tokens_follow_the_targets_distribution(name: str, config: str) -> None:
     settings = METHOD_SETTINGS[name]
-    name = name.removeprefix("sampled ").partition(" ")[0]
+    name = name.partition(" ")[0]
     model, draft = target(), noisy_copy(target(), 0.05)
     parts = parts_of(name, model, draft, hot=5)
     decoder = Decoder(model, None, draft, method(name, **settings), False, max_rows=250, **parts)

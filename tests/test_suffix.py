@@ -452,7 +452,7 @@ def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
 @pytest.mark.parametrize("gamma", [1, 3])
 def test_the_other_methods_settings(gamma: int) -> None:
     target = tiny("llama")
-    chosen = method("hybrid", threshold=1000.0, other=f"sd:gamma={gamma}:verification=token")
+    chosen = method("hybrid", threshold=1000.0, other=f"sd:gamma={gamma}")
     decoder = Decoder(target, None, noisy_copy(target, 1e-6), chosen, False)
     assert len(decoder.generate([[5, 6, 7]], max_new_tokens=24)[0].stats.reached) == gamma
 

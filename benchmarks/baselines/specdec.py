@@ -10,14 +10,14 @@ import numpy as np
 from forerun.engine.sequence import Mode
 from forerun.heads.quick import Array
 from forerun.methods import Parts
-from forerun.methods.base import Sampling, integer, number
+from forerun.methods.base import integer, number
 from forerun.methods.chain import Drafting
 from forerun.methods.pacer import BlockRule, PacerStop
 from forerun.methods.stop import LengthPolicy, StopRule
 
 
 @dataclass(frozen=True)
-class SpecDec(Sampling, Drafting):
+class SpecDec(Drafting):
     """SpecDec++: stops where a trained head finds a rejected token in the draft more probable than `threshold`."""
 
     threshold: float = number(0.3, 0, 1)

@@ -229,7 +229,7 @@ def test_our_methods_run_on_transformers_forwards(folder: Path) -> None:
     found = run(plan, folder / "out")
     write_report(folder / "out")
     assert list(found["arguments"]["methods"]) == ["ar", *names]
-    assert found["arguments"]["methods"]["hf-forward/sd"] == {"gamma": 3, "verification": "block"}
+    assert found["arguments"]["methods"]["hf-forward/sd"] == {"gamma": 3}
     methods = found["methods"]
     assert {each["exact_match"] for each in methods.values()} == {1.0}
     assert methods["hf-forward/sd"]["tau"] == methods["sd"]["tau"] > 1

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
-from forerun.methods.base import Method, Parts, Sampling, integer
+from forerun.methods.base import Method, Parts, integer
 from forerun.methods.later import sampling, seeded, torch
 from forerun.methods.stop import BestLength, Bounds, DraftState, FixedLength, LengthPolicy, StopRule, saving
 
@@ -44,7 +44,7 @@ class Drafting(Method):
 
     def build(self, parts: Parts) -> Drafter:
         assert parts.draft is not None
-        made = parts.draft, self.policy(parts), parts.target.vocab_size, self.verification == "block"
+        made = parts.draft, self.policy(parts), parts.target.vocab_size
         if parts.translation is None:
             return ChainDrafter(*made, parts.costs)
         from forerun.methods.translated import TranslatedDrafter
@@ -54,7 +54,7 @@ class Drafting(Method):
 
 
 @dataclass(frozen=True)
-class SD(Sampling, Drafting):
+class SD(Drafting):
     """Classic speculative decoding: a draft model drafts `gamma` tokens a step. None ("auto") is the best length of
     each step (`BestLength`)."""
 
@@ -79,7 +79,6 @@ class Chain:
     depth: int
     tokens: list[int] = field(default_factory=list)
     q: list[Tensor] = field(default_factory=list)
-    block: bool = False  # `Draft.block`
 
     @property
     def needs_q(self) -> bool:
@@ -101,7 +100,7 @@ class Chain:
 
     def draft(self, origin: str = "draft") -> Draft:
         q = torch.stack(self.q) if self.q else None
-        return Draft.chain(self.seq.tokens[-1], self.tokens, q, origin, self.block)
+        return Draft.chain(self.seq.tokens[-1], self.tokens, q, origin)
 
 
 class ChainDrafter(Drafter):
@@ -119,12 +118,11 @@ class ChainDrafter(Drafter):
         model: CausalLM,
         policy: LengthPolicy,
         vocab_size: int | None = None,
-        block: bool = True,
         costs: Costs | None = None,
     ) -> None:
-        """`block`: whether sampled drafts are verified as a whole. `costs`, if known, tell where drafts cannot pay."""
+        """`costs`, if known, tell where drafts cannot pay."""
         self.costs, self._saved = costs, cache(lambda rows: saving(costs, rows) if costs else 0.0)
-        self.model, self.policy, self.block = model, policy, block
+        self.model, self.policy = model, policy
         self.capture: Capture = "head" if policy.wants_draft else ""
         self.vocab_size = vocab_size or model.vocab_size
         self.spread = 0
@@ -225,7 +223,7 @@ class ChainDrafter(Drafter):
         return min(seq.remaining - 1, context - len(seq.tokens) + 1 if context else seq.remaining)
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
-        chains = [Chain(seq, self._depth(seq), block=self.block) for seq in seqs]
+        chains = [Chain(seq, self._depth(seq)) for seq in seqs]
         return self._grow(chains, len(seqs))
 
     def _grow(self, chains: list[Chain], rows: int) -> Proposal:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from forerun.engine.draft import Draft, Tree
 from forerun.engine.step import Drafter, Proposal
-from forerun.methods.base import Parts, Sampling, flag, integer, number, setting
+from forerun.methods.base import Parts, flag, integer, number, setting
 from forerun.methods.chain import Chain, ChainDrafter, Drafting
 from forerun.methods.later import pools, probabilities, sampling
 from forerun.methods.pacer import Pacer
@@ -40,7 +40,7 @@ def _are_sources(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Phrases(Sampling, Drafting):
+class Phrases(Drafting):
     """Settings of drafting by phrases: a lookahead window of `window` columns (0: none), at most `guesses` phrases of
     `ngram` - 1 tokens in a draft forward, and at most `suffixes` phrases as branches after the draft, which cost the
     draft model nothing. `sources` of phrases are joined by +.
@@ -198,7 +198,7 @@ class OuroborosDrafter(ChainDrafter):
         pool: PhrasePool | None = None,
     ) -> None:
         """Take over a draft model. `pool`: the phrases that greedy sequences share."""
-        super().__init__(model, policy, vocab_size, settings.verification == "block")
+        super().__init__(model, policy, vocab_size)
         self.settings, self.pool, self.sources = settings, pool, settings.sources.split("+")
         self.span = settings.phrases[0]
         self.slack, self.spread = (settings.window + settings.guesses) * self.span, settings.suffixes * self.span
@@ -222,8 +222,8 @@ class OuroborosDrafter(ChainDrafter):
         wide = greedy > self.settings.most_greedy
         for seq in seqs:
             self.rows[seq.id].chain, self.rows[seq.id].suffixes = None, []
-        plain = [Chain(seq, self._depth(seq), block=self.block) for seq in seqs if wide and seq.greedy]
-        phrased = [_Phrased(seq, self._depth(seq), block=self.block) for seq in seqs if not (wide and seq.greedy)]
+        plain = [Chain(seq, self._depth(seq)) for seq in seqs if wide and seq.greedy]
+        phrased = [_Phrased(seq, self._depth(seq)) for seq in seqs if not (wide and seq.greedy)]
         proposals = [self._grow(plain, greedy)] if plain else []
         if phrased:
             proposals.append(self._grow_by_phrases(phrased))

@@ -13,7 +13,7 @@ from math import inf, log
 from typing import TYPE_CHECKING, ClassVar
 
 from forerun.heads.echo import SIZES, Echo
-from forerun.methods.base import Parts, Sampling, integer, number
+from forerun.methods.base import Parts, integer, number
 from forerun.methods.chain import Drafting
 from forerun.methods.confidence import ProductRule
 from forerun.methods.later import np, pre_verifier, quick, torch
@@ -34,7 +34,7 @@ BLOCK, BLOCKS = 4, (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
-class Pacer(Sampling, Drafting):
+class Pacer(Drafting):
     """Draft blocks of `block` tokens until a trained layer expects a rejection: until the survival of a block's last
     token is below `threshold`.
 

@@ -81,11 +81,10 @@ class TranslatedDrafter(ChainDrafter):
         model: CausalLM,
         policy: LengthPolicy,
         vocab_size: int,
-        block: bool,
         costs: Costs | None = None,
     ) -> None:
         assert not policy.wants_draft  # such a layer belongs to a pair of one tokenizer
-        super().__init__(model, policy, vocab_size, block, costs)
+        super().__init__(model, policy, vocab_size, costs)
         self.translation = translation
         self._readers: dict[int, Reader] = {}
         self._held: dict[int, list[int]] = {}  # what each row of the model has run
