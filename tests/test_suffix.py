@@ -376,7 +376,7 @@ def test_auto_is_what_the_decoder_has() -> None:
     head = random_head(CausalLM(target), kind="eagle")
     assert Decoder(target, method=Hybrid()).method == Hybrid()
     assert isinstance(Decoder(target, method=Hybrid(), guard=False).engine.drafter, SuffixDrafter)
-    for name, part in (("sd", {}), ("pacer-ouroboros", {"pre_verifier": layer}), ("eagle", {"head": head})):
+    for name, part in (("sd", {}), ("pacer", {"pre_verifier": layer}), ("eagle", {"head": head})):
         decoder = Decoder(target, None, small, Hybrid(), **part)
         assert decoder.method == Hybrid(other=name)
         both = Decoder(target, None, small, SD(), sampling_method=Hybrid(), **part)  # which brings its parts along

@@ -51,7 +51,7 @@ def resolve(
 
     A draft, layer or head that is not given is the one that comes with forerun for a target of that name. A method that
     is not named, nor by one of its settings, is that of the profile of `forerun tune`, or that which comes with the
-    target. Otherwise it is "pacer-ouroboros" with a draft and its pre-verifier, "sd" with a draft, and "suffix"
+    target. Otherwise it is "pacer" with a draft and its pre-verifier, "sd" with a draft, and "suffix"
     without; with a head that none of these uses, the method of its kind.
 
     Args:
