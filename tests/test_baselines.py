@@ -14,7 +14,7 @@ from commands import run
 from hypothesis import given
 from hypothesis import strategies as st
 from languages import SIZE, VOCAB, cycle, model, moves
-from toys import BASELINES, LAYERS, noisy_copy, random_layer, refuses, tiny
+from toys import BASELINES, LAYERED, noisy_copy, random_layer, refuses, tiny
 
 import forerun
 from benchmarks.baselines.lookup import Lookup, LookupDrafter
@@ -42,7 +42,7 @@ def greedy(chosen: Method, **parts: Any) -> None:
 def test_greedy_output_is_the_targets(name: str) -> None:
     target = tiny("llama")
     draft = noisy_copy(target, 0.03)
-    layer = random_layer(target, draft, **LAYERS[name]) if name in LAYERS else None
+    layer = random_layer(target, draft) if name in LAYERED else None
     chosen = method(BASELINES[name])
     assert chosen.name == name and name not in METHODS
     greedy(chosen, draft=draft, pre_verifier=layer)

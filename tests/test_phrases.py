@@ -179,7 +179,7 @@ def test_the_policy_of_pacer_ouroboros_is_priced_by_how_rows_are_drafted() -> No
     assert method("pacer").costs(parts, "greedy", 1) == COSTS  # type: ignore[union-attr]
 
 
-LAYER = random_layer(draft_size=4)
+LAYER = random_layer()
 
 
 def drafter(pacer: bool = False, pool: PhrasePool | None = None, **settings) -> OuroborosDrafter:

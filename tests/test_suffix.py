@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_engine import interrupt_once
-from toys import DRAFT, LAYERS, TARGET, TableLM, fit, noisy_copy, random_head, random_layer, sampled, tiny
+from toys import DRAFT, TARGET, TableLM, fit, noisy_copy, random_head, random_layer, sampled, tiny
 from transformers import LogitsProcessorList
 
 from forerun import Decoder
@@ -372,7 +372,7 @@ def test_the_text_and_the_memory_both_save_forwards() -> None:
 def test_auto_is_what_the_decoder_has() -> None:
     target = tiny("llama")
     small = noisy_copy(target, 0.03)
-    layer = random_layer(target, small, **LAYERS["pacer"])
+    layer = random_layer(target, small)
     head = random_head(CausalLM(target), kind="eagle")
     assert Decoder(target, method=Hybrid()).method == Hybrid()
     assert isinstance(Decoder(target, method=Hybrid(), guard=False).engine.drafter, SuffixDrafter)

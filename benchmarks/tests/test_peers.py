@@ -224,7 +224,7 @@ def test_our_methods_run_on_transformers_forwards(folder: Path) -> None:
         plan_of(folder, "hf-forward/sd", draft=None)
     with pytest.raises(ValueError, match="method 'hf-forward/pacer' needs a pre-verifier"):
         run(plan_of(folder, "hf-forward/pacer"))
-    layers = {"head": (str(folder / "head"),), "pre_verifier": (str(folder / "layer"),)}
+    layers = {"head": (str(folder / "head"),), "pre_verifier": folder / "layer"}
     plan = plan_of(folder, *names, settings=("sd.gamma=3",), draft_weights="float32", **layers)
     found = run(plan, folder / "out")
     write_report(folder / "out")

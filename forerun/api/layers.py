@@ -12,7 +12,7 @@ from torch import nn
 from forerun.api.loading import loading
 from forerun.backends.heads import HiddenLM
 from forerun.heads.heads import HiddenConfig, HiddenDrafter
-from forerun.heads.pre_verifier import PreVerifier
+from forerun.heads.pre_verifier import OLDER, PreVerifier
 from forerun.methods import Method
 from forerun.model.causal_lm import CausalLM, context_of
 from forerun.model.claims import check_layer
@@ -39,7 +39,7 @@ def layers_for(
     for method in methods:
         if method.layer is not None:
             assert draft is not None and pre_verifier is not None
-            layer = load_pre_verifier(layer or pre_verifier, target, draft, method.kind)
+            layer = load_pre_verifier(layer or pre_verifier, target, draft)
         if method.head is not None:
             if hidden is None:
                 assert head is not None and not isinstance(head, HiddenLM)
@@ -49,19 +49,14 @@ def layers_for(
     return layer, hidden
 
 
-def load_pre_verifier(
-    source: str | Path | PreVerifier, target: CausalLM, draft: CausalLM, output: str | None = None
-) -> PreVerifier:
+def load_pre_verifier(source: str | Path | PreVerifier, target: CausalLM, draft: CausalLM) -> PreVerifier:
     """Load the trained layer of a folder, for just this target and draft.
 
-    Raises ValueError for a missing folder, a file that is missing or broken, a configuration with unknown fields, a
-    layer with another `output` (PreVerifierConfig.kind), and one that was trained for another target or draft.
+    Raises ValueError for a missing folder, a file that is missing or broken, a configuration with unknown fields, and a
+    layer of an older form or for another target or draft.
     """
     name = "the pre-verifier" if isinstance(source, PreVerifier) else f"the pre-verifier {str(source)!r}"
     layer = source if isinstance(source, PreVerifier) else _load_layer(source, name, PreVerifier)
-    if layer.config.kind not in ((output,) if output is not None else ("survival", "acceptance")):
-        needed = output or "survival or acceptance"
-        raise ValueError(f"{name} gives {layer.config.kind!r}; the method needs {needed!r}")
     for part, model in (("target", target), ("draft", draft)):
         if not same_model(getattr(layer.config, part), model.fingerprint):
             trained = layer.config.recipe.get(part)
@@ -106,7 +101,7 @@ def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
     check_role(folder, ROLES[config.model_type])
     with loading(f"{name}: config.json"):
         settings = json.loads(path.read_text())
-        older = {"heads", "states", "target_size", "token_size"}
+        older = {"heads", "states", "target_size", "token_size", "draft_size", *OLDER}
         known = set(config().to_dict()) | {"architectures", "dtype"} | older
         unknown = sorted(set(settings) - known)
     if unknown:
@@ -114,7 +109,7 @@ def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
     with loading(name):
         made = config(**settings)
         context_of(made)  # raises for too long ones
-        blocks = made.num_hidden_layers if isinstance(made, HiddenConfig) else made.layers
+        blocks = made.num_hidden_layers if isinstance(made, HiddenConfig) else 0
         check_layer(folder, blocks, lambda: cls(made))
         if (folder / WEIGHTS).is_file():  # the embedded target's
             stored = cls(made)

@@ -205,7 +205,7 @@ def tune(
             "new_tokens": tokens,
             "sha256": hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16],
         },
-        pre_verifier=str(Path(plan.pre_verifier[0]).resolve()) if plan.pre_verifier else None,
+        pre_verifier=str(plan.pre_verifier.resolve()) if plan.pre_verifier else None,
         head=str(Path(head).resolve()) if head is not None else None,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     )

@@ -44,9 +44,7 @@ def bench(
     head: Annotated[
         list[str] | None, typer.Option(help="Folder of a head of the target's, for lyanna or eagle; repeatable.")
     ] = None,
-    pre_verifier: Annotated[
-        list[str] | None, typer.Option(help="Folder of a trained layer, for pacer; repeatable.")
-    ] = None,
+    pre_verifier: options.PreVerifierOption = None,
     guard: Annotated[bool, typer.Option("--guard/--no-guard", help="Leave drafts out while they do not pay.")] = False,
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run that --out holds.")] = False,
@@ -86,9 +84,9 @@ def planned(
         return {n: each if isinstance(each, Runner) else each.resolve_defaults(*has) for n, each in chosen.items()}
 
     chosen = {each.name: given[each.name] for each in fields(Plan) if each.name in given} | more
-    lists = {name: tuple(given[name] or ()) for name in ("pre_verifier", "head")}
+    chosen |= {"head": tuple(given["head"] or ()), "draft": draft}
     datasets = tuple(split(given["dataset"])) or ("stdlib-test",)
-    plan = Plan(**chosen | lists | {"methods": methods(tuned), "datasets": datasets, "draft": draft})
+    plan = Plan(**chosen | {"methods": methods(tuned), "datasets": datasets})
     make_folder(given["out"], given.get("resume", False))
     files = read_files(plan.datasets, plan.data, plan.limit)
     quiet(plan.threads)

@@ -52,7 +52,7 @@ def tune(
         target=target,
         temperature=temperature,
         top_p=top_p,
-        pre_verifier=(str(pre_verifier),) if pre_verifier is not None else (),
+        pre_verifier=pre_verifier,
         head=(str(head),) if head is not None else (),
         max_new_tokens=NEW_TOKENS,
         limit=PROMPTS,

@@ -55,8 +55,7 @@ class Method(Protocol):
         name: its name for users and in results.
         needs_draft: whether it drafts with a model.
         greedy_only: whether it refuses sampled sequences.
-        layer, kind: the trained layer that it needs: its folder's name, and the kind of its output
-            (`PreVerifierConfig`).
+        layer: the folder's name of the trained layer that it needs.
         head: the kind of head over hidden states that it needs (`forerun.heads.heads.KINDS`).
         warm: whether its pool outlives a sequence.
     """
@@ -66,7 +65,6 @@ class Method(Protocol):
     needs_draft: ClassVar[bool] = False
     greedy_only: ClassVar[bool] = False
     layer: ClassVar[str | None] = None
-    kind: ClassVar[str | None] = None
     head: ClassVar[str | None] = None
     warm: bool = False
 

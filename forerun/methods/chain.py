@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from forerun.engine.acceptance import Verdict
     from forerun.engine.costs import Costs
     from forerun.engine.sequence import Sequence
-    from forerun.engine.target import Capture
     from forerun.model.causal_lm import CausalLM
     from forerun.sampling.sampler import Drafted
 
@@ -123,7 +122,6 @@ class ChainDrafter(Drafter):
         """`costs`, if known, tell where drafts cannot pay."""
         self.costs, self._saved = costs, cache(lambda rows: saving(costs, rows) if costs else 0.0)
         self.model, self.policy = model, policy
-        self.capture: Capture = "head" if policy.wants_draft else ""
         self.vocab_size = vocab_size or model.vocab_size
         self.spread = 0
         self.slack = 0  # positions that a draft forward may need beyond a sequence's limit
@@ -168,15 +166,15 @@ class ChainDrafter(Drafter):
 
     def _roll(
         self, ids: abc.Sequence[int], pending: abc.Sequence[abc.Sequence[int]], count: int
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    ) -> tuple[Tensor, list[Tensor]]:
         """Run `CausalLM.roll`, in the target's vocabulary."""
-        return self.model.roll(ids, pending, count, self.vocab_size, self.capture)
+        return self.model.roll(ids, pending, count, self.vocab_size)
 
     def _at_once(self, chain: Chain, rule: StopRule) -> float | None:
         """Draft a whole chain in fused calls, each as far as the rule's bounds reach, and return the seconds of the
         rule. Return None, with nothing done, if that is not possible (`FusedDraft`)."""
         bounds, seconds = rule.bounds(), 0.0
-        if bounds is None or self.capture or self.model.fused_draft is None or self.model.vocab_size > self.vocab_size:
+        if bounds is None or self.model.fused_draft is None or self.model.vocab_size > self.vocab_size:
             return None  # it may draft padding
         while bounds is not None:
             found = self._stretch(chain, bounds)
@@ -248,7 +246,7 @@ class ChainDrafter(Drafter):
             done = len(going[0].tokens)
             ahead = min(rule.min_more(done), *(chain.depth - done for chain in going)) if argmax else 1
             begun = perf_counter()
-            best, logits, hidden = self._roll(ids, pending, ahead)
+            best, logits = self._roll(ids, pending, ahead)
             forward_seconds += perf_counter() - begun
             forwards += ahead
             known = best.T.tolist() if argmax else None
@@ -257,23 +255,16 @@ class ChainDrafter(Drafter):
                 if not live:
                     break
                 chosen = known[turn] if known is not None else None
-                states = hidden[turn] if hidden else None
-                policy_seconds += self._extend(going, live, logits[turn], chosen, states, rule)
+                policy_seconds += self._extend(going, live, logits[turn], chosen, rule)
             going = [going[row] for row in live]
         return Proposal([chain.draft() for chain in chains], forwards, forward_seconds, policy_seconds)
 
     def _extend(
-        self,
-        chains: list[Chain],
-        live: list[int],
-        logits: Tensor,
-        argmax: list[int] | None,
-        hidden: Tensor | None,
-        rule: StopRule,
+        self, chains: list[Chain], live: list[int], logits: Tensor, argmax: list[int] | None, rule: StopRule
     ) -> float:
         """Draft a token for each of the rows `live`, remove rows that stop, and return the seconds of the rule.
 
-        `logits` [R, V], `hidden` [R, d] and `argmax` [R] (if tokens are chosen by it) are of all chains.
+        `logits` [R, V] and `argmax` [R] (if tokens are chosen by it) are of all chains.
         """
         fitted = self._fitted(logits if len(live) == len(chains) else logits[live])
         if argmax is not None:
@@ -286,8 +277,7 @@ class ChainDrafter(Drafter):
             chains[row].add(token, None if q is None else q[i])
         asked = perf_counter()
         now = [chains[row] for row in live]
-        states = hidden if hidden is None or len(live) == len(chains) else hidden[live]
-        more = rule.more(DraftState([chain.seq for chain in now], [chain.tokens for chain in now], scores, states))
+        more = rule.more(DraftState([chain.seq for chain in now], [chain.tokens for chain in now], scores))
         seconds = perf_counter() - asked
         live[:] = [row for row, chain, on in zip(live, now, more, strict=True) if on and self._goes_on(chain)]
         return seconds

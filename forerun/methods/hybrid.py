@@ -39,7 +39,7 @@ class Hybrid(Suffix):
             return
         other = self._other()
         # It needs what `other` needs. These are no settings (fields) of the class.
-        for name in ("needs_draft", "layer", "kind", "head"):
+        for name in ("needs_draft", "layer", "head"):
             object.__setattr__(self, name, getattr(other, name))
 
     @property

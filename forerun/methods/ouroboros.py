@@ -244,13 +244,10 @@ class OuroborosDrafter(ChainDrafter):
             ids = [chain.seq.id for chain in going]
             trees = [self._tree(chain) for chain in going]
             begun = perf_counter()
-            logits, hidden = self.model.forward(ids, [tree.draft() for tree in trees], self.capture)
+            logits, _ = self.model.forward(ids, [tree.draft() for tree in trees])
             seconds += perf_counter() - begun
             forwards += 1
-            walks = [
-                self._walk(chain, tree, logits[row], hidden[row] if hidden is not None else None)
-                for row, (chain, tree) in enumerate(zip(going, trees, strict=True))
-            ]
+            walks = [self._walk(chain, tree, own) for chain, tree, own in zip(going, trees, logits, strict=True)]
             self.model.commit(ids, [path for _, path in walks])
             going = [chain for chain, (on, _) in zip(going, walks, strict=True) if on]
         drafts = [self._with_suffixes(chain) for chain in chains]
@@ -273,9 +270,9 @@ class OuroborosDrafter(ChainDrafter):
         """Return a phrase, or nothing if the draft model lacks one of its tokens."""
         return phrase if self._knows(phrase or [0]) else ()
 
-    def _walk(self, chain: _Phrased, tree: Tree, logits: Tensor, hidden: Tensor | None) -> tuple[bool, list[int]]:
+    def _walk(self, chain: _Phrased, tree: Tree, logits: Tensor) -> tuple[bool, list[int]]:
         """Draft tokens while the tree contains them; return whether to go on, and the nodes to keep. `logits` [N, V]
-        and `hidden` [N, d] are of the tree's nodes."""
+        are of the tree's nodes."""
         seq, sampler, row = chain.seq, chain.seq.sampler, self.rows[chain.seq.id]
         node = len(seq.tokens) + len(chain.tokens) - self.model.length(seq.id) - 1
         path = list(range(node + 1))
@@ -296,9 +293,7 @@ class OuroborosDrafter(ChainDrafter):
             chain.add(token, None if q is None else q[0])
             assert chain.rule is not None
             asked = perf_counter()
-            (more,) = chain.rule.more(
-                DraftState([seq], [chain.tokens], here, hidden[node][None] if hidden is not None else None)
-            )
+            (more,) = chain.rule.more(DraftState([seq], [chain.tokens], here))
             chain.policy_seconds += perf_counter() - asked
             going = more and self._goes_on(chain)
             child = tree.child(node, token)
