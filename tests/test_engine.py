@@ -31,7 +31,7 @@ from forerun.sampling.sampler import Sampler
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "sd": {"gamma": 3},
-    "suffix": {"width": 2, "most": 6, "memory": 50},
+    "suffix": {"most": 6, "memory": 50},
     "hybrid": {"threshold": 2.0, "memory": 50},
     "ouroboros": {"gamma": 4, "window": 2, "guesses": 2, "ngram": 3, "suffixes": 2},
     "pacer-ouroboros": {"guesses": 2, "ngram": 3, "suffixes": 1, "rows": 2},
