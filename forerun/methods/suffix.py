@@ -36,8 +36,8 @@ class Suffix(Method):
     earlier outputs.
 
     A draft has at most `factor` * match + `offset` tokens and at most `most`, and a probability of at least `least` by
-    the counts. If `warm`, up to `memory` tokens of earlier outputs are used, but not by or from requests with a salt. If
-    costs are known, a token in a batch must also be worth its place in the target's forward.
+    the counts. If `warm`, up to `memory` tokens of earlier outputs are used, but not by or from requests with a salt.
+    If costs are known, a token in a batch must also be worth its place in the target's forward.
 
     The defaults are ours, for a CPU, where every verified token costs time. Elsewhere longer drafts pay.
     """
