@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from forerun.methods.pools import PhrasePool
     from forerun.model.causal_lm import CausalLM
 
+MEMORY = 0.9  # the weight of what forwards gave so far, beside one more
+AGAIN = 32  # steps without phrases after which they are tried again
 SOURCES = ("prompt", "output", "rejected", "suffixes")  # of phrases, besides the window
 
 
@@ -71,7 +73,7 @@ class Phrases(Drafting):
     def build(self, parts: Parts) -> Drafter:
         assert parts.draft is not None
         pool = parts.pool(self.phrases) if self.warm else None
-        return OuroborosDrafter(self, parts.draft, self.policy(parts), parts.target.vocab_size, pool)
+        return OuroborosDrafter(self, parts.draft, self.policy(parts), parts.target.vocab_size, pool, parts.costs)
 
 
 @dataclass(frozen=True)
@@ -196,9 +198,12 @@ class OuroborosDrafter(ChainDrafter):
         policy: LengthPolicy,
         vocab_size: int | None = None,
         pool: PhrasePool | None = None,
+        costs: Costs | None = None,
     ) -> None:
-        """Take over a draft model. `pool`: the phrases that greedy sequences share."""
+        """Take over a draft model. `pool`: the phrases that greedy sequences share. `costs`, if known, tell where
+        plain chains draft more tokens a ms than forwards with phrases."""
         super().__init__(model, policy, vocab_size)
+        self.table, self._found, self._without = costs, 1.0 + settings.phrases[0], 0
         self.settings, self.pool, self.sources = settings, pool, settings.sources.split("+")
         self.span = settings.phrases[0]
         self.slack, self.spread = (settings.window + settings.guesses) * self.span, settings.suffixes * self.span
@@ -219,7 +224,7 @@ class OuroborosDrafter(ChainDrafter):
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         greedy = sum(seq.greedy for seq in seqs)
-        wide = greedy > self.settings.most_greedy
+        wide = greedy > self.settings.most_greedy or not self._phrases_pay(max(1, greedy))
         for seq in seqs:
             self.rows[seq.id].chain, self.rows[seq.id].suffixes = None, []
         plain = [Chain(seq, self._depth(seq)) for seq in seqs if wide and seq.greedy]
@@ -233,6 +238,17 @@ class OuroborosDrafter(ChainDrafter):
         }
         return Proposal.together([drafts[seq.id] for seq in seqs], proposals)
 
+    def _phrases_pay(self, rows: int) -> bool:
+        """Return whether forwards with phrases draft more tokens a ms than plain ones, by what they gave so far. If not,
+        they are tried again from time to time. The rule is ours."""
+        if self.table is None:
+            return True
+        size = 1 + self.span * (self.settings.guesses + self.settings.window)
+        if self._found * self.table.drafting(rows) > self.table.drafting(rows * size):
+            return True
+        self._without = (self._without + 1) % AGAIN
+        return not self._without
+
     def _grow_by_phrases(self, chains: list[_Phrased]) -> Proposal:
         """Draft for all chains, each with its own number of tokens a forward."""
         going = [chain for chain in chains if chain.depth > 0]
@@ -242,13 +258,16 @@ class OuroborosDrafter(ChainDrafter):
         forwards, seconds = 0, 0.0
         while going:
             ids = [chain.seq.id for chain in going]
-            trees = [self._tree(chain) for chain in going]
+            trees, drafted = [self._tree(chain) for chain in going], [len(chain.tokens) for chain in going]
             begun = perf_counter()
             logits, _ = self.model.forward(ids, [tree.draft() for tree in trees])
             seconds += perf_counter() - begun
             forwards += 1
             walks = [self._walk(chain, tree, own) for chain, tree, own in zip(going, trees, logits, strict=True)]
             self.model.commit(ids, [path for _, path in walks])
+            for chain, tree, before in zip(going, trees, drafted, strict=True):
+                if "phrase" in tree.origins:
+                    self._found += (1 - MEMORY) * (len(chain.tokens) - before - self._found)
             going = [chain for chain, (on, _) in zip(going, walks, strict=True) if on]
         drafts = [self._with_suffixes(chain) for chain in chains]
         return Proposal(drafts, forwards, seconds, sum(chain.policy_seconds for chain in chains))
