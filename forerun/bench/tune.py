@@ -21,13 +21,13 @@ from typing import Any
 
 from forerun.api.loading import load_config
 from forerun.api.profiles import Choice, pair_of, save
+from forerun.api.resolve import kind_of
 from forerun.backends.costs import measure_costs
 from forerun.bench.datasets import Prompt, dataset_name
 from forerun.bench.measure import Outcome, Run, decoder_run, measure
 from forerun.bench.models import load_decoders, load_prompts
 from forerun.bench.plan import Plan
 from forerun.bench.report import provenance, summary, versions
-from forerun.files import read_text
 from forerun.heads.heads import KINDS
 from forerun.methods import AR, METHODS, Method, Pacer
 from forerun.model.causal_lm import context_of
@@ -148,9 +148,7 @@ def tune(
     context = context_of(load_config(plan.target, "target", trust_remote_code=plan.trust_remote_code))
     if context is not None:
         plan = replace(plan, max_new_tokens=max(1, min(plan.max_new_tokens, context // 2)))
-    given = [json.loads(read_text(Path(folder) / "config.json")).get("kind") for folder in plan.head]
-    if not set(given) <= set(KINDS):
-        raise ValueError(f"the head {plan.head[0]!r} is of the kind {given[0]!r}; it must be {' or '.join(KINDS)}")
+    given = [kind_of(folder) for folder in plan.head]
     kinds = {*given, *(kind for kind in KINDS if companion(plan.target, kind))}
     folder = companion(plan.target, Pacer.layer) if plan.draft == own_draft(plan.target) else None
     layers = {Pacer.layer} if plan.draft is not None and (plan.pre_verifier or folder) else set()

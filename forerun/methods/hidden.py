@@ -58,11 +58,10 @@ class HeadDrafter(Drafter):
         seconds, forwards: of the head in the present step.
     """
 
-    wants_hidden = True
-
     def __init__(self, settings: Heads, head: HiddenLM, costs: Costs | None = None, beams: int = 1) -> None:
         """Take over a head. `costs`: for paced methods. `beams`: number of states that the head drafts at a depth."""
         self.head, self.depth, self.width = head, settings.depth, settings.width
+        self.wants_hidden = head.capture
         self.nodes = settings.nodes if settings.width > 1 else settings.depth
         self.spread = self.nodes if self.width > 1 else 0
         self.features: dict[int, Tensor] = {}

@@ -198,7 +198,7 @@ class CausalLM(Rows):
         capture, hidden = self.prompts.capture, self.prompts.hidden
         if capture and hidden is None:
             size = self.config.hidden_size
-            size = getattr(self.head, "in_features", size) if capture == "head" else size
+            size = getattr(self.head, "in_features", size) if capture == "head" else size * len(capture)
             hidden = torch.empty(0, size, dtype=self.dtype, device=self.device)
         return hidden
 
