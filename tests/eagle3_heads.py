@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
+from forerun.api.layers import load_head
+from forerun.backends.heads import Head
 from forerun.model.causal_lm import CausalLM
 
 HOT = 24
@@ -93,6 +96,12 @@ def save_eagle3(
     save_file({name: each.contiguous() for name, each in weights.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(found))
     return folder
+
+
+def random_eagle3(target: CausalLM, **settings: Any) -> Head:
+    """A random head of `save_eagle3`."""
+    with TemporaryDirectory() as folder:
+        return load_head(save_eagle3(Path(folder), target, **settings), target)
 
 
 class Plain:

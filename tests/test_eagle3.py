@@ -209,7 +209,6 @@ def test_the_engine_drafts_what_speculators_says(settings: Eagle, reference: typ
 WAYS: dict[str, Method] = {
     "chain": Eagle(),
     "tree": Eagle(depth=3, width=2, nodes=7),
-    "sampled": Eagle(depth=4, sampled=True),
     "paced": PacerEagle(depth=5),
     "hybrid": Hybrid(threshold=2.0, other="eagle:depth=3"),
 }

@@ -42,7 +42,8 @@ def bench(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the standard library's prompts.")] = 128,
     top_p: TopPOption = 1.0,
     head: Annotated[
-        list[str] | None, typer.Option(help="Folder of a head of the target's, for lyanna or eagle; repeatable.")
+        list[str] | None,
+        typer.Option(help="Folder of the target's head: of lyanna, eagle or EAGLE-3; repeatable."),
     ] = None,
     pre_verifier: options.PreVerifierOption = None,
     guard: Annotated[bool, typer.Option("--guard/--no-guard", help="Leave drafts out while they do not pay.")] = False,

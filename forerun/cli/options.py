@@ -50,7 +50,7 @@ MaxNewTokensOption = Annotated[int, typer.Option(help="Most tokens to generate."
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
 TopPOption = Annotated[float, typer.Option(help="1 is all.")]
 PreVerifierOption = Annotated[Path | None, typer.Option(help="Folder of the draft's trained layer.")]
-HeadOption = Annotated[Path | None, typer.Option(help="Folder of the target's head, for lyanna or eagle.")]
+HeadOption = Annotated[Path | None, typer.Option(help="Folder of the target's head: of lyanna, eagle or EAGLE-3.")]
 WeightsOption = Annotated[
     str | None,
     typer.Option(
