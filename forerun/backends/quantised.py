@@ -184,7 +184,7 @@ class Layers:
 class QuantisedForward:
     """A `forerun.model.forward.Forward` in C."""
 
-    dtype, pads = torch.float32, False  # of hidden states
+    dtype = torch.float32  # of hidden states
     exact: Literal["bitwise"] = "bitwise"
 
     def __init__(

@@ -106,11 +106,6 @@ class CausalLM(Rows):
         return self.backend.exact
 
     @property
-    def pads(self) -> bool:
-        """Return whether forwards pad all rows to the longest."""
-        return self.backend.pads
-
-    @property
     def head(self) -> nn.Module:
         """Return the LM head. Raises ValueError for a model that names none."""
         return lm_head(self.model)

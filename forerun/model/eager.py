@@ -24,7 +24,6 @@ class EagerForward:
     """A `forerun.model.forward.Forward` that runs the model's own forward."""
 
     exact: Literal["rounding"] = "rounding"
-    pads = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.device, self.dtype = model, model.device, model.dtype
