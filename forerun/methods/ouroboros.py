@@ -239,8 +239,8 @@ class OuroborosDrafter(ChainDrafter):
         return Proposal.together([drafts[seq.id] for seq in seqs], proposals)
 
     def _phrases_pay(self, rows: int) -> bool:
-        """Return whether forwards with phrases draft more tokens a ms than plain ones, by what they gave so far. If not,
-        they are tried again from time to time. The rule is ours."""
+        """Return whether forwards with phrases draft more tokens a ms than plain ones, by what they gave so far. If
+        not, they are tried again from time to time. The rule is ours."""
         if self.table is None:
             return True
         size = 1 + self.span * (self.settings.guesses + self.settings.window)
