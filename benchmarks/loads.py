@@ -306,7 +306,7 @@ def main(
     target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file.")] = EMBEDDED,
     draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
     head: Annotated[list[str] | None, typer.Option(help="Folder of a head of the target's.")] = None,
-    pre_verifier: Annotated[list[str] | None, typer.Option(help="Folder of a trained layer.")] = None,
+    pre_verifier: Annotated[Path | None, typer.Option(help="Folder of the trained layer.")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="1 is all.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,

@@ -1,4 +1,5 @@
-"""Writes docs/results/chat.md, embedded.md and qwen-coder.md from the results that run.py left here.
+"""Writes docs/results/chat.md, embedded.md and qwen-coder.md from the results that run.py left here, and the README's
+chart.
 
     python -m benchmarks.page
 
@@ -12,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chart import OUT, chart
 from benchmarks.report import named_row, save_plots
 from forerun.bench.report import COLUMNS
 from forerun.files import write_text
@@ -181,6 +183,8 @@ def main() -> None:
             tail = "\n" + notes.read_text() if notes.is_file() else ""
             write_text(PAGES / f"{page}.md", "\n".join(lines).rstrip() + "\n" + tail)
             print(PAGES / f"{page}.md")
+    write_text(OUT, chart())
+    print(OUT)
 
 
 if __name__ == "__main__":

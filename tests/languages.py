@@ -136,14 +136,11 @@ def layer(
     draft: PreTrainedModel,
     bias: float,
     units: Sequence[tuple[str, int, float, float]] = (),
-    inputs: Sequence[str] = ("confidence",),
-    kind: str = "survival",
 ) -> PreVerifier:
     """A pre-verifier that says bias + the sum of gain * relu(weight * input[index]) over units of (input, index,
     weight, gain)."""
-    inputs = sorted({unit[0] for unit in units}) or inputs
     width = max(len(units), 4)
-    config = PreVerifierConfig(SIZE, width=width, inputs=inputs, kind=kind)
+    config = PreVerifierConfig(width)
     config.target, config.draft = fingerprint(target), fingerprint(draft)
     made = PreVerifier(config).eval()
     for parameter in made.parameters():

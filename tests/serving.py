@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from tokenizers import AddedToken
 from toys import noisy_copy, tiny, tiny_tokenizer
 
 from forerun.api.decoder import Decoder
@@ -22,6 +23,8 @@ from forerun.server.worker import Worker
 
 NAME = "tiny"
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
+# The last is not special.
+FILLERS = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|file_sep|>"]
 HELLO = [{"role": "user", "content": "hello"}]
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"
@@ -40,6 +43,15 @@ def make_decoder(**options: Any) -> Decoder:
     tokenizer.chat_template = TEMPLATE
     target, draft = models()
     return Decoder(target, tokenizer, draft, guard=False, **options)
+
+
+def make_filler(context: int = 512) -> Decoder:
+    """With the tokens of Qwen2.5-Coder to fill in the middle."""
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.add_tokens([AddedToken(name, special=name != FILLERS[-1], normalized=False) for name in FILLERS])
+    target = tiny("llama", vocab=len(tokenizer), context=context)
+    return Decoder(target, tokenizer, noisy_copy(target, 0.02), guard=False)
 
 
 class Live:

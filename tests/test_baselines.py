@@ -14,7 +14,7 @@ from commands import run
 from hypothesis import given
 from hypothesis import strategies as st
 from languages import SIZE, VOCAB, cycle, model, moves
-from toys import BASELINES, LAYERS, noisy_copy, random_layer, refuses, tiny
+from toys import BASELINES, LAYERED, noisy_copy, random_layer, refuses, tiny
 
 import forerun
 from benchmarks.baselines.lookup import Lookup, LookupDrafter
@@ -42,7 +42,7 @@ def greedy(chosen: Method, **parts: Any) -> None:
 def test_greedy_output_is_the_targets(name: str) -> None:
     target = tiny("llama")
     draft = noisy_copy(target, 0.03)
-    layer = random_layer(target, draft, **LAYERS[name]) if name in LAYERS else None
+    layer = random_layer(target, draft) if name in LAYERED else None
     chosen = method(BASELINES[name])
     assert chosen.name == name and name not in METHODS
     greedy(chosen, draft=draft, pre_verifier=layer)
@@ -96,17 +96,13 @@ def test_settings_out_of_range() -> None:
         ("hybrid", {"warm": "x"}, "warm must be true or false, not 'x'"),
         ("hybrid", {"other": "hybrid"}, "other must be auto, sd, pacer"),
         ("hybrid", {"other": "oracle"}, "other must be auto, sd, pacer"),
-        ("hybrid", {"other": "sd:depth=2"}, "method 'sd' has no setting 'depth'; it has verification, gamma"),
+        ("hybrid", {"other": "sd:depth=2"}, "method 'sd' has no setting 'depth'; it has gamma"),
         ("hybrid", {"other": "sd:gamma=x"}, "sd.gamma must be of type int | None, not 'x'"),
         ("hybrid", {"other": "sd:gamma"}, "method 'sd:gamma': the module 'sd' cannot be imported"),
         ("hybrid", {"other": "sd:gamma=2:gamma=9"}, "other must give gamma once"),
-        ("svip", {"verification": "tree"}, "verification must be block or token, not 'tree'"),
         ("pacer", {"block": 0}, "block must be an integer of at least 1, not 0"),
         ("pacer", {"threshold": 2.0}, "threshold must be"),
         ("pacer", {"most": 0}, "most must be an integer of at least 1, not 0"),
-        ("lyanna", {"sampled": 1}, "sampled must be true or false, not 1"),
-        ("eagle", {"sampled": True, "width": 2}, "sampled drafts are chains: width must be 1, not 2"),
-        ("pacer-lyanna", {"sampled": True}, "this method discards drafted tokens that do not pay"),
         ("pacer-lyanna", {"reuse": "both"}, "pacer-lyanna cannot value a second draft"),
         ("oracle", {"gamma": 3}, "method 'benchmarks.baselines.oracle:Oracle' has no setting 'gamma'; it has none"),
     ):

@@ -25,7 +25,7 @@ from forerun.bench.datasets import Prompt, check_datasets, front_of, read_prompt
 from forerun.bench.measure import Loaded, Outcome, Run, bench, decoder_run, group_records
 from forerun.bench.models import load_prompts
 from forerun.bench.plan import Plan, Runner, parse_methods
-from forerun.bench.records import Record, Times, parse, times, total, work
+from forerun.bench.records import Record, Times, parse, times, total
 from forerun.bench.report import results, spread, summary
 from forerun.engine.engine import Step
 from forerun.engine.stats import Stats, summarise
@@ -77,7 +77,7 @@ def test_a_run(folder: Path, tmp_path: Path) -> None:
     assert sum(methods["sd"]["time"].values()) == pytest.approx(1, abs=1e-3)
     assert printed["reference"] == "ar"
     assert set(printed["datasets"]) == {"own.jsonl"} and printed["datasets"]["own.jsonl"]["prompts"] == 4
-    assert printed["arguments"]["methods"]["sd"] == {"gamma": 3, "verification": "block"}
+    assert printed["arguments"]["methods"]["sd"] == {"gamma": 3}
     assert printed["arguments"]["target"] == "target"
     assert {"commit", "cpu", "cores", "threads", "gpu", "torch", "transformers"} <= printed["versions"].keys()
     assert printed["date"].endswith(" UTC")
@@ -331,7 +331,7 @@ def test_stored_settings_give_way_to_given_ones() -> None:
 
 def record(method: str, rate: float, round: int = 0, batch: int = 0, dataset: str = "d") -> Record:
     stats = Stats(10, 5, 0, 8, 6, 5, 10 / rate, (3, 3), (3, 2))
-    return Record(round, dataset, batch, ["a"], method, stats, None, None, None, [method != "sd"])
+    return Record(round, dataset, batch, ["a"], method, stats, None, None, [method != "sd"])
 
 
 def test_speedups_are_paired() -> None:
@@ -420,18 +420,3 @@ def test_statistics_add_up_and_a_step_of_a_batch_counts_once() -> None:
     assert spent.steps == 2 and spent.seconds == pytest.approx(4.0)
     assert (spent.draft, spent.policy, spent.verify, spent.rest) == pytest.approx((0.8, 0.4, 2.0, 0.8))
     assert spent.overhead_share == pytest.approx(0.4)
-
-
-def test_the_work_of_a_batch_is_that_of_its_widest_rows() -> None:
-    def steps(number: int, *each: tuple[int, int]) -> list[Step]:
-        """Of one sequence, from the engine's step `number` on: (drafted, draft forwards) of each."""
-        return [Step(0, number + at, 1, drafted=drafted, draft_forwards=n) for at, (drafted, n) in enumerate(each)]
-
-    long, short = steps(4, (3, 3), (0, 3), (5, 5), (5, 5)), steps(4, (1, 3), (2, 3))
-    assert work([long, short]) == ((2, 1, 6, 5), (1, 2, 3, 3), (1, 2, 4, 3))
-    assert work([long, short], pads=False) == ((2, 1, 6, 5), (1, 2, 2, 3), (1, 2, 3, 3))
-    # A row that joins later shares the steps of its numbers.
-    assert work([long, steps(7, (1, 5), (2, 2))]) == (
-        (1, 1, 1, 3), (1, 1, 3, 2), (1, 1, 4, 3), (1, 1, 6, 5), (1, 2, 6, 5)
-    )  # fmt: skip
-    assert work([steps(0, *[(0, 0)] * 9)]) == ((9, 1, 1, 0),)

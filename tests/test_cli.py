@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -41,6 +45,7 @@ def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["generate", "word " * 2000], "the target's context of 1024"),
         (["generate", ""], "the prompt is empty"),
         (["demo", "--target", "embedded", "--method", "eagle"], "train one with `forerun train lyanna --kind eagle`"),
+        (["bench", "--methods", "ar,pacer", "--gamma", "3"], "--gamma: none of ar, pacer has a draft length"),
         (["fetch", "gpt"], "there is no model 'gpt' to fetch; there is smollm2, qwen-coder, qwen-coder-draft"),
         (["train", "draft", "--data", "nothing", "--out", "x"], "no such file or folder: nothing"),
         (["train", "draft", "--data", "stdlib", "--out", "x", "--width", "100"], "--width must be a multiple of 64"),
@@ -110,6 +115,33 @@ def test_info_and_version() -> None:
     }
     assert apart("--version").stdout == f"forerun {forerun.__version__}\n"
     assert "transformers" in run("info").stdout
+
+
+def test_help_has_panels() -> None:
+    for command in ("generate", "chat", "demo", "serve", "bench"):
+        shown = run(command, "--help", env=os.environ | {"COLUMNS": "150"}).stdout
+        panels = re.split(r"\u256d\u2500 (\w+) \u2500", shown)
+        found = dict(zip(panels[1::2], panels[2::2], strict=True))
+        for panel, option in {"Model": "--target", "Method": "--gamma", "Machine": "--threads"}.items():
+            assert option in found[panel], (command, panel)
+        assert "--no-guard" in found["Method"]
+
+
+def test_a_terminal_shows_the_prompt_and_figures() -> None:
+    """The prompt dimly, then the answer, then the line of figures on stderr, which is the terminal too."""
+    master, end = pty.openpty()
+    command = [*COMMAND, "generate", "def add(a, b):", "--max-new-tokens", "8", "--method", "suffix"]
+    env = os.environ | {"TERM": "xterm"}
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=end, stderr=end, env=env) as process:
+        os.close(end)
+        shown = b""
+        with suppress(OSError):  # the end of a terminal
+            while part := os.read(master, 4096):
+                shown += part
+    os.close(master)
+    assert process.returncode == 0
+    assert b"\x1b[2mdef add(a, b):\x1b[0m" in shown and b"loading embedded" in shown
+    assert re.search(rb"8 tokens, .*tokens/s, suffix", shown.splitlines()[-1])
 
 
 def test_a_link_to_a_file_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

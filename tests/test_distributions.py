@@ -6,11 +6,13 @@ from functools import cache
 
 import pytest
 import torch
+from eagle3_heads import random_eagle3
 from torch import Tensor
 from toys import noisy_copy, p_value, parts_of, tiny
 from transformers import GenerationConfig, PreTrainedModel
 
 from forerun import Decoder
+from forerun.backends.heads import HiddenLM
 from forerun.methods import method
 from forerun.model.causal_lm import CausalLM
 
@@ -31,10 +33,8 @@ METHOD_SETTINGS = {
     "eagle chain": {"depth": 3},
     "eagle": {"depth": 3, "width": 2, "nodes": 5},
     "pacer-eagle": {"depth": 3, "nodes": 4},
-    "sampled lyanna": {"depth": 3, "sampled": True},
-    "sampled lyanna beside branches": {"depth": 3, "sampled": True, "reuse": "both"},
-    "sampled lyanna from old states": {"depth": 3, "sampled": True, "reuse": "free", "least": 1},
-    "sampled eagle": {"depth": 3, "sampled": True},
+    "eagle3 chain": {"depth": 3},
+    "eagle3": {"depth": 3, "width": 2, "nodes": 5},
 }
 CONFIGS = {
     "top-p": {"temperature": 1.3, "top_p": 0.85},
@@ -71,10 +71,13 @@ def joint(config: str) -> Tensor:
 @pytest.mark.parametrize("name", METHOD_SETTINGS)
 def test_sampled_tokens_follow_the_targets_distribution(name: str, config: str) -> None:
     settings = METHOD_SETTINGS[name]
-    name = name.removeprefix("sampled ").partition(" ")[0]
+    name = name.partition(" ")[0]
     model, draft = target(), noisy_copy(target(), 0.05)
     parts = parts_of(name, model, draft, hot=5)
-    decoder = Decoder(model, None, draft, method(name, **settings), False, max_rows=250, **parts)
+    if name == "eagle3":
+        parts["head"] = HiddenLM(random_eagle3(CausalLM(model), draft_vocab_size=5), CausalLM(model))
+    chosen = method(name.removesuffix("3"), **settings)
+    decoder = Decoder(model, None, draft, chosen, False, max_rows=250, **parts)
     decoder.engine.chunk_seconds = 100.0  # no clock says who joins when
     torch.manual_seed(5)  # with a seed of its own a sequence would be sampled the same, whatever is drafted
     rows = decoder.generate([PROMPT] * ROWS, max_new_tokens=JOINT + 2, ignore_eos=True, **CONFIGS[config])

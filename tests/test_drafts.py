@@ -1,4 +1,4 @@
-"""Drafts to train on: they are rolled out in answers, and in decoding the layer gets the same inputs as in training."""
+"""Drafts to train on, which are rolled out in answers."""
 
 from __future__ import annotations
 
@@ -11,27 +11,19 @@ from typing import Any
 import pytest
 import torch
 from recipes import make_run, save_pair
-from toys import noisy_copy, random_layer, save_lines, save_models, tiny, tiny_tokenizer
-from transformers import GenerationConfig
+from toys import save_lines, save_models, tiny, tiny_tokenizer
 
 from forerun import Decoder
 from forerun.api.layers import load_pre_verifier
 from forerun.api.loading import load_model
-from forerun.engine.acceptance import Verdict
-from forerun.engine.sequence import Request, Sequence
-from forerun.heads.pre_verifier import UNKNOWN, certainty_of
-from forerun.methods import AR, Pacer, method
-from forerun.methods.pacer import PacerStop
+from forerun.methods import AR, Pacer
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.sampler import Sampler
 from forerun.train.pre_verifier import Recipe, of_conversations, train_pre_verifier
 from forerun.train.rollout import FIELDS, roll_out
-from forerun.train.texts import Conversation, Texts, of_chats
+from forerun.train.texts import Conversation, Texts
 
-PROMPTS = [[5, 6, 7, 5, 6], [9, 3], [8, 8, 4, 1, 2, 3, 7]]
-BOTH = ("entropy", "top", "history")
-DRAWN = {"temperature": 0.7, "top_p": 0.9, "seed": 3}
 WINDOW: Any = {"prompt": 16, "output": 40}  # of text
 RECIPE = Recipe(sequences=12, anchors=5, depth=6, sampled_depth=4, steps=6, batch=8, held=0.5, **WINDOW)
 
@@ -39,72 +31,6 @@ RECIPE = Recipe(sequences=12, anchors=5, depth=6, sampled_depth=4, steps=6, batc
 def conversation(prompt: list[int], answer: list[int], temperature: float = 0.0, split: str = "train") -> Conversation:
     text = tiny_tokenizer().decode(answer, skip_special_tokens=True)
     return Conversation("?", prompt, answer, text, temperature, "own", split)
-
-
-@pytest.mark.parametrize("options", [{}, DRAWN], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["pacer", "pacer-ouroboros"])
-def test_laws_are_those_of_training(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rows at once, drafts that break off at different places."""
-    target = tiny("llama")
-    draft = noisy_copy(target, 0.03)
-    found: dict[tuple[int, ...], tuple[float, float]] = {}
-    certainty = PacerStop.certainty
-    monkeypatch.setattr(
-        PacerStop, "certainty", lambda self, seq: found.setdefault(tuple(seq.tokens), certainty(self, seq))
-    )
-    layer = random_layer(target, draft, inputs=BOTH)
-    settings = method(name, block=2, threshold=0.4, most=6)
-    decoder = Decoder(target, None, draft, settings, guard=False, pre_verifier=layer)
-    done = decoder.generate(PROMPTS, max_new_tokens=40, ignore_eos=True, **options)
-    steps = [step for row in done for step in row.steps]
-    assert len({step.accepted for step in steps}) >= 3 and max(step.rows for step in steps) == 3
-    assert any(step.accepted < step.drafted for step in steps)
-
-    judge = CausalLM(target)
-    sampler = Sampler()
-    if options:
-        config = GenerationConfig(do_sample=True, temperature=0.7, top_p=0.9, top_k=0)
-        sampler = Sampler(False, judge.processors(config, 1))
-    texts = of_chats([conversation(prompt, row.tokens) for prompt, row in zip(PROMPTS, done, strict=True)])
-    drafts = roll_out(judge, CausalLM(draft), texts, None, 1, sampler, torch.Generator().manual_seed(0))
-    places = zip(drafts["rows"].tolist(), drafts["anchors"].tolist(), drafts["certainty"].tolist(), strict=True)
-    trained = {tuple(texts.tokens[row, : anchor + 1].tolist()): both for row, anchor, both in places}
-    assert len(trained) == 3 * 40
-    assert len(found) > 30 and found.keys() <= trained.keys()
-    for text, both in found.items():
-        assert both == pytest.approx(trained[text], rel=1e-3, abs=1e-4)
-        assert (tuple(both) == UNKNOWN) == (list(text) in PROMPTS)
-    assert len({round(entropy, 3) for entropy, _ in found.values()}) > 20
-
-
-def test_laws_by_hand() -> None:
-    scores = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, -torch.inf, -torch.inf], [0.0, -200.0, -200.0, -200.0]])
-    expected = torch.tensor([[4.0, 0.25], [2.0, 0.5], [1.0, 1.0]])
-    expected[:, 0].log_()
-    torch.testing.assert_close(certainty_of(scores), expected)
-    torch.testing.assert_close(certainty_of(scores.bfloat16()), expected)
-
-
-def test_a_law_is_forgotten_where_a_sequence_grows_unobserved() -> None:
-    """As in a guard's pause. And a layer that does not see laws keeps none."""
-    for names in (BOTH, ("history",)):
-        policy = PacerStop(random_layer(inputs=names), 1, 9, 0.5)
-        seqs = [Sequence(Request([1, 2], 30), id) for id in range(2)]
-        for seq in seqs:
-            policy.admit(seq)
-        assert [policy.certainty(seq) for seq in seqs] == [UNKNOWN] * 2
-        # The first row's scores are of another type, as those that nothing processed may be.
-        verdicts = [Verdict([0], 0, 0, False, scores=torch.zeros(4, dtype=torch.bfloat16))]
-        verdicts.append(Verdict([0], 0, 0, False, scores=torch.tensor([0.0, 0.0, -torch.inf, -torch.inf])))
-        for seq in seqs:
-            seq.tokens.append(0)
-        policy.observe(seqs, [], verdicts)
-        if names != BOTH:
-            assert [policy.certainty(seq) for seq in seqs] == [UNKNOWN] * 2
-            continue
-        assert [policy.certainty(seq)[1] for seq in seqs] == [0.25, 0.5]
-        seqs[0].tokens.append(0)
-        assert policy.certainty(seqs[0]) == UNKNOWN and policy.certainty(seqs[1])[1] == 0.5
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +111,7 @@ def test_rows_do_not_depend_on_longer_neighbours(pair: tuple[str, str], chats: P
 def train(
     pair: tuple[str, str], out: Path, chats: Path | None, recipe: Recipe = RECIPE, draft: str | None = None, **more: Any
 ) -> None:
-    layer = {"inputs": ["confidence", "entropy", "top"]} if chats else None
-    train_pre_verifier(make_run(pair[0], out, chats, **more), draft or pair[1], recipe, layer)
+    train_pre_verifier(make_run(pair[0], out, chats, **more), draft or pair[1], recipe)
 
 
 @pytest.mark.parametrize("on_text", [False, True])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from eagle3_heads import random_eagle3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import VOCAB, TableLM, decode, drain, noisy_copy, parts_of, random_table, take_step, tiny, tokens_of
@@ -19,6 +20,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from transformers.generation import logits_process as hf
 
 from forerun import Decoder
+from forerun.backends.heads import HiddenLM
 from forerun.engine.engine import Engine, QueueFullError, Step
 from forerun.engine.sequence import Request
 from forerun.engine.session import TRIES, Session
@@ -31,14 +33,16 @@ from forerun.sampling.sampler import Sampler
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "sd": {"gamma": 3},
-    "suffix": {"width": 2, "most": 6, "memory": 50},
+    "suffix": {"most": 6, "memory": 50},
     "hybrid": {"threshold": 2.0, "memory": 50},
     "ouroboros": {"gamma": 4, "window": 2, "guesses": 2, "ngram": 3, "suffixes": 2},
     "pacer-ouroboros": {"guesses": 2, "ngram": 3, "suffixes": 1, "rows": 2},
     "lyanna": {"depth": 3, "width": 2, "nodes": 5},
     "pacer-lyanna": {"depth": 4, "nodes": 5, "block": 2},
     "eagle": {"depth": 3, "width": 2, "nodes": 5},
+    "eagle3": {"depth": 3, "width": 2, "nodes": 5},
 }
+NAMES = [*METHODS, "eagle3"]  # `eagle` with another head
 PROCESSORS: list[LogitsProcessorList | None] = [
     None,
     LogitsProcessorList([hf.TemperatureLogitsWarper(0.7), hf.TopPLogitsWarper(0.9)]),
@@ -55,8 +59,11 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
 @cache
 def decoder(name: str) -> Decoder:
     target, draft = models()
-    chosen = method(name, **SETTINGS.get(name, {}))
-    return Decoder(target, None, draft, chosen, False, prefix_bytes=100_000, **parts_of(name, target, draft))
+    chosen = method(name.removesuffix("3"), **SETTINGS.get(name, {}))
+    parts = parts_of(name, target, draft)
+    if name == "eagle3":
+        parts["head"] = HiddenLM(random_eagle3(CausalLM(target)), CausalLM(target))
+    return Decoder(target, None, draft, chosen, False, prefix_bytes=100_000, **parts)
 
 
 def opened(name: str) -> Decoder:
@@ -102,7 +109,7 @@ KEPT = ("rows", "ids", "lengths", "states", "_states", "_rows", "features", "old
 
 @given(data=st.data())
 @settings(max_examples=8)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_request_is_given_what_it_is_given_alone(name: str, data: st.DataObject) -> None:
     """Arrivals, aborts, lengths, seeds, greedy and sampled, with and without processors, at random."""
     requests, arrivals = [], []
@@ -203,7 +210,7 @@ def test_an_exception_of_a_user_ends_that_request_alone(name: str, how: str) -> 
 
 @given(data=st.data())
 @settings(max_examples=10)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_goes_wrong_once_undoes_the_step_and_costs_nobody_anything(name: str, data: st.DataObject) -> None:
     """Interrupts and failures anywhere, with aborts, a processor that raises and sampled rows beside."""
     requests = [

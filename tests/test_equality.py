@@ -59,7 +59,7 @@ METHODS: dict[str, tuple[Method, str]] = {
     "sd, a draft that agrees sometimes": (SD(4), "noisy"),
     "sd, a draft that never agrees": (SD(2), "random"),
     "lookup": (Lookup(6, 2), "none"),
-    "suffix": (Suffix(width=2), "none"),
+    "suffix": (Suffix(), "none"),
     "hybrid": (Hybrid(threshold=2.0), "noisy"),
     "pacer": (Pacer(), "noisy"),
     "cumulative": (Cumulative(0.2), "noisy"),

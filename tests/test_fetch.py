@@ -404,7 +404,7 @@ def test_load_takes_what_comes_along(home: Path, tmp_path: Path, model: Path, mo
         refuses("method 'sd' needs a draft model", forerun.load, source, method="sd")
         small.save_pretrained(folder / "draft")
     loaded("sd")
-    random_layer(copy.deepcopy(target.model), small, inputs=("confidence",)).save_pretrained(folder / "pre-verifier")
+    random_layer(copy.deepcopy(target.model), small).save_pretrained(folder / "pre-verifier")
     random_head(target).save_pretrained(folder / "lyanna")
     assert loaded("pacer-ouroboros").pre_verifier is not None
     assert loaded("lyanna", method="lyanna").head is not None

@@ -16,7 +16,7 @@ import torch
 import transformers
 from scipy.stats import chisquare
 from torch import Tensor
-from toys import CONTEXT, COSTS, LAYERS, VOCAB, noisy_copy, random_head, random_layer, refuses, tiny, tiny_tokenizer
+from toys import CONTEXT, COSTS, VOCAB, noisy_copy, random_head, random_layer, refuses, tiny, tiny_tokenizer
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -48,7 +48,7 @@ def draft(architecture: str = "llama") -> PreTrainedModel:
 
 @cache
 def layer(architecture: str = "llama") -> PreVerifier:
-    return random_layer(target(architecture), draft(architecture), **LAYERS["pacer"])
+    return random_layer(target(architecture), draft(architecture))
 
 
 def padded(prompts: Sequence[list[int]]) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ def test_greedy_output_is_the_targets(name: str) -> None:
     wanted = Decoder(target, None, None, method("ar"), False).generate(PROMPTS, max_new_tokens=30, ignore_eos=True)
     draft = hot(CausalLM(noisy_copy(target, 0.01)), list(range(0, 60, 2)))
     if name == "pacer":
-        layer = random_layer(target, noisy_copy(target, 0.01), inputs=("confidence",))
+        layer = random_layer(target, noisy_copy(target, 0.01))
         decoder = Decoder(target, None, draft, method(name, threshold=0.2), False, pre_verifier=layer)
     else:
         decoder = Decoder(target, None, draft, method(name), False)

@@ -16,7 +16,6 @@ from recipes import make_run
 from transformers import PreTrainedModel
 
 from benchmarks.baselines.lookahead import Lookahead
-from benchmarks.baselines.specdec import SpecDec
 from forerun import Decoder
 from forerun.api.load import Completion
 from forerun.backends.heads import head_rows
@@ -263,14 +262,6 @@ def test_a_threshold_ends_drafts_behind_a_block() -> None:
         method = Pacer(block=2, threshold=threshold, most=10)
         done = run(target, method, draft=draft, pre_verifier=said)
         assert {step.drafted for _, step in rooted(done, [0])} == {length}
-
-
-def test_a_chance_of_rejection_adds_up() -> None:
-    """SpecDec++ multiplies what its head says of each token: 0.9 ** 4 is the first power below 0.7."""
-    target, draft = pair({})
-    said = layer(target, draft, log(0.9 / 0.1), inputs=["hidden"], kind="acceptance")
-    done = run(target, SpecDec(threshold=0.3), draft=draft, pre_verifier=said)
-    assert {step.drafted for _, step in rooted(done, [0])} == {4}
 
 
 @pytest.mark.parametrize("phrases", [False, True])

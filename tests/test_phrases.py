@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -179,7 +180,20 @@ def test_the_policy_of_pacer_ouroboros_is_priced_by_how_rows_are_drafted() -> No
     assert method("pacer").costs(parts, "greedy", 1) == COSTS  # type: ignore[union-attr]
 
 
-LAYER = random_layer(draft_size=4)
+@pytest.mark.parametrize(("ms", "least", "most"), [(1.01, 60, 70), (1000.0, 1, 3), (10.0, 4, 60)])
+def test_phrases_rest_where_forwards_with_them_draft_less_a_ms(ms: float, least: int, most: int) -> None:
+    """By costs alone or by what they gave, and they are tried again. `ms` is of 64 tokens, where one takes 1."""
+    made, ways = drafter(suffixes=0), []
+    made.table = replace(COSTS, draft={1: 1.0, 64: ms}, chained=0.0)
+    for way, grow in enumerate((made._grow, made._grow_by_phrases)):
+        setattr(made, grow.__name__, lambda *given, way=way, grow=grow: ways.append(way) or grow(*given))
+    (steps,) = decode(TableLM(TARGET), made, [Request(PROMPT, 400)])
+    assert tokens_of(steps) == tokens_of(decode(TableLM(TARGET), PlainDrafter(), [Request(PROMPT, 400)])[0])
+    assert len(ways) >= 70 and least <= sum(ways[:70]) <= most
+    assert (made.rows, made._open) == ({}, set())
+
+
+LAYER = random_layer()
 
 
 def drafter(pacer: bool = False, pool: PhrasePool | None = None, **settings) -> OuroborosDrafter:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import api_page, chart
 from forerun.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
@@ -50,7 +51,7 @@ NAMES = {  # rows that are not named as their methods; `hf-lookup` is one with a
     "`sd`, transformers' forwards": "hf-forward/sd",
 }
 # Tables of words, without figures.
-WORDS = {README: {"read", "who proposes | settings"}, RESULTS: {"what it has | processor"}}
+WORDS = {README: {"", "read", "take | by", "who proposes | settings"}, RESULTS: {"what it has | processor"}}
 Rows = dict[str, list[str]]
 Pages = dict[str, dict[str, Rows]]
 
@@ -99,6 +100,12 @@ def pages() -> Pages:
 @pytest.mark.parametrize(("page", "header"), FIGURES)
 def test_figures_are_those_of_the_files(page: str, header: str, pages: Pages) -> None:
     assert wrong(FIGURES[page, header], pages[page][header]) == []
+
+
+def test_what_commands_write_is_up_to_date() -> None:
+    for name, made in {"docs/api.md": api_page.page(), "docs/speedup.svg": chart.chart()}.items():
+        command = "python -m benchmarks." + ("chart" if name.endswith("svg") else "api_page")
+        assert (ROOT / name).read_text(encoding="utf-8") == made, f"{name} is old: {command}"
 
 
 def test_every_table_is_looked_at_and_methods_are_those_of_the_package(pages: Pages) -> None:

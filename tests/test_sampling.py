@@ -224,7 +224,7 @@ def test_a_block_of_the_targets_own_distributions_is_accepted() -> None:
         scores = torch.randn(4, 300, generator=torch.Generator().manual_seed(seed)) * 3
         q = scores.softmax(-1)[:3]
         tokens = [sample(each, generator) for each in q]
-        verdict = accept(Draft.chain(0, tokens, q, block=True), scores, False, generator)
+        verdict = accept(Draft.chain(0, tokens, q), scores, False, generator)
         assert (verdict.accepted, verdict.rejected) == (3, False)
 
 

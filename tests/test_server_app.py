@@ -17,10 +17,8 @@ from unittest.mock import MagicMock, Mock
 
 import httpx
 import pytest
-from serving import NAME, held, live, make_decoder, post
-from toys import noisy_copy, tiny
+from serving import NAME, held, live, make_decoder, make_filler, post
 
-from forerun.api.decoder import Decoder
 from forerun.failures import TargetLostError
 from forerun.server import answers, run
 from forerun.server.app import STATIC, Settings, create_app
@@ -165,9 +163,7 @@ def test_nothing_that_a_client_sends_breaks_it(tmp_path: Path) -> None:
     """Schemathesis makes the same cases in each run. It also sends what the schema allows and the server refuses, such
     as token ids that there are not: that is no failure."""
     report = tmp_path / "report.json"
-    target = tiny("llama", vocab=300, context=48)  # a short one, so that no answer takes long
-    tokenizer, draft = make_decoder().tokenizer, noisy_copy(target, 0.02)
-    with live(lambda: Decoder(target, tokenizer, draft, guard=False)) as server:
+    with live(lambda: make_filler(context=48)) as server:  # a short one, so that no answer takes long
         command = [*COMMAND, f"{server.url}/openapi.json", "--report-json-path", str(report)]
         env = os.environ | {"NO_PROXY": "127.0.0.1", "COLUMNS": "200"}
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)

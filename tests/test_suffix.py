@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_engine import interrupt_once
-from toys import DRAFT, LAYERS, TARGET, TableLM, fit, noisy_copy, random_head, random_layer, sampled, tiny
+from toys import DRAFT, TARGET, TableLM, fit, noisy_copy, random_head, random_layer, sampled, tiny
 from transformers import LogitsProcessorList
 
 from forerun import Decoder
@@ -106,50 +106,32 @@ def test_a_text_knows_its_longest_suffix_that_occurred_before(text: list[int]) -
     st.lists(texts, max_size=5),
     texts,
     st.integers(1, 9),
-    st.integers(1, 6),
     st.sampled_from([0.0, 0.1, 0.4]),
-    st.integers(1, 3),
     st.sets(st.integers(0, 2), max_size=1),
 )
 def test_drafts_follow_the_counts(
-    kept: list[list[int]], text: list[int], nodes: int, depth: int, least: float, width: int, ends: set[int]
+    kept: list[list[int]], text: list[int], most: int, least: float, ends: set[int]
 ) -> None:
     automaton, brute = grown(kept), Brute(kept)
     state, length = automaton.match(text)
     assert length == brute.match(text) and (state == 0) == (length == 0)
-    tokens, parents, probabilities = automaton.grow(state, nodes, depth, least, width, ends)
-    assert len(tokens) == len(parents) == len(probabilities) <= nodes
-    paths: list[tuple[int, ...]] = [tuple(text[len(text) - length :])]
-    sure, deep, below = [1.0], [0], Counter[int]()
-    for token, parent, probability in zip(tokens, parents, probabilities, strict=True):
-        after = brute.after(paths[parent])
-        share = after[token] / sum(after.values())
-        assert probability == pytest.approx(sure[parent] * share) and probability >= least
-        assert not (parent and paths[parent][-1] in ends)
-        paths.append((*paths[parent], token))
-        sure.append(probability)
-        deep.append(deep[parent] + 1)
-        below[parent] += 1
-    assert max(deep) <= depth and max(below.values(), default=0) <= width
-    assert len(set(paths)) == len(paths) and probabilities == sorted(probabilities, reverse=True)
-    # Nothing better was left out: neither beside what is there nor, while there was room, anything at all.
-    for at, path in enumerate(paths):
-        after = brute.after(path) if length and deep[at] < depth and not (at and path[-1] in ends) else {}
-        taken = sorted((after[token] for token, parent in zip(tokens, parents, strict=True) if parent == at))
-        best = sorted(after.values())[-width:]
-        wanted = [count for count in best if sure[at] * count / sum(after.values()) >= least]
-        assert taken == wanted[len(wanted) - len(taken) :] if taken else True
-        if len(taken) < len(wanted):
-            assert len(tokens) == nodes
-            missed = sure[at] * wanted[len(wanted) - len(taken) - 1] / sum(after.values())
-            assert missed <= probabilities[-1] + 1e-9
+    tokens, probabilities = automaton.grow(state, most, least, ends)
+    path, sure = tuple(text[len(text) - length :]), 1.0
+    for token, probability in zip(tokens, probabilities, strict=True):
+        after = brute.after(path)
+        sure *= after[token] / sum(after.values())
+        assert after[token] == max(after.values()) and probability == pytest.approx(sure) and sure >= least
+        path = (*path, token)
+    assert ends.isdisjoint(tokens[:-1]) and len(tokens) <= most
+    after = brute.after(path)
+    if length and after and len(tokens) < most and not (tokens and tokens[-1] in ends):
+        assert sure * max(after.values()) / sum(after.values()) < least  # it was not worth going on
 
 
 def test_of_tokens_that_came_as_often_the_newest_is_drafted() -> None:
     automaton = grown([[7, 1], [7, 2], [7, 3]])
     state, _ = automaton.match([7])
-    assert automaton.grow(state, 1, 1, 0.0)[0] == [3]
-    assert automaton.grow(state, 3, 1, 0.0, width=3)[0] == [3, 2, 1]
+    assert automaton.grow(state, 1, 0.0)[0] == [3]
 
 
 def test_a_text_in_circles_takes_no_longer_and_longer() -> None:
@@ -222,21 +204,11 @@ class Only(Constraint):
         return next((at for at, token in enumerate(chain) if token > 6), len(chain))
 
 
-@pytest.mark.parametrize(
-    ("width", "processors", "drafted"),
-    [
-        (2, None, {(1,), (2,), (2, 7), (1, 8), (1, 6)}),
-        (1, LogitsProcessorList([Only()]), {(1,)}),
-        (2, LogitsProcessorList([Only()]), {(1,), (2,), (1, 6)}),
-    ],
-)
-def test_a_tree_where_counts_split_which_a_grammar_cuts(
-    width: int, processors: LogitsProcessorList | None, drafted: set[tuple[int, ...]]
-) -> None:
-    drafter = SuffixDrafter(Suffix(offset=4.0, width=width, least=0.1))
-    (draft,) = drafter.propose([begun(drafter, [5, 1, 6, 5, 2, 7, 5, 1, 8, 5], 20, Sampler(True, processors))]).drafts
-    assert {tuple(draft.tokens[at] for at in draft.path(node)[1:]) for node in range(1, len(draft))} == drafted
-    assert set(draft.origins[1:]) == {"lookup"} and drafter.spread == (16 if width == 2 else 0)
+def test_a_grammar_cuts_a_draft() -> None:
+    drafter, text = SuffixDrafter(Suffix(offset=4.0, least=0.1)), [5, 1, 6, 5, 2, 7, 5, 1, 8, 5]
+    for processors, drafted in ((None, [1, 8, 5]), (LogitsProcessorList([Only()]), [1])):
+        (draft,) = drafter.propose([begun(drafter, text, 20, Sampler(True, processors))]).drafts
+        assert draft.tokens[1:4] == drafted and set(draft.origins[1:]) == {"lookup"}
 
 
 @given(texts, st.integers(1, 20))
@@ -330,23 +302,21 @@ def greedy(chosen, draft=None, **options) -> list[list[int]]:
     return [row.tokens for row in rows]
 
 
-@pytest.mark.parametrize("width", [1, 3])
-def test_greedy_output_is_that_of_plain_decoding(width: int) -> None:
+def test_greedy_output_is_that_of_plain_decoding() -> None:
     wanted = greedy(AR())
-    assert greedy(Suffix(width=width)) == wanted
+    assert greedy(Suffix()) == wanted
     small = noisy_copy(tiny("llama"), 0.03)
     for other in ("auto", "sd", "cumulative", "ouroboros", "benchmarks.baselines.lookahead:Lookahead:guesses=2"):
-        assert greedy(Hybrid(width=width, threshold=2.0, other=other), small) == wanted
+        assert greedy(Hybrid(threshold=2.0, other=other), small) == wanted
     for kind in ("lyanna", "eagle"):
         head = random_head(CausalLM(tiny("llama")), kind=kind)
-        assert greedy(Hybrid(width=width, threshold=2.0, other=kind), head=head) == wanted
+        assert greedy(Hybrid(threshold=2.0, other=kind), head=head) == wanted
 
 
-@pytest.mark.parametrize("width", [1, 2])
-def test_sampling_follows_the_targets_distribution(width: int) -> None:
+def test_sampling_follows_the_targets_distribution() -> None:
     """With a memory that grows from batch to batch."""
     memory = SuffixMemory(500)
-    suffixes = SuffixDrafter(Suffix(factor=2.0, offset=1.0, most=8, width=width, least=0.1), memory)
+    suffixes = SuffixDrafter(Suffix(factor=2.0, offset=1.0, most=8, least=0.1), memory)
     made = HybridDrafter(suffixes, SD(2).build(Parts(TableLM(TARGET), TableLM(DRAFT))), 2.0)
     rows = sampled(lambda: made, 50, 20)
     origins = Counter(origin for steps in rows for step in steps for origin in step.origins)
@@ -372,11 +342,11 @@ def test_the_text_and_the_memory_both_save_forwards() -> None:
 def test_auto_is_what_the_decoder_has() -> None:
     target = tiny("llama")
     small = noisy_copy(target, 0.03)
-    layer = random_layer(target, small, **LAYERS["pacer"])
+    layer = random_layer(target, small)
     head = random_head(CausalLM(target), kind="eagle")
     assert Decoder(target, method=Hybrid()).method == Hybrid()
     assert isinstance(Decoder(target, method=Hybrid(), guard=False).engine.drafter, SuffixDrafter)
-    for name, part in (("sd", {}), ("pacer-ouroboros", {"pre_verifier": layer}), ("eagle", {"head": head})):
+    for name, part in (("sd", {}), ("pacer", {"pre_verifier": layer}), ("eagle", {"head": head})):
         decoder = Decoder(target, None, small, Hybrid(), **part)
         assert decoder.method == Hybrid(other=name)
         both = Decoder(target, None, small, SD(), sampling_method=Hybrid(), **part)  # which brings its parts along
@@ -452,7 +422,7 @@ def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
 @pytest.mark.parametrize("gamma", [1, 3])
 def test_the_other_methods_settings(gamma: int) -> None:
     target = tiny("llama")
-    chosen = method("hybrid", threshold=1000.0, other=f"sd:gamma={gamma}:verification=token")
+    chosen = method("hybrid", threshold=1000.0, other=f"sd:gamma={gamma}")
     decoder = Decoder(target, None, noisy_copy(target, 1e-6), chosen, False)
     assert len(decoder.generate([[5, 6, 7]], max_new_tokens=24)[0].stats.reached) == gamma
 

@@ -190,9 +190,8 @@ CASES: dict[str, tuple[Method, LogitsProcessorList | None]] = {
     "sd": (SD(3), NONE),
     "sd, top-k": (SD(3), HEAT),
     "sd, repetition": (SD(3), AGAIN),
-    "sd by tokens": (SD(3, verification="token"), NONE),
     "cumulative": (Cumulative(0.3, 4), NONE),
-    "hybrid": (Hybrid(width=2, most=6, threshold=1.5, other="sd"), NONE),
+    "hybrid": (Hybrid(most=6, threshold=1.5, other="sd"), NONE),
     "confidence, repetition": (Confidence(0.4, 4), AGAIN),
 }
 

@@ -26,10 +26,10 @@ from forerun.api.resolve import resolve
 from forerun.backends.costs import measure_costs
 from forerun.bench import tune
 from forerun.bench.measure import Outcome, Run
-from forerun.bench.tune import candidates, finalists, new_tokens, rate, screen
+from forerun.bench.tune import candidates, new_tokens, rate, search
 from forerun.engine.costs import Costs, costs_of
 from forerun.engine.engine import Step
-from forerun.methods import AR, SD, Confidence, Cumulative, Lyanna, Method, Pacer, PacerEagle, Suffix
+from forerun.methods import AR, SD, Cumulative, Lyanna, Method, Pacer, PacerEagle, Suffix
 from forerun.model.causal_lm import CausalLM
 
 COSTS = Costs(target={1: 10.0, 2: 10.0, 4: 12.0, 8: 20.0}, draft={1: 1.0, 2: 1.5})
@@ -57,7 +57,7 @@ def stub_runs(speed: Callable[[int, int], float], calls: list[int], count: int) 
 def test_halving_finds_the_best_setting() -> None:
     calls: list[int] = []
     runs = stub_runs(lambda gamma, prompt: 3 - abs(gamma - 4) / 10, calls, 12)
-    ranked, dropped = screen(runs, [[[0], [1]], [[2]], [[3]]], 16)
+    ranked, dropped = search(runs, [[[0], [1]], [[2]], [[3]]], 16)
     assert next(iter(ranked)) == "sd 4" and ranked["sd 4"] == pytest.approx(3.0) and len(ranked) == 3
     assert list(ranked.values()) == sorted(ranked.values(), reverse=True)
     assert max(dropped.values()) < min(ranked.values()) and len(ranked | dropped) == 12
@@ -68,10 +68,10 @@ def test_later_prompts_can_change_the_order_unless_it_is_late() -> None:
     # Long drafts pay on the first prompt only.
     runs = stub_runs(lambda gamma, prompt: gamma if prompt == 0 else 1 / gamma, [], 3)
     turns = [[[0]], [[1], [1]]]
-    assert next(iter(screen(runs, turns, 16)[0])) == "sd 1"
-    assert next(iter(screen(runs, turns, 16, is_late=lambda: True)[0])) == "sd 3"
+    assert next(iter(search(runs, turns, 16)[0])) == "sd 1"
+    assert next(iter(search(runs, turns, 16, is_late=lambda: True)[0])) == "sd 3"
     # Where it is late in the first turn, a few of everything have been tried.
-    ranked, dropped = screen(stub_runs(lambda gamma, prompt: gamma, [], 40), [[[0]], [[1]]], 16, is_late=lambda: True)
+    ranked, dropped = search(stub_runs(lambda gamma, prompt: gamma, [], 40), [[[0]], [[1]]], 16, is_late=lambda: True)
     tried = {int(name.split()[1]) for name in ranked | dropped}
     assert len(tried) == 2 * tune.FINALISTS and len(ranked) == tune.FINALISTS
     assert min(tried) < 15 and max(tried) > 25
@@ -83,13 +83,6 @@ def test_fewer_tokens_are_decoded_if_forwards_are_slow_or_the_budget_is_small() 
     assert new_tokens(1000, 60, 5.0, 256) == tune.TOKENS[1] and new_tokens(1000, 60, 5.0, 32) == 32
     assert tune.TOKENS[0] < new_tokens(60, 60, 5.0, 256) < tune.TOKENS[1]
     assert new_tokens(60, 60, 500.0, 256) == tune.TOKENS[0]
-
-
-def test_finalists_are_of_different_methods_where_there_are() -> None:
-    chosen = SD(4), SD(5), SD(6), Cumulative(0.3), Confidence(0.5), Suffix(3.0)
-    methods: dict[str, Method] = dict(zip("abcdef", chosen, strict=True))
-    for ranked, best in (("abdcef", "ade"), ("abdc", "adb"), ("bac", "bac"), ("f", "f")):
-        assert finalists(methods, list(ranked)) == list(best)
 
 
 def test_candidates_fit_the_models_layers_and_heads() -> None:
@@ -126,11 +119,10 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def a_choice(method: Method, temperature: float = 0.0) -> Choice:
-    speedups = {"predicted_speedup": 2.5, "measured_speedup": 2.4}
     sampling = {"temperature": temperature, "top_p": 1.0}
     prompts, date = {"dataset": "own.jsonl", "count": 3}, "2025-01-01 00:00:00 UTC"
     other = {"tuned": {"sd": {"gamma": 7}}, "prompts": prompts, "pre_verifier": None, "head": None, "date": date}
-    return Choice(method.name, asdict(method), **speedups, **sampling, **other)
+    return Choice(method.name, asdict(method), 2.4, **sampling, **other)
 
 
 PAIR = Pair("t", "d", "cpu", "float32", 1, "0123")
@@ -148,6 +140,7 @@ def test_a_profile_comes_back_as_it_was(own_home: Path) -> None:
     assert both.choice(0.7) == a_choice(Cumulative(0.6), 1.0) and both.choice(0) == found.greedy
     # What an earlier version had is left out.
     raw = json.loads(path.read_text())
+    raw["greedy"]["predicted_speedup"] = 2.5
     raw["greedy"]["settings"]["gone"] = raw["greedy"]["tuned"]["sd"]["gone"] = "x"
     raw["greedy"]["tuned"]["lookup"] = {"gamma": 3}
     path.write_text(json.dumps(raw))
@@ -308,16 +301,16 @@ def test_tune_then_generate_info_and_bench(folder: Path, own_home: Path) -> None
     assert found["profile"] == str(path) and str(folder) not in path.read_text()
     profile = read(path)
     assert profile.greedy is not None and profile.sampling is None and set(profile.costs.draft) == {1, 2, 4, 8, 16, 32}
-    assert found["measured"]["ar"] == found["predicted"]["ar"] == 1.0 and len(found["measured"]) == 4
-    assert found["measured_speedup"] == max(found["measured"].values())
-    assert {name.partition(" ")[0] for name in found["predicted"]} == {"ar", *found["tuned"]} >= {"sd", "suffix"}
+    assert found["measured"]["ar"] == 1.0
+    assert found["measured_speedup"] == max([*found["measured"].values()][:2])  # of ar, and the best of the last turn
+    assert {name.partition(" ")[0] for name in found["measured"]} == {"ar", *found["tuned"]} >= {"sd", "suffix"}
     assert profile.greedy.prompts["dataset"] == "own.jsonl"
     assert found["versions"] == profile.versions and found["date"].endswith(" UTC")
     assert found["arguments"]["target"] == "target" and found["arguments"]["budget"] == 2.0
     assert str(folder) not in json.dumps(found["arguments"])
 
     # Whatever was fastest here, what is stored is what runs.
-    save(profile.pair, "greedy", replace(profile.greedy, method="suffix", settings={"most": 4, "width": 2}),
+    save(profile.pair, "greedy", replace(profile.greedy, method="suffix", settings={"most": 4}),
          profile.costs, profile.versions)  # fmt: skip
     asked = ["generate", "the cat sat on the", *pair, "--max-new-tokens", "8", "--json"]
     tuned, named = printed(*asked), printed(*asked, "--method", "sd")
@@ -342,9 +335,8 @@ def test_tune_for_sampling_with_a_head_and_without_a_draft(folder: Path, own_hom
     asked = ["tune", "--target", name, "--data", str(folder / "own.jsonl"), "--threads", "1", "--budget", "1"]
     done = forerun(*asked, "--head", heads["lyanna"], "--temperature", "0.8", "--top-p", "0.9")
     (path,) = (own_home / "profiles").iterdir()
-    assert str(path) in done.stdout and "on a few prompts" in done.stdout
+    assert str(path) in done.stdout and "speedup over plain decoding" in done.stdout
     assert re.search(r"own.jsonl has \d+ prompts: with fewer than 20 the choice may be that of chance", done.stderr)
-    assert re.search(r"measuring (\w|-)+", done.stderr)  # which one is first, the clock decides
     profile, sampling = read(path), read(path).sampling
     assert profile.greedy is None and profile.costs.draft == {} and profile.pair.draft is None
     assert sampling is not None and (sampling.temperature, sampling.top_p) == (0.8, 0.9)

@@ -144,7 +144,6 @@ def test_mistakes_are_named() -> None:
         ({"method": "sd"}, "'sd' needs draft=FOLDER"),
         ({"method": "suffix", "draft": "x"}, "'suffix' takes no draft"),
         ({"method": "pacer", "draft": "x"}, "'pacer' is not for vLLM"),
-        ({"method": "suffix", "width": 2}, "width must be 1"),
         ({"method": "suffix", "gamma": 3}, "no setting 'gamma'"),
         ({"draft": 3}, "draft must be a name"),
         ({"draft": "x", "draft_weights": "int3"}, "unknown weights 'int3'"),

@@ -27,7 +27,7 @@ from forerun.engine.sequence import Sequence as EngineSequence
 from forerun.engine.step import Proposal
 from forerun.engine.target import Output
 from forerun.heads.heads import HiddenConfig, HiddenDrafter
-from forerun.heads.pre_verifier import INPUTS, PreVerifier, PreVerifierConfig
+from forerun.heads.pre_verifier import PreVerifier, PreVerifierConfig
 from forerun.methods import METHODS
 from forerun.methods.ar import PlainDrafter
 from forerun.model.causal_lm import CausalLM, fingerprint
@@ -125,7 +125,6 @@ BASELINES = {  # methods that serve comparison only, by the name that the comman
         "heuristic": "heuristic:Heuristic",
         "svip": "entropy:SVIP",
         "adaedl": "entropy:AdaEDL",
-        "specdec++": "specdec:SpecDec",
         "lookup": "lookup:Lookup",
         "lookahead": "lookahead:Lookahead",
         "oracle": "oracle:Oracle",
@@ -133,19 +132,16 @@ BASELINES = {  # methods that serve comparison only, by the name that the comman
     }.items()
 }
 COSTS = Costs({1: 4.0, 2: 4.2, 4: 4.6, 8: 5.2, 32: 10.0}, {1: 0.4, 4: 0.5}, 0.1, glance=9.0)
-LAYERS: dict[str, dict[str, Any]] = {  # settings of the layer that a method needs
-    "pacer": {"inputs": INPUTS},
-    "pacer-ouroboros": {"inputs": INPUTS},
-    "specdec++": {"inputs": ("hidden",), "kind": "acceptance"},
-}
+LAYERED = ("pacer", "pacer-ouroboros")  # methods that need a layer
 
 
 def random_layer(
     target: PreTrainedModel | None = None, draft: PreTrainedModel | None = None, seed: int = 0, **settings: Any
 ) -> PreVerifier:
-    """An untrained pre-verifier for these models, or for whatever has their widths; of all inputs it sees the usual."""
-    sizes: dict[str, Any] = {"draft_size": 32 if draft is None else draft.config.hidden_size}
-    sizes |= {part: fingerprint(each) for part, each in (("target", target), ("draft", draft)) if each is not None}
+    """An untrained pre-verifier for these models."""
+    sizes: dict[str, Any] = {
+        part: fingerprint(each) for part, each in (("target", target), ("draft", draft)) if each is not None
+    }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         layer = PreVerifier(PreVerifierConfig(**sizes | settings)).eval()
@@ -169,7 +165,7 @@ def random_head(target: CausalLM, hot: int = 12, **settings: Any) -> HiddenDraft
 
 def parts_of(name: str, target: PreTrainedModel, draft: PreTrainedModel | None, **settings: Any) -> dict[str, Any]:
     """The untrained layer and head that a method needs, for a Decoder. `settings` are the head's."""
-    layer = random_layer(target, draft, **LAYERS[name]) if name in LAYERS else None
+    layer = random_layer(target, draft) if name in LAYERED else None
     kind = METHODS[name].head if name in METHODS else None
     head = random_head(CausalLM(target), kind=kind, **settings) if kind else None
     return {"pre_verifier": layer, "head": head, "costs": COSTS}
@@ -312,15 +308,15 @@ class TableLM:
         return logits
 
     def roll(
-        self, ids: Sequence[int], chains: Sequence[Sequence[int]], count: int, vocab_size: int, capture: str = ""
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        self, ids: Sequence[int], chains: Sequence[Sequence[int]], count: int, vocab_size: int
+    ) -> tuple[Tensor, list[Tensor]]:
         argmax, logits = [], []
         for _ in range(count):
             found = self.extend(ids, chains)
             logits.append(torch.stack([own[-1] for own in found]))
             argmax.append(logits[-1][:, :vocab_size].argmax(-1))
             chains = [[int(token)] for token in argmax[-1]]
-        return torch.stack(argmax, 1), logits, []
+        return torch.stack(argmax, 1), logits
 
     def commit(self, ids: Sequence[int], paths: Sequence[list[int]]) -> None:
         for id, path in zip(ids, paths, strict=True):

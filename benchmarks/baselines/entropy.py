@@ -19,7 +19,7 @@ from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
 from forerun.methods import Parts
-from forerun.methods.base import Sampling, integer, number
+from forerun.methods.base import integer, number
 from forerun.methods.chain import Drafting
 from forerun.methods.stop import DraftState, Fixed, LengthPolicy
 
@@ -35,7 +35,7 @@ def entropies(scores: Tensor) -> list[float]:
 
 
 @dataclass(frozen=True)
-class SVIP(Sampling, Drafting):
+class SVIP(Drafting):
     """Drafts until `1 - sqrt(scale * entropy)` falls below `threshold`; both as in the authors' code."""
 
     threshold: float = number(0.7, 0, 1)
@@ -48,7 +48,7 @@ class SVIP(Sampling, Drafting):
 
 
 @dataclass(frozen=True)
-class AdaEDL(Sampling, Drafting):
+class AdaEDL(Drafting):
     """As SVIP, with a threshold that moves by about a tenth of `step` a draft to hold the acceptance rate at `goal`.
 
     All but `threshold`, the first one, and `most` are the paper's values.

@@ -10,13 +10,13 @@ from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
 from forerun.methods import Parts
-from forerun.methods.base import Sampling, integer
+from forerun.methods.base import integer
 from forerun.methods.chain import Drafting
 from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
 
 
 @dataclass(frozen=True)
-class Heuristic(Sampling, Drafting):
+class Heuristic(Drafting):
     """Transformers' schedule: `gamma` tokens at first, two more where all were accepted, else one fewer."""
 
     gamma: int = integer(5)

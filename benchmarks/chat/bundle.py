@@ -17,17 +17,16 @@ from benchmarks.embedded.quantise import save_quantised
 from forerun.api.layers import load_head
 from forerun.api.loading import load_model
 from forerun.files import write_text
+from forerun.heads.pre_verifier import PreVerifierConfig
 from forerun.methods import Pacer
 from forerun.model.causal_lm import CausalLM
 from forerun.zoo import FOLDERS, HOT_FILE, QWEN_CODER, SMOLLM2
-
-LAYERS = {"survival": Pacer.layer}
 
 
 def put(source: Path, target: str, bits: int, work: Path | None) -> Path:
     """Writes the folder of a draft, head or layer; returns it."""
     config = json.loads((source / "config.json").read_text())
-    kind = LAYERS.get(config.get("kind", "draft"), config.get("kind", "draft"))
+    kind = Pacer.layer if config["model_type"] == PreVerifierConfig.model_type else config.get("kind", "draft")
     folder = FOLDERS[target] / kind
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "draft":

@@ -198,7 +198,7 @@ def test_a_run_under_load(tmp_path: Path) -> None:
             assert each["exact_match"] == 1.0 and each["over"][name] == 1.0
     arguments = printed["arguments"]
     assert printed["versions"]["cpu"] and printed["date"].endswith(" UTC")
-    assert arguments["methods"]["static/sd"] == {"gamma": 3, "verification": "block"} and arguments["requests"] == 4
+    assert arguments["methods"]["static/sd"] == {"gamma": 3} and arguments["requests"] == 4
     lines = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
     assert len(lines) == 3 * 5 * 2 and all(len(line["requests"]) == 4 for line in lines)
     page = (out / "report.md").read_text()

@@ -24,7 +24,6 @@ from benchmarks.hf import Generate, load_on_their_forward
 from benchmarks.llama import LlamaCpp
 from benchmarks.logits import check_logits
 from benchmarks.peers import SCHEDULES, Peers, check_llama, checked, expanded, llama_mode, peer_settings, takes_rows
-from benchmarks.replay import replayed
 from benchmarks.report import markdown, write_report
 from forerun.api.load import Decoder
 from forerun.backends.stored import is_stored
@@ -224,12 +223,12 @@ def test_our_methods_run_on_transformers_forwards(folder: Path) -> None:
         plan_of(folder, "hf-forward/sd", draft=None)
     with pytest.raises(ValueError, match="method 'hf-forward/pacer' needs a pre-verifier"):
         run(plan_of(folder, "hf-forward/pacer"))
-    layers = {"head": (str(folder / "head"),), "pre_verifier": (str(folder / "layer"),)}
+    layers = {"head": (str(folder / "head"),), "pre_verifier": folder / "layer"}
     plan = plan_of(folder, *names, settings=("sd.gamma=3",), draft_weights="float32", **layers)
     found = run(plan, folder / "out")
     write_report(folder / "out")
     assert list(found["arguments"]["methods"]) == ["ar", *names]
-    assert found["arguments"]["methods"]["hf-forward/sd"] == {"gamma": 3, "verification": "block"}
+    assert found["arguments"]["methods"]["hf-forward/sd"] == {"gamma": 3}
     methods = found["methods"]
     assert {each["exact_match"] for each in methods.values()} == {1.0}
     assert methods["hf-forward/sd"]["tau"] == methods["sd"]["tau"] > 1
@@ -238,8 +237,6 @@ def test_our_methods_run_on_transformers_forwards(folder: Path) -> None:
     assert all(f"| {name} |" in page for name in ("ar", *names))
     assert "`hf-forward/METHOD` is our method on transformers' own forwards" in page
     assert "`hf-` methods" not in page
-    (replays,) = replayed(folder / "out").values()
-    assert set(replays) == {"ar", "sd"}  # what steps cost is another thing on theirs
 
 
 def test_their_forwards_are_untouched(folder: Path) -> None:
@@ -269,7 +266,7 @@ def test_a_file_in_few_bits_is_in_float32_on_their_forward(tmp_path: Path) -> No
 def test_the_best_of_several_settings_has_a_row_and_ratios_are_to_every_method() -> None:
     def record(name: str, rate: float, number: int) -> Record:
         stats = Stats(10, 5, 0, 8, 6, 5, 10 / rate, (3, 3), (3, 2))
-        return Record(number, "d", 0, ["a"], name, stats, None, None, None, [True])
+        return Record(number, "d", 0, ["a"], name, stats, None, None, [True])
 
     rates = {"ar": [10, 100, 10], "sd": [20, 100, 40], "hf-assisted/3": [30, 50, 20], "hf-assisted/6": [5, 100, 80]}
     records = [record(name, rate, number) for name, each in rates.items() for number, rate in enumerate(each)]

@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from forerun.api.loading import loading
-from forerun.backends.heads import HiddenLM
+from forerun.backends.heads import Head, HiddenLM
+from forerun.heads.eagle3 import Eagle3Head, own_name, read_config
+from forerun.heads.formats import is_eagle3
 from forerun.heads.heads import HiddenConfig, HiddenDrafter
-from forerun.heads.pre_verifier import PreVerifier
+from forerun.heads.pre_verifier import OLDER, PreVerifier
 from forerun.methods import Method
 from forerun.model.causal_lm import CausalLM, context_of
-from forerun.model.claims import check_layer
+from forerun.model.claims import check_layer, check_shapes
+from forerun.model.eager import decoder_layers
 from forerun.model.fingerprint import same_model
 from forerun.zoo import ROLES, check_role
 from forerun.zoo.quantise import WEIGHTS, restore
@@ -28,7 +32,7 @@ def layers_for(
     target: CausalLM,
     draft: CausalLM | None,
     pre_verifier: str | Path | PreVerifier | None,
-    head: str | Path | HiddenDrafter | HiddenLM | None,
+    head: str | Path | Head | HiddenLM | None,
 ) -> tuple[PreVerifier | None, HiddenLM | None]:
     """Return the layer and the head that methods need. One that is given as an object and not needed is kept.
 
@@ -39,7 +43,7 @@ def layers_for(
     for method in methods:
         if method.layer is not None:
             assert draft is not None and pre_verifier is not None
-            layer = load_pre_verifier(layer or pre_verifier, target, draft, method.kind)
+            layer = load_pre_verifier(layer or pre_verifier, target, draft)
         if method.head is not None:
             if hidden is None:
                 assert head is not None and not isinstance(head, HiddenLM)
@@ -49,19 +53,14 @@ def layers_for(
     return layer, hidden
 
 
-def load_pre_verifier(
-    source: str | Path | PreVerifier, target: CausalLM, draft: CausalLM, output: str | None = None
-) -> PreVerifier:
+def load_pre_verifier(source: str | Path | PreVerifier, target: CausalLM, draft: CausalLM) -> PreVerifier:
     """Load the trained layer of a folder, for just this target and draft.
 
-    Raises ValueError for a missing folder, a file that is missing or broken, a configuration with unknown fields, a
-    layer with another `output` (PreVerifierConfig.kind), and one that was trained for another target or draft.
+    Raises ValueError for a missing folder, a file that is missing or broken, a configuration with unknown fields, and a
+    layer of an older form or for another target or draft.
     """
     name = "the pre-verifier" if isinstance(source, PreVerifier) else f"the pre-verifier {str(source)!r}"
     layer = source if isinstance(source, PreVerifier) else _load_layer(source, name, PreVerifier)
-    if layer.config.kind not in ((output,) if output is not None else ("survival", "acceptance")):
-        needed = output or "survival or acceptance"
-        raise ValueError(f"{name} gives {layer.config.kind!r}; the method needs {needed!r}")
     for part, model in (("target", target), ("draft", draft)):
         if not same_model(getattr(layer.config, part), model.fingerprint):
             trained = layer.config.recipe.get(part)
@@ -71,24 +70,72 @@ def load_pre_verifier(
     return nn.Module.to(layer, target.device).eval()
 
 
-def load_head(source: str | Path | HiddenDrafter, target: CausalLM, form: str | None = None) -> HiddenDrafter:
+def load_head(source: str | Path | Head, target: CausalLM, form: str | None = None) -> Head:
     """Load the head over hidden states of a folder, for just this target; of any form if none is named.
 
     Raises ValueError for a missing folder, a file that is missing or broken, a configuration with unknown fields, a
-    head of another `form` (HiddenConfig.kind), a hot set that does not fit the vocabulary, and one that was trained for
-    another target.
+    head of another `form` (HiddenConfig.kind), a hot set that does not fit the vocabulary, one that was trained for
+    another target, and other drafters (`forerun.heads.formats`).
     """
-    name = "the head" if isinstance(source, HiddenDrafter) else f"the head {str(source)!r}"
-    head = source if isinstance(source, HiddenDrafter) else _load_layer(source, name, HiddenDrafter)
+    if isinstance(source, str | Path):
+        name = f"the head {str(source)!r}"
+        is_theirs = is_eagle3(Path(source))
+        head = load_eagle3(Path(source), name, target) if is_theirs else _load_layer(source, name, HiddenDrafter)
+    else:
+        name, head = "the head", source
     if form is not None and head.config.kind != form:
         raise ValueError(f"{name} is of the kind {head.config.kind!r}; the method needs {form!r}")
-    if not same_model(head.config.target, target.fingerprint):
+    if isinstance(head, Eagle3Head):
+        _check_eagle3(head, name, target)
+    elif not same_model(head.config.target, target.fingerprint):
         trained = head.config.recipe.get("target")
         raise ValueError(f"{name} belongs to another target: it was trained for {trained!r}; train one for this model")
-    hot, known = head.hot.tolist(), min(head.config.vocab_size, target.vocab_size)
+    known = target.vocab_size if isinstance(head, Eagle3Head) else min(head.config.vocab_size, target.vocab_size)
+    hot = head.hot.tolist()
     if len(set(hot)) < len(hot) or not all(0 <= token < known for token in hot):
         raise ValueError(f"{name} has a hot set that does not fit the target's vocabulary of {target.vocab_size}")
     return nn.Module.to(head, target.device).eval()
+
+
+def load_eagle3(folder: Path, name: str, target: CausalLM) -> Eagle3Head:
+    """Load an EAGLE-3 head that others published, for a target. Raises ValueError for what is missing or unsupported
+    and for a head of another target."""
+    path = config_file(folder, name)
+    with loading(f"{name}: config.json"):
+        settings = json.loads(path.read_text())
+    with loading(name):
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ValueError("there is no model.safetensors")
+        found = {own_name(stored): each for file in files for stored, each in load_file(file).items()}
+        weights = {own: each for own, each in found.items() if own is not None}
+        config = read_config(settings, frozenset(weights), target.config.num_hidden_layers)
+        with torch.device("meta"):
+            head = Eagle3Head(config)
+        check_shapes(head, {own: tuple(each.shape) for own, each in weights.items()})
+        head.load_state_dict(weights, assign=True)
+    own, theirs = head.embed_tokens, target.model.get_input_embeddings()
+    if (
+        own is not None
+        and isinstance(theirs, nn.Embedding)
+        and torch.equal(own.weight.to(theirs.weight), theirs.weight)
+    ):
+        head.embed_tokens = None  # one copy is enough
+    return head
+
+
+def _check_eagle3(head: Eagle3Head, name: str, target: CausalLM) -> None:
+    """Raise ValueError for a head of another target."""
+    size, layer = target.config.hidden_size, head.config.layer
+    own = len(head.config.captured) * size, target.vocab_size
+    if (found := (head.width, layer.vocab_size)) != own:
+        raise ValueError(
+            f"{name} belongs to another target: it reads {found[0]} numbers and has a vocabulary of {found[1]}, where "
+            f"this target has {own[0]} and {own[1]}"
+        )
+    decoder_layers(target.model)  # raises if they cannot be told
+    if head.embed_tokens is None and layer.hidden_size != size:
+        raise ValueError(f"{name} has no embeddings, and this target's have {size} numbers, not {layer.hidden_size}")
 
 
 def config_file(folder: Path, name: str) -> Path:
@@ -106,7 +153,7 @@ def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
     check_role(folder, ROLES[config.model_type])
     with loading(f"{name}: config.json"):
         settings = json.loads(path.read_text())
-        older = {"heads", "states", "target_size", "token_size"}
+        older = {"heads", "states", "target_size", "token_size", "draft_size", *OLDER}
         known = set(config().to_dict()) | {"architectures", "dtype"} | older
         unknown = sorted(set(settings) - known)
     if unknown:
@@ -114,7 +161,7 @@ def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
     with loading(name):
         made = config(**settings)
         context_of(made)  # raises for too long ones
-        blocks = made.num_hidden_layers if isinstance(made, HiddenConfig) else made.layers
+        blocks = made.num_hidden_layers if isinstance(made, HiddenConfig) else 0
         check_layer(folder, blocks, lambda: cls(made))
         if (folder / WEIGHTS).is_file():  # the embedded target's
             stored = cls(made)

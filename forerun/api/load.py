@@ -77,9 +77,9 @@ def load(
         strict = next((each.name for each in both if not each.any_tokenizer), None)
         translation = translation_for(tokenizer, found.draft, strict, trust_remote_code=models.trust_remote_code)
     decoder = Decoder(
-        _ready(target, "target", models, shared),
+        ready(target, "target", models, shared),
         tokenizer,
-        _ready(found.draft, "draft", models, shared) if found.draft is not None else None,
+        ready(found.draft, "draft", models, shared) if found.draft is not None else None,
         found.method,
         sampling_method=found.sampling_method,
         pre_verifier=found.pre_verifier,
@@ -93,8 +93,10 @@ def load(
     return decoder
 
 
-def _ready(source: str | Path | PreTrainedModel, part: str, models: ModelOptions, shared: Ranks | None) -> CausalLM:
-    """Load a model, and prepare it for decoding."""
+def ready(
+    source: str | Path | PreTrainedModel, part: str, models: ModelOptions, shared: Ranks | None = None
+) -> CausalLM:
+    """Load a model, the "target" or "draft" part of a pair, and prepare it for decoding. `shared`: ranks of a split."""
     is_split = shared is not None and part == "target"
     if shared is not None and not is_split:
         models = replace(models, device=shared.device, tensor_parallel=False)

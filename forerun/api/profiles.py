@@ -53,8 +53,7 @@ class Choice:
 
     Attributes:
         method, settings: what was chosen.
-        predicted_speedup: over plain decoding, by the cost table.
-        measured_speedup: the measured median over prompts.
+        measured_speedup: over plain decoding, the median over prompts.
         temperature, top_p: what it was chosen for.
         tuned: {method: settings} the best settings of every method that was tried.
         prompts: what it was chosen on.
@@ -65,7 +64,6 @@ class Choice:
 
     method: str
     settings: dict[str, Any]
-    predicted_speedup: float
     measured_speedup: float
     temperature: float
     top_p: float
@@ -231,8 +229,9 @@ def _profile(found: dict[str, Any]) -> Profile:
 
 
 def _choice(found: dict[str, Any]) -> Choice:
-    numbers = {name: float(found[name]) for name in ("predicted_speedup", "measured_speedup", "temperature", "top_p")}
+    numbers = {name: float(found[name]) for name in ("measured_speedup", "temperature", "top_p")}
     tuned = {name: _settings(name, each) for name, each in found["tuned"].items() if is_method(name)}
+    found = {name: value for name, value in found.items() if name != "predicted_speedup"}  # of earlier versions
     return Choice(**found | numbers | {"settings": _settings(found["method"], found["settings"]), "tuned": tuned})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun import methods
 from forerun.api import profiles
+from forerun.heads.formats import is_eagle3, settings_of
 from forerun.methods import METHODS, Method, Pacer
 from forerun.zoo import companion, own_draft
 
@@ -51,7 +51,7 @@ def resolve(
 
     A draft, layer or head that is not given is the one that comes with forerun for a target of that name. A method that
     is not named, nor by one of its settings, is that of the profile of `forerun tune`, or that which comes with the
-    target. Otherwise it is "pacer-ouroboros" with a draft and its pre-verifier, "sd" with a draft, and "suffix"
+    target. Otherwise it is "pacer" with a draft and its pre-verifier, "sd" with a draft, and "suffix"
     without; with a head that none of these uses, the method of its kind.
 
     Args:
@@ -128,15 +128,15 @@ def _check(method: Method, draft: Any, pre_verifier: Any, head: Any) -> None:
 
 
 def kind_of(head: Any) -> str | None:
-    """Return the kind of a head. One in a folder that cannot be read is taken for Lyanna's until it is loaded."""
+    """Return the kind of a head. One in a folder that cannot be read is taken for Lyanna's until it is loaded. Raises
+    ValueError for a folder of a drafter that is not supported (`forerun.heads.formats`)."""
     if head is None:
         return None
     if not isinstance(head, str | Path):
         from forerun.heads.heads import HiddenDrafter
 
         return str(head.config.kind if isinstance(head, HiddenDrafter) else head.kind)
-    try:
-        kind = json.loads((Path(head) / "config.json").read_text())["kind"]
-    except (OSError, ValueError, TypeError, KeyError):
-        kind = None
+    if is_eagle3(Path(head)):
+        return "eagle"
+    kind = settings_of(Path(head)).get("kind")
     return kind if kind in {each.head for each in METHODS.values()} - {None} else "lyanna"

@@ -212,14 +212,13 @@ def _layer_costs(layer: PreVerifier, draft: CausalLM) -> tuple[float, float]:
     Each call follows a forward of the draft, and so finds no warm cache."""
     fast, draft = quick(layer), after(draft, 1)
     calls, glances = list[float](), list[float]()
-    hidden = torch.zeros(1, 4, layer.config.draft_size)
     echoes = [[(0,) * len(SIZES)] * 4]
     for _ in _rounds():
         scores = draft.forward([0], [Draft.root(0)]).logits[0].float()[:, None].expand(1, 4, -1)
         begun = perf_counter()
         state = fast.begin([[1.0, 1.0, 1.0]])
         q = probabilities_of(scores, torch.zeros(1, 4, dtype=torch.long, device=scores.device)).tolist()
-        fast.step(state, [[log(max(each, LEAST)) for each in row] for row in q], echoes, hidden)
+        fast.step(state, [[log(max(each, LEAST)) for each in row] for row in q], echoes)
         calls.append(perf_counter() - begun)
         (scores,) = draft.forward([0], [Draft.root(0)]).logits
         begun = perf_counter()

@@ -11,45 +11,50 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from forerun.backends.packed import Product, product
+from forerun.backends.packed import Product, pack_linears, product
 from forerun.backends.quantised_heads import HeadDraft, QuantisedHead, quantised_head
 from forerun.backends.stored import StoredLinear
-from forerun.heads.heads import HeadLayer, HiddenDrafter
+from forerun.heads.eagle3 import Eagle3Head
+from forerun.heads.heads import HiddenDrafter
 from forerun.model.batch import Inputs, causal, pad
 from forerun.model.causal_lm import CausalLM
 from forerun.model.kv_cache import KVCache
 from forerun.model.rows import Rows
 
+Head = HiddenDrafter | Eagle3Head
+
 
 class TorchHead:
     """Run the layers of a head in torch, if the C library does not."""
 
-    def __init__(self, head: HiddenDrafter, embedding: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        own: Any = copy.deepcopy(head)
-        self._head: HiddenDrafter = own.to(device, dtype).requires_grad_(False)
+    def __init__(self, head: Head, embedding: nn.Module, device: torch.device, dtype: torch.dtype, few: bool) -> None:
+        """`few`: run an EAGLE-3 head in 8 bits."""
+        unused = [head.lm_head, head.embed_tokens] if isinstance(head, Eagle3Head) else []
+        own: Any = copy.deepcopy(head, {id(part): None for part in unused})
+        self.head: Any = own.to(device, dtype).requires_grad_(False)
+        if isinstance(head, Eagle3Head) and device.type == "cpu":
+            pack_linears(self.head, True, few)
         self._embedding = embedding
 
     def __call__(self, inputs: Inputs, cache: KVCache, tokens: Tensor | None) -> Tensor:
         """Return the next states [n, d] after those of `inputs`, with the tokens [n] after these if given."""
-        head, given = self._head, inputs.given
+        head, given = self.head, inputs.given
         assert given is not None
         x = head.fused(given, None if tokens is None else self._embedding(tokens).to(given.dtype))
         batch = pad(replace(inputs, given=x), cache, x.device, x.dtype)
         assert batch.states is not None and not isinstance(batch.mask, dict)
-        # A row at its end drafts as deep as its neighbours; what lies beyond the context is not used.
-        x, positions = batch.states, batch.positions.clamp(max=head.config.max_position_embeddings - 1)
+        x, positions = batch.states, batch.positions
         mask = causal(x.shape[1], batch.end, x.dtype, x.device) if batch.mask is None else batch.mask
         for layer, stored in zip(head.layers, cache.layers, strict=True):
-            assert isinstance(layer, HeadLayer)
             queries, keys, values = layer.project(x, positions)
             keys, values = stored.update(keys, values)
             mixed = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
             x = layer.finish(x, mixed)
-        return inputs.unpad(head.norm(x))
+        return inputs.unpad(head.finish(x))
 
     def information(self, tokens: Tensor) -> Tensor:
         """Return the token information T [.., S] of tokens [..]."""
-        return self._head.token_information(tokens)
+        return self.head.token_information(tokens)
 
 
 class HiddenLM(Rows):
@@ -59,7 +64,8 @@ class HiddenLM(Rows):
 
     Attributes:
         kind: see `forerun.heads.heads.KINDS`.
-        width, depth: size of a state, and number of layers.
+        capture: the target's states that are its features.
+        width, depth: size of a feature, and number of layers.
         hot: [S] the tokens that it has logits for.
         logits: maps states [n, d] to logits [n, S] without token information.
         information: maps tokens [..] to T [.., S] (lyanna); None for a head without it.
@@ -68,21 +74,29 @@ class HiddenLM(Rows):
     """
 
     @torch.no_grad()
-    def __init__(self, head: HiddenDrafter, target: CausalLM, few: bool = True) -> None:
-        config = head.config
-        self.kind, self.width = config.kind, config.hidden_size
+    def __init__(self, head: Head, target: CausalLM, few: bool = True) -> None:
         few = few and target.device.type == "cpu"
         self.device, self.dtype = target.device, torch.float32 if few else target.dtype
         self.hot, self.vocab_size = head.hot.to(self.device), target.vocab_size
-        self.curves = config.curves
-        weight, bias = head_rows(target, self.hot, self.width, self.dtype)
-        self.logits: Product = product(weight, bias if bias.any() else None, one_row=True, few=few)
-        self.depth = config.num_hidden_layers
+        self.kind, self.curves, self.capture = head.config.kind, head.config.curves, head.capture
+        self.width, self.depth = head.width, len(head.layers)
         self._empty()
         embedding = target.model.get_input_embeddings()
-        self.quantised: QuantisedHead | None = quantised_head(head, embedding, self.logits) if few else None
-        self._layers = self.quantised or TorchHead(head, embedding, self.device, self.dtype)
-        self.information: Product | None = self._layers.information if head.informed else None
+        self.quantised: QuantisedHead | None = None
+        self.information: Product | None = None
+        self._read: Product | None = None  # maps features to states
+        if isinstance(head, Eagle3Head):
+            layers = TorchHead(head, head.embed_tokens or embedding, self.device, self.dtype, few)
+            rows = product(head.lm_head.weight.to(self.device, self.dtype), one_row=True, few=few)
+            self.logits: Product = lambda states: rows(layers.head.before_logits(states))
+            self._layers: QuantisedHead | TorchHead = layers
+            self._read = layers.head.read
+            return
+        weight, bias = head_rows(target, self.hot, self.width, self.dtype)
+        self.logits = product(weight, bias if bias.any() else None, one_row=True, few=few)
+        self.quantised = quantised_head(head, embedding, self.logits) if few else None
+        self._layers = self.quantised or TorchHead(head, embedding, self.device, self.dtype, few)
+        self.information = self._layers.information if head.informed else None
 
     def _empty(self) -> None:
         self.cache, self._prompt = KVCache(self.depth), KVCache(self.depth)
@@ -153,6 +167,7 @@ class HiddenLM(Rows):
         self, cache: KVCache, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]]
     ) -> Tensor:
         x = states[0] if len(states) == 1 else torch.cat(list(states))
+        x = x if self._read is None else self._read(x)
         after = torch.tensor([token for own in tokens for token in own], device=self.device)
         depths = [range(len(own)) for own in states]
         inputs = Inputs([cache.row(id) for id in ids], depths, given=x)

@@ -74,10 +74,10 @@ def is_amd() -> bool:
 class PackedLinear(nn.Module):
     """A linear layer for inference in the layout of `product`."""
 
-    def __init__(self, linear: nn.Linear, one_row: bool) -> None:
+    def __init__(self, linear: nn.Linear, one_row: bool, few: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.product = product(linear.weight, linear.bias, one_row)
+        self.product = product(linear.weight, linear.bias, one_row, few)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
@@ -95,9 +95,13 @@ def pack(model: PreTrainedModel, in_place: bool = False) -> PreTrainedModel:
     if not in_place:
         shared = [*model.parameters(), *model.buffers()]
         model = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
-    one_row = model.num_parameters() <= TWICE
-    for parent in list(model.modules()):
+    pack_linears(model, model.num_parameters() <= TWICE)
+    return model
+
+
+def pack_linears(module: nn.Module, one_row: bool, few: bool = False) -> None:
+    """Pack every `nn.Linear` of a module in place; `one_row` and `few` are as in `product`."""
+    for parent in list(module.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Linear:
-                setattr(parent, name, PackedLinear(child, one_row))
-    return model
+                setattr(parent, name, PackedLinear(child, one_row, few))

@@ -144,23 +144,25 @@ class Layers:
         tokens: np.ndarray | None = None,
         states: Tensor | None = None,
         logits: int = 0,
-        normed: bool = False,
+        capture: Capture = "",
     ) -> tuple[Tensor | None, Tensor | None]:
         """Run tokens int32 [n] or states [n, d].
 
         Args:
             logits: outputs V of the LM head, or 0 for no logits.
-            normed: whether to return states.
+            capture: the states to return.
 
         Returns:
-            Logits [n, V] and states [n, d] after the final norm, in float32; None for either if not asked for.
+            Logits [n, V] and captured states, [n, d] after the final norm or [n, L d] after L layers, in float32; None
+            for either if not asked for.
         """
         n = len(batch.row)
         self.rotate_to(cache.capacity)
         place = np.arange(n, dtype=np.int32)
         scores = torch.empty(n, logits) if logits else None
-        whole = torch.empty(n, self.width) if normed else None
-        argument = BatchArgument(n=n, asks=n if logits else 0)
+        after = np.array([] if capture == "head" else capture or [], np.int32)
+        found = torch.empty(n, self.width * max(1, len(after))) if capture else None
+        argument = BatchArgument(n=n, asks=n if logits else 0, captures=len(after), after=after.ctypes.data)
         argument.row, argument.slot = batch.row.ctypes.data, batch.slot.ctypes.data
         argument.position, argument.length = batch.position.ctypes.data, batch.length.ctypes.data
         if batch.paths is not None:
@@ -173,16 +175,16 @@ class Layers:
             states = states.float().contiguous()
             argument.states = states.data_ptr()
         argument.asked = place.ctypes.data
-        for name, tensor in (("logits", scores), ("normed", whole)):
+        for name, tensor in (("logits", scores), ("captured" if len(after) else "normed", found)):
             setattr(argument, name, None if tensor is None else tensor.data_ptr())
         run("fr_forward", ctypes.byref(self.model), self.cache(cache), ctypes.byref(argument))
-        return scores, whole
+        return scores, found
 
 
 class QuantisedForward:
     """A `forerun.model.forward.Forward` in C."""
 
-    dtype, pads = torch.float32, False  # of hidden states
+    dtype = torch.float32  # of hidden states
     exact: Literal["bitwise"] = "bitwise"
 
     def __init__(
@@ -252,7 +254,7 @@ class QuantisedForward:
         else:
             assert inputs.given is not None
             tokens = inputs.given.to(torch.int32).contiguous().numpy()
-        return self.layers(batch, cache, tokens=tokens, logits=self.head.out if logits else 0, normed=capture == "head")
+        return self.layers(batch, cache, tokens=tokens, logits=self.head.out if logits else 0, capture=capture)
 
 
 def quantised_forward(model: Any) -> QuantisedForward | None:

@@ -93,7 +93,7 @@ class QuantisedHead:
         # A row at its end drafts as deep as its neighbours; what lies beyond the context is not used.
         np.minimum(batch.position, self.context - 1, out=batch.position)
         ids = None if tokens is None else tokens.to(torch.int32).numpy()
-        _, states = self.layers(batch, cache, tokens=ids, states=inputs.given, normed=True)
+        _, states = self.layers(batch, cache, tokens=ids, states=inputs.given, capture="head")
         assert states is not None
         return states
 

@@ -19,7 +19,7 @@ from forerun.backends.facts import facts_of
 from forerun.bench.datasets import Prompt
 from forerun.bench.models import load_decoders, load_prompts
 from forerun.bench.plan import Plan, Runner, make_folder
-from forerun.bench.records import Group, Record, resumed, times, work
+from forerun.bench.records import Group, Record, resumed, times
 from forerun.bench.report import results, versions
 from forerun.engine.engine import Step
 from forerun.engine.stats import Stats, summarise
@@ -40,7 +40,6 @@ class Outcome:
         target_forwards, draft_forwards: counted once for each row that took part. Transformers' first forward is the
             prefill and gives a token; our prefill gives none and is not counted.
         steps: of each row; None if the method keeps no record.
-        pads: whether the target's forwards run as many tokens of each row as the widest one has.
     """
 
     tokens: list[list[int]]
@@ -48,7 +47,6 @@ class Outcome:
     target_forwards: int
     draft_forwards: int
     steps: list[list[Step]] | None = None
-    pads: bool = True
 
     @property
     def stats(self) -> Stats:
@@ -229,7 +227,6 @@ def group_records(
                 method=name,
                 stats=outcome.stats,
                 times=spent,
-                work=work(outcome.steps, outcome.pads) if outcome.steps is not None else None,
                 prefill_seconds=round(outcome.seconds - spent.seconds, 6) if spent else None,
                 equal=equal,
             )
@@ -280,7 +277,6 @@ def decoder_run(decoder: Decoder, params: SamplingParams, close: bool = False) -
             target_forwards=sum(map(len, rows)),
             draft_forwards=sum(step.draft_forwards for row in rows for step in row),
             steps=rows,
-            pads=decoder.target.pads,
         )
 
     return run

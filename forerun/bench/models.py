@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from forerun.api.layers import load_head, load_pre_verifier
-from forerun.api.load import Decoder
-from forerun.api.loading import load_config, load_model, load_tokenizer, translation_for
-from forerun.backends import prepare
+from forerun.api.load import Decoder, ready
+from forerun.api.loading import load_config, load_tokenizer, translation_for
+from forerun.api.options import ModelOptions
 from forerun.backends.costs import head_costs, kept, measure_costs
 from forerun.backends.heads import HiddenLM
-from forerun.backends.hot import prepare_draft
 from forerun.bench.datasets import STDLIB, Prompt, dataset_name, front_of, stdlib_prompts, tokenised
 from forerun.bench.plan import Plan
 from forerun.engine.costs import Costs
 from forerun.heads.pre_verifier import PreVerifier
-from forerun.methods import Lyanna, Pacer
+from forerun.methods import Lyanna
 from forerun.model.causal_lm import CausalLM, context_of
 from forerun.text.vocabularies import Translation
-from forerun.zoo import companion, hot_folder
+from forerun.zoo import companion
 
 ROWS = 64  # the fewest that a decoder takes at once
 
@@ -88,29 +86,24 @@ def _translation(tokenizer: PreTrainedTokenizerBase, draft: str, strict: str | N
 
 def load_pair(plan: Plan) -> tuple[CausalLM, CausalLM | None]:
     """Return the target, and the draft if a method of ours needs it, with their fast forwards."""
-    how: dict[str, Any] = {"dtype": plan.dtype, "device": plan.device, "trust_remote_code": plan.trust_remote_code}
-    target = prepare(load_model(plan.target, "target", weights=plan.weights, **how), in_place=True)
+    models = ModelOptions(
+        **{each.name: vars(plan)[each.name] for each in fields(ModelOptions) if each.name in vars(plan)}
+    )
+    target = ready(plan.target, "target", models)
     if not any(each.needs_draft for each in plan.ours.values()):
         return target, None
     assert plan.draft is not None
-    draft = load_model(plan.draft, "draft", weights=plan.draft_weights or "auto", **how)
-    folder = hot_folder(plan.draft)
-    return target, prepare_draft(draft, folder, plan.draft_vocabulary, in_place=True)
+    return target, ready(plan.draft, "draft", models)
 
 
-def load_layers(plan: Plan, target: CausalLM, draft: CausalLM) -> dict[str | None, PreVerifier]:
-    """Return the trained layers that the plan's methods need, by what they are for. Raises ValueError if one is
-    missing."""
-    wanted = {each.layer for each in plan.ours.values() if each.layer is not None}
-    bundled = [companion(plan.target, name) for name in sorted(wanted)]
-    folders: Sequence[str | Path] = plan.pre_verifier or [*filter(None, bundled)]
-    found: dict[str | None, PreVerifier] = {}
-    for folder in folders if wanted else ():
-        layer = load_pre_verifier(folder, target, draft)
-        found |= {each.layer: layer for each in plan.ours.values() if each.kind == layer.config.kind}
-    for name in sorted(wanted - set(found)):
-        raise ValueError(f"none of --pre-verifier is for {name}; `forerun train pre-verifier` makes one")
-    return found
+def load_layer(plan: Plan, target: CausalLM, draft: CausalLM | None) -> PreVerifier | None:
+    """Return the pre-verifier of --pre-verifier, or that which comes with the pair, if a method needs it."""
+    name = next((each.layer for each in plan.ours.values() if each.layer), None)
+    if name is None:
+        return None
+    folder = plan.pre_verifier or companion(plan.target, name)
+    assert draft is not None and folder is not None  # `Plan` checks
+    return load_pre_verifier(folder, target, draft)
 
 
 def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenLM]:
@@ -159,7 +152,7 @@ def build_decoders(
     """Return the plan's own methods on this target and draft, and what forwards cost, if a method needs it or there is
     a folder to keep it in."""
     translation = translation_of(replace(plan, methods=plan.ours), tokenizer)
-    layers = load_layers(plan, target, draft) if draft is not None else {}
+    layer = load_layer(plan, target, draft)
     heads = load_heads(plan, target)
     costs = None
 
@@ -167,7 +160,7 @@ def build_decoders(
         return measure() if out is None else kept(out / name, target, measure)  # methods decide alike after a resume
 
     if out is not None or any(each.needs_costs for each in plan.ours.values()):
-        layer, head = layers.get(Pacer.layer), heads.get(Lyanna.head)
+        head = heads.get(Lyanna.head)
         costs = in_folder("costs.json", lambda: measure_costs(target, draft, layer=layer, head=head))
     decoders = dict[str, Decoder]()
     for name, method in plan.ours.items():
@@ -182,7 +175,7 @@ def build_decoders(
             draft if method.needs_draft else None,
             method,
             plan.guard,
-            pre_verifier=layers.get(method.layer),
+            pre_verifier=layer if method.layer else None,
             head=heads.get(method.head),
             translation=translation if method.needs_draft else None,
             max_rows=max(ROWS, plan.batch),

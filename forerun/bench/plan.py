@@ -51,7 +51,7 @@ class Plan:
         prompt_tokens: length of the prompts from the standard library.
         guard: leave drafts out while they do not pay; without it methods are measured as they are.
         head: folders of heads over the target's hidden states; the embedded target has one for lyanna.
-        pre_verifier: folders of trained layers, for pacer; the embedded pair has its own.
+        pre_verifier: folder of the trained layer, for pacer; the pairs that come with forerun have their own.
         stop_at_eos: end at the end token; without it every method generates exactly max_new_tokens.
         chat: prompts are messages, rendered by the target's chat template, as conversations are in any case.
         tune: the setting that is chosen, as METHOD.NAME=VALUE,VALUE; results then have the best value.
@@ -81,7 +81,7 @@ class Plan:
     stop_at_eos: bool = False
     guard: bool = False
     top_p: float = 1.0
-    pre_verifier: tuple[str, ...] = ()
+    pre_verifier: Path | None = None
     head: tuple[str, ...] = ()
     chat: bool = False
     tune: str | None = None
@@ -107,10 +107,9 @@ class Plan:
                 raise ValueError(f"method {name!r} needs a pre-verifier: give --pre-verifier")
             if each.head and not self.head and companion(self.target, each.head) is None:
                 raise ValueError(f"method {name!r} needs a head: give --head")
-        for what, folders in (("pre-verifier", self.pre_verifier), ("head", self.head)):
-            for folder in folders:
-                if not (Path(folder) / "config.json").is_file():
-                    raise ValueError(f"no {what} in the folder {folder!r}")
+        for what, folder in (("pre-verifier", self.pre_verifier), *(("head", each) for each in self.head)):
+            if folder is not None and not (Path(folder) / "config.json").is_file():
+                raise ValueError(f"no {what} in the folder {str(folder)!r}")
         check_datasets(self.datasets, self.data)
         locate(self.target, "target")
         if self.needs_draft:
@@ -152,7 +151,7 @@ class Plan:
             },
             "datasets": [dataset_name(dataset) for dataset in self.datasets],
             "data": self.data.name if self.data else None,
-            "pre_verifier": [model_name(folder) for folder in self.pre_verifier],
+            "pre_verifier": model_name(str(self.pre_verifier)) if self.pre_verifier else None,
             "head": [model_name(folder) for folder in self.head],
             "target": model_name(self.target),
             "draft": model_name(self.draft) if self.draft and self.needs_draft else None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
@@ -15,7 +14,6 @@ from forerun.engine.stats import Stats
 from forerun.files import read_text, write_text
 
 Group = tuple[int, str, int]  # round, dataset, batch: what is compared with each other
-Work = tuple[tuple[int, int, float, int], ...]
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,6 @@ class Record:
     Attributes:
         prompts: ids of the batch's prompts.
         stats, times: counts and step times of all rows; times is None if the method keeps no steps.
-        work: what the steps were, for benchmarks/replay.py; None likewise.
         prefill_seconds: time of the call outside of steps: prefill and set-up; None likewise.
         equal: for each row whether it is the reference's greedy output; None when sampling.
     """
@@ -65,7 +62,6 @@ class Record:
     method: str
     stats: Stats
     times: Times | None
-    work: Work | None
     prefill_seconds: float | None
     equal: list[bool] | None
 
@@ -84,8 +80,7 @@ def parse(line: str) -> Record:
         key: tuple(value) if isinstance(value, list) else value for key, value in entry["stats"].items()
     }
     times = Times(**entry["times"]) if entry["times"] is not None else None
-    work = tuple((count, rows, nodes, forwards) for count, rows, nodes, forwards in entry.get("work") or ())
-    return Record(**entry | {"stats": Stats(**stats), "times": times, "work": work or None})
+    return Record(**entry | {"stats": Stats(**stats), "times": times})
 
 
 def resumed(path: Path, methods: int) -> list[Record]:
@@ -126,18 +121,3 @@ def times(rows: Sequence[Sequence[Step]]) -> Times:
         rest=sum(step.seconds for step in steps) - draft - policy - verify,
         forward=sum(step.forward_seconds for step in steps),
     )
-
-
-def work(rows: Sequence[Sequence[Step]], pads: bool = True) -> Work:
-    """Return what a batch did, as far as time depends on it: the number of steps of each kind, with their rows, the
-    nodes that the target verified in each row, and draft forwards. If it `pads`, all rows are as wide as the widest;
-    else the nodes are the mean."""
-    by_number: dict[int, list[Step]] = {}
-    for row in rows:
-        for step in row:
-            by_number.setdefault(step.number, []).append(step)
-    found: Counter[tuple[int, float, int]] = Counter()
-    for steps in by_number.values():
-        drafted, forwards = [step.drafted for step in steps], max(step.draft_forwards for step in steps)
-        found[len(steps), 1 + (max(drafted) if pads else round(sum(drafted) / len(drafted), 3)), forwards] += 1
-    return tuple((count, *shape) for shape, count in sorted(found.items()))

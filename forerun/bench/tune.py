@@ -1,7 +1,7 @@
 """Choose the fastest method and settings for a pair of models on this machine, on validation prompts.
 
-Every setting decodes a few prompts beside plain decoding; the better third goes on to more prompts, and the finalists
-are measured in turns. Successive halving is Karnin et al.'s (ICML 2013), with cuts to a third; the rest is ours.
+Every setting decodes a few prompts beside plain decoding, and the better third of each turn goes on to more prompts.
+Successive halving is Karnin et al.'s (ICML 2013), with cuts to a third; the rest is ours.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 
 from forerun.api.loading import load_config
 from forerun.api.profiles import Choice, pair_of, save
+from forerun.api.resolve import kind_of
 from forerun.backends.costs import measure_costs
 from forerun.bench.datasets import Prompt, dataset_name
-from forerun.bench.measure import Outcome, Run, decoder_run, measure
+from forerun.bench.measure import Outcome, Run, decoder_run
 from forerun.bench.models import load_decoders, load_prompts
 from forerun.bench.plan import Plan
-from forerun.bench.report import provenance, summary, versions
-from forerun.files import read_text
+from forerun.bench.report import provenance, versions
 from forerun.heads.heads import KINDS
 from forerun.methods import AR, METHODS, Method, Pacer
 from forerun.model.causal_lm import context_of
@@ -49,9 +49,8 @@ GRID: dict[str, dict[str, tuple[Any, ...]]] = {
     "pacer-lyanna": {"block": (1, 2, 4), "width": (1, 2)},
     "pacer-eagle": {"block": (1, 2), "width": (1, 2)},
 }
-SCREENING = 0.6  # share of the budget until the finalists are known
-FINALISTS = 3
-TURNS = (2, 4, 8)  # prompts that all settings decode, that the better third decodes too, and a third of that
+FINALISTS = 3  # settings of the last turn, at least
+TURNS = (2, 4, 18)  # prompts that all settings decode, that the better third decodes too, and a third of that
 TOKENS = (16, 128)  # fewest and most new tokens a prompt
 
 
@@ -76,10 +75,9 @@ def label(method: Method) -> str:
 
 
 def new_tokens(budget: float, settings: int, plain_ms: float, most: int) -> int:
-    """Return how many tokens of each prompt fit the screening's share of a budget in seconds."""
-    prompts = sum(count * settings / 3**turn for turn, count in enumerate(TURNS))
-    fits = int(1000 * SCREENING * budget / (prompts * plain_ms))
-    return min(max(fits, TOKENS[0]), TOKENS[1], most)
+    """Return how many tokens of each prompt fit a budget in seconds."""
+    prompts = sum(count * max(FINALISTS, settings / 3**turn) for turn, count in enumerate(TURNS))
+    return min(max(int(1000 * budget / (prompts * plain_ms)), TOKENS[0]), TOKENS[1], most)
 
 
 def rate(outcome: Outcome) -> float:
@@ -88,42 +86,42 @@ def rate(outcome: Outcome) -> float:
     return sum(len(step.tokens) for step in steps) / max(sum(step.seconds for step in steps), 1e-9)
 
 
-def screen(
+def search(
     runs: Mapping[str, Run],
     turns: Sequence[Sequence[Sequence[int]]],
     tokens: int,
     is_late: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return speedups over `ar`, which is among the runs: of the last turn's settings, best first, and of the rest.
+    """Return median speedups over `ar`, which is among the runs: of the last turn's settings, best first, and of the
+    rest.
 
     All settings decode the first turn's prompts, and the better third of each turn those of the next, until it is late.
     If that happens during the first turn, the settings tried so far are a random choice of all.
     """
     going, seed = [name for name in runs if name != AR.name], 0
     ratios: dict[str, list[float]] = {name: [] for name in going}
-    speedups: dict[str, float] = {}
     order = Random(0)
     for number, prompts in enumerate(turns):
-        if number and is_late():
-            break
+        if number:
+            going = _ranked(going, ratios)[: max(FINALISTS, ceil(len(going) / 3))]
         for prompt in prompts:
+            if seed and is_late():
+                break
             order.shuffle(going)
             plain = rate(runs[AR.name]([prompt], [seed], tokens))
             for place, name in enumerate(going):
-                if place >= 2 * FINALISTS and not speedups and is_late():
+                if not seed and place >= 2 * FINALISTS and is_late():
                     going = going[:place]
                     break
                 ratios[name].append(rate(runs[name]([prompt], [seed], tokens)) / plain)
             seed += 1
-        speedups = {name: median(each) for name, each in ratios.items() if each}
-        going = sorted(going, key=lambda name: -speedups[name])[: max(FINALISTS, ceil(len(going) / 3))]
+    going = _ranked(going, ratios)
+    speedups = {name: median(each) for name, each in ratios.items() if each}
     return {name: speedups[name] for name in going}, {n: s for n, s in speedups.items() if n not in going}
 
 
-def finalists(methods: Mapping[str, Method], ranked: Sequence[str]) -> list[str]:
-    """Return the names to measure: the best of each method first, then the next best."""
-    firsts = {methods[name].name: name for name in reversed(ranked)}.values()
-    return sorted(ranked, key=lambda name: (name not in firsts, ranked.index(name)))[:FINALISTS]
+def _ranked(names: Sequence[str], ratios: Mapping[str, Sequence[float]]) -> list[str]:
+    return sorted(names, key=lambda name: -median(ratios[name]))
 
 
 def tune(
@@ -148,16 +146,14 @@ def tune(
     context = context_of(load_config(plan.target, "target", trust_remote_code=plan.trust_remote_code))
     if context is not None:
         plan = replace(plan, max_new_tokens=max(1, min(plan.max_new_tokens, context // 2)))
-    given = [json.loads(read_text(Path(folder) / "config.json")).get("kind") for folder in plan.head]
-    if not set(given) <= set(KINDS):
-        raise ValueError(f"the head {plan.head[0]!r} is of the kind {given[0]!r}; it must be {' or '.join(KINDS)}")
+    given = [kind_of(folder) for folder in plan.head]
     kinds = {*given, *(kind for kind in KINDS if companion(plan.target, kind))}
     folder = companion(plan.target, Pacer.layer) if plan.draft == own_draft(plan.target) else None
     layers = {Pacer.layer} if plan.draft is not None and (plan.pre_verifier or folder) else set()
     methods: dict[str, Method] = {AR.name: AR()} | candidates(plan.draft is not None, kinds | layers)
     plan = replace(plan, methods=methods)
     datasets, tokenizer = load_prompts(plan, files)
-    (dataset, prompts), *_ = datasets.items()
+    ((dataset, prompts),) = datasets.items()
     decoders, target, costs = load_decoders(plan, tokenizer)
     if costs is None:
         costs = measure_costs(target, next((each.draft for each in decoders.values() if each.draft is not None), None))
@@ -166,36 +162,25 @@ def tune(
 
     rows = [list(prompt.tokens or ()) for prompt in prompts]
     tokens = new_tokens(budget - (perf_counter() - begun), len(methods), costs.verify(1), plan.max_new_tokens)
-    plan = replace(plan, rounds=1, batch=1, max_new_tokens=tokens)
+    plan = replace(plan, batch=1, max_new_tokens=tokens)
     ends = [min(sum(TURNS[: turn + 1]), len(rows)) for turn in range(len(TURNS))]
     turns = [rows[start:end] for start, end in zip([0, *ends], ends, strict=False) if start < end]
     say(f"{len(methods) - 1} settings on {len(turns[0])} prompts, the better third on more; {tokens} tokens each")
     runs = {name: decoder_run(decoders[name], plan.params(), close=True) for name in methods}
     runs[AR.name]([rows[0]], [0], TOKENS[0])  # the first call is slow
-    ranked, dropped = screen(runs, turns, tokens, lambda: perf_counter() - begun > SCREENING * budget)
-    final = finalists(methods, list(ranked))
-
-    each_ms = tokens * costs.verify(1) * (1 + sum(1 / ranked[name] for name in final))
-    fits = int(1000 * (budget - (perf_counter() - begun)) / max(each_ms, 1e-3))
-    prompts, rounds = prompts[: max(4, fits)], 2 if fits >= 2 * len(prompts) else 1
-    say(f"measuring {', '.join(final)} beside ar on {len(prompts)} prompts")
-    runs = {name: decoder_run(decoders[name], plan.params()) for name in (AR.name, *final)}
-    records = measure(replace(plan, rounds=rounds), runs, {dataset: prompts})
-    measured = {name: found["speedup"] for name, found in summary(records).items()}
+    ranked, dropped = search(runs, turns, tokens, lambda: perf_counter() - begun > budget)
+    measured = {AR.name: 1.0} | ranked
     best = max(measured, key=lambda name: (measured[name], name == AR.name))
-    screened = {name: round(speedup, 4) for name, speedup in (ranked | dropped).items()} | {AR.name: 1.0}
     chosen = methods[best]
     tuned: dict[str, dict[str, Any]] = {}
-    for name in sorted(ranked | dropped, key=lambda name: (-measured.get(name, 0.0), name not in ranked)):
-        # Measured ones first, then by the screening: sorting keeps the order of equals.
+    for name in sorted(ranked | dropped, key=lambda name: (name not in ranked, -(ranked | dropped)[name])):
         tuned.setdefault(methods[name].name, asdict(methods[name]))
     # A head does not stand beside a method that drafts with another.
     head = plan.head[0] if plan.head and chosen.head in (None, given[0]) else None
     choice = Choice(
         method=chosen.name,
         settings=asdict(chosen),
-        predicted_speedup=screened[best],
-        measured_speedup=measured[best],
+        measured_speedup=round(measured[best], 4),
         temperature=plan.temperature,
         top_p=plan.top_p,
         tuned=tuned,
@@ -205,7 +190,7 @@ def tune(
             "new_tokens": tokens,
             "sha256": hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16],
         },
-        pre_verifier=str(Path(plan.pre_verifier[0]).resolve()) if plan.pre_verifier else None,
+        pre_verifier=str(plan.pre_verifier.resolve()) if plan.pre_verifier else None,
         head=str(Path(head).resolve()) if head is not None else None,
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     )
@@ -215,7 +200,6 @@ def tune(
         **provenance(plan.arguments() | {"methods": [*GRID], "budget": budget}),
         "profile": str(path),
         **asdict(choice),
-        "predicted": screened,
-        "measured": measured,
+        "measured": {name: round(speedup, 4) for name, speedup in (measured | dropped).items()},
         "seconds": round(perf_counter() - begun, 1),
     }

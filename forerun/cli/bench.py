@@ -12,10 +12,11 @@ import typer
 
 from forerun.api import profiles
 from forerun.bench.datasets import PUBLIC, STDLIB, Prompt, read_files
-from forerun.bench.plan import Plan, Runner, RunnerOf, make_folder, parse_methods
+from forerun.bench.plan import DEFAULT_METHODS, Plan, Runner, RunnerOf, make_folder, parse_methods
+from forerun.cli import options
 from forerun.cli.common import quiet
-from forerun.cli.options import DraftOptions, JsonOption, MaxNewTokensOption, TemperatureOption, TopPOption, grouped
-from forerun.methods import METHODS, Method
+from forerun.cli.options import DraftOptions, MaxNewTokensOption, TemperatureOption, TopPOption, grouped
+from forerun.methods import METHODS, Method, settings_of
 from forerun.zoo import EMBEDDED, own_draft
 
 
@@ -32,6 +33,7 @@ def bench(
     max_new_tokens: MaxNewTokensOption = 128,
     out: Annotated[Path | None, typer.Option(help="Folder for records.jsonl and results.json.")] = None,
     target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file; the embedded one by default.")] = EMBEDDED,
+    gamma: options.GammaOption = None,
     method_arg: Annotated[list[str] | None, typer.Option(help="As in sd.gamma=6; repeatable.")] = None,
     tune: Annotated[str | None, typer.Option(help="Find the best value, as in sd.gamma=2,3,4.")] = None,
     temperature: TemperatureOption = 0.0,
@@ -40,17 +42,16 @@ def bench(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the standard library's prompts.")] = 128,
     top_p: TopPOption = 1.0,
     head: Annotated[
-        list[str] | None, typer.Option(help="Folder of a head of the target's, for lyanna or eagle; repeatable.")
+        list[str] | None,
+        typer.Option(help="Folder of the target's head: of lyanna, eagle or EAGLE-3; repeatable."),
     ] = None,
-    pre_verifier: Annotated[
-        list[str] | None, typer.Option(help="Folder of a trained layer, for pacer; repeatable.")
-    ] = None,
-    guard: Annotated[bool, typer.Option("--guard", help="Leave drafts out while they do not pay.")] = False,
+    pre_verifier: options.PreVerifierOption = None,
+    guard: Annotated[bool, typer.Option("--guard/--no-guard", help="Leave drafts out while they do not pay.")] = False,
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run that --out holds.")] = False,
     *,
     loading: DraftOptions,
-    as_json: JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Measure methods in turns on the same prompts, in one process. Lists may be given with commas.
 
@@ -75,17 +76,18 @@ def planned(
     target, draft = given["target"], given["draft"] if given["draft"] is not None else own_draft(given["target"])
     ours = profiles.shipped(target, draft)
     tuned = ours.methods["sampling" if given["temperature"] else "greedy"] if ours is not None else {}
+    settings = [*(given["method_arg"] or []), *_lengths(given.get("gamma"), given["methods"])]
 
     def methods(tuned: dict[str, dict[str, Any]]) -> dict[str, Method | Runner]:
-        chosen = parse_methods(split(given["methods"]), given["method_arg"] or [], given["tune"], tuned, runner_of)
+        chosen = parse_methods(split(given["methods"]), settings, given["tune"], tuned, runner_of)
         # "auto" is a draft's method here: the kind of a head is known later.
         has = draft is not None, False, None
         return {n: each if isinstance(each, Runner) else each.resolve_defaults(*has) for n, each in chosen.items()}
 
-    options = {each.name: given[each.name] for each in fields(Plan) if each.name in given} | more
-    lists = {name: tuple(given[name] or ()) for name in ("pre_verifier", "head")}
+    chosen = {each.name: given[each.name] for each in fields(Plan) if each.name in given} | more
+    chosen |= {"head": tuple(given["head"] or ()), "draft": draft}
     datasets = tuple(split(given["dataset"])) or ("stdlib-test",)
-    plan = Plan(**options | lists | {"methods": methods(tuned), "datasets": datasets, "draft": draft})
+    plan = Plan(**chosen | {"methods": methods(tuned), "datasets": datasets})
     make_folder(given["out"], given.get("resume", False))
     files = read_files(plan.datasets, plan.data, plan.limit)
     quiet(plan.threads)
@@ -94,6 +96,15 @@ def planned(
     if choice is not None:
         plan = replace(plan, methods=methods(tuned | choice.tuned))
     return plan, files
+
+
+def _lengths(gamma: int | None, methods: list[str] | None) -> list[str]:
+    """Return --gamma as settings of those methods that have a draft length. Raises ValueError if none has."""
+    chosen = split(methods) or DEFAULT_METHODS
+    names = [name for name in chosen if name in METHODS and "gamma" in settings_of(METHODS[name])]
+    if gamma is not None and not names:
+        raise ValueError(f"--gamma: none of {', '.join(chosen)} has a draft length")
+    return [f"{name}.gamma={gamma}" for name in names if gamma is not None]
 
 
 def measured(plan: Plan, files: dict[str, list[Prompt]], out: Path | None, resume: bool = False) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import sys
 
 # Colour of a token by its origin. Tokens that the target chose stay plain.
 STYLES = {"draft": "green", "lookup": "cyan", "phrase": "magenta", "window": "magenta", "reused": "yellow"}
-STYLES |= {"correction": "bold red", "bonus": ""}
+STYLES |= {"correction": "bold red", "bonus": "", "prompt": "dim"}
 
 
 def say(line: str) -> None:

@@ -14,12 +14,14 @@ import typer
 from forerun.api.resolve import resolve
 from forerun.cli.common import quiet, say
 from forerun.cli.options import (
+    GammaOption,
     GuardOption,
     JsonOption,
     MaxNewTokensOption,
     MethodOption,
     TemperatureOption,
     ThreadsOption,
+    grouped,
 )
 from forerun.cli.writing import say_loading, tinted
 from forerun.methods import AR
@@ -34,12 +36,17 @@ QUESTIONS = (
     "Why is the sky blue?",
     "Write a short email to a colleague: our meeting is moved from Monday to Wednesday.",
     "Tell me a short story about a lighthouse keeper and a lost dog.",
+    "Explain what a bicycle's gears do.",
+    "Write a Python class for a queue with the methods put, get and size.",
+    "Which fruits ripen in autumn?",
 )
+USUAL = 6  # of these questions
 LEAST, MOST, SECONDS = 3, 9, 30.0  # rounds, and the time after which no further one begins
 STABLE = 0.02  # standard error of the speedup at which it is stable
 BUSY = 0.15  # share by which plain decoding's own speed may differ between rounds
 
 
+@grouped
 def demo(
     target: Annotated[
         str,
@@ -47,9 +54,10 @@ def demo(
     ] = SMOLLM2,
     prompts: Annotated[
         int | None,
-        typer.Option(min=1, help=f"How many questions or pieces of code; {len(QUESTIONS)} by default, fewer if slow."),
+        typer.Option(min=1, help=f"How many questions or pieces of code; {USUAL} by default, fewer if slow."),
     ] = None,
     method: MethodOption = None,
+    gamma: GammaOption = None,
     max_new_tokens: MaxNewTokensOption = 96,
     temperature: TemperatureOption = 0.0,
     guard: GuardOption = None,
@@ -66,7 +74,8 @@ def demo(
     if target != EMBEDDED and (prompts or 1) > len(QUESTIONS):
         raise ValueError(f"--prompts is at most {len(QUESTIONS)} for {target}, not {prompts}")
     draft = MODELS[target].draft if target in MODELS else None
-    found = resolve(target, draft, method)  # a mistake is reported before anything is fetched
+    settings = [] if gamma is None else [f"gamma={gamma}"]
+    found = resolve(target, draft, method, settings)  # a mistake is reported before anything is fetched
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=0)
     if target != EMBEDDED and None in (find(target), find(draft or target)):
         try:
@@ -82,7 +91,7 @@ def demo(
     from forerun.api.load import Decoder, load
     from forerun.text.stop_strings import TextStream
 
-    decoder: Any = load(target, method=method, guard=guard)
+    decoder: Any = load(target, method=found.method if method or settings else None, guard=guard)
     name = decoder.method_for(greedy=not temperature).name
     both = Decoder(decoder.target, decoder.tokenizer, method=AR()), decoder
     console = Console(quiet=as_json, highlight=False)
@@ -139,10 +148,12 @@ def _prompts(target: str, tokenizer: Any, count: int | None) -> list[tuple[str, 
     if target != EMBEDDED:
         from forerun.text.chat import chat_prompt
 
-        return [(text, chat_prompt(tokenizer, [{"role": "user", "content": text}])) for text in QUESTIONS[:count]]
+        return [
+            (text, chat_prompt(tokenizer, [{"role": "user", "content": text}])) for text in QUESTIONS[: count or USUAL]
+        ]
     from forerun.train.corpus import held_out_prompts
 
-    chosen = held_out_prompts(tokenizer, "test", count or len(QUESTIONS))
+    chosen = held_out_prompts(tokenizer, "test", count or USUAL)
     if len(chosen) < (count or 1):
         raise ValueError(f"--prompts is at most {len(chosen)}, this Python's pieces of held-out code, not {count or 1}")
     return [(str(tokenizer.decode(prompt)), prompt) for prompt in chosen]

@@ -4,58 +4,49 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from forerun.cli.common import quiet, say
-from forerun.cli.options import DecodeOptions, JsonOption, MaxNewTokensOption, SamplingOptions, TargetOption, grouped
-from forerun.cli.writing import Answer, Reading, say_loading
+from forerun.cli.options import (
+    JsonOption,
+    MaxNewTokensOption,
+    SamplingOptions,
+    SpreadOptions,
+    TargetOption,
+    grouped,
+)
+from forerun.cli.writing import Answer, Reading, say_loading, tinted, unechoed
 from forerun.files import read_text
 from forerun.sampling.params import SamplingParams
 from forerun.zoo import EMBEDDED, SMOLLM2
+
+ECHOED = 2000  # characters of a prompt that a terminal shows, the last ones
+FileOption = Annotated[Path | None, typer.Option(help="Read the prompt from this file.")]
 
 
 @grouped
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads stdin.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
+    file: FileOption = None,
     target: TargetOption = EMBEDDED,
     max_new_tokens: MaxNewTokensOption = 256,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = False,
     *,
     sampling: SamplingOptions,
-    decoding: DecodeOptions,
-    device_map: Annotated[
-        str | None, typer.Option(help="Instead of --device: auto, balanced, ..., as in transformers.")
-    ] = None,
-    tensor_parallel: Annotated[
-        bool, typer.Option("--tensor-parallel", help="Split the target among the processes that torchrun started.")
-    ] = False,
+    decoding: SpreadOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Generate from a prompt. On a terminal: green is drafted, cyan looked up, magenta a phrase, yellow reused, red
-    corrected."""
-    params = sampling.params(max_new_tokens, ignore_eos)
-    if tensor_parallel and file is None and prompt in (None, "-"):
-        raise ValueError("--tensor-parallel takes the prompt as an argument or from --file: stdin has one reader")
+    corrected, and the prompt is dim."""
+    params = sampling.params(max_new_tokens)
+    _check_reader(prompt, file, decoding)
     method = decoding.chosen_method(target)
     text = _read_prompt(prompt, file)
-    tokenizer = _checked_tokenizer(target, text, params, None, decoding, method)
-    from forerun.api.load import load
-    from forerun.backends.tensor_parallel import together
-
-    with together() if tensor_parallel else nullcontext():
-        decoder = load(
-            target,
-            method=method,
-            tokenizer=tokenizer,
-            device_map=device_map,
-            tensor_parallel=tensor_parallel,
-            **decoding.for_load(),
-        )
+    with _loaded(target, text, params, None, decoding, method) as decoder:
         _answer(decoder, text, params, None, as_json)
 
 
@@ -64,33 +55,60 @@ def chat(
     prompt: Annotated[
         str | None, typer.Argument(help="One message to answer; '-' reads stdin. Nothing: a conversation.")
     ] = None,
+    file: FileOption = None,
     system: Annotated[str | None, typer.Option(help="The system prompt; the chat template's own by default.")] = None,
     target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file of a model with a chat template.")] = SMOLLM2,
     max_new_tokens: MaxNewTokensOption = 512,
     *,
     sampling: SamplingOptions,
-    decoding: DecodeOptions,
+    decoding: SpreadOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Talk with a model. With a prompt or text on stdin: one answer. Else a conversation; /help lists its commands.
 
     Colours of tokens are those of `forerun generate`."""
     params = sampling.params(max_new_tokens)
-    talks = prompt is None and sys.stdin.isatty()
+    talks = prompt is None and file is None and sys.stdin.isatty()
     if talks and as_json:
         raise ValueError("--json is for one answer: give a prompt")
+    _check_reader(prompt, file, decoding)
     method = decoding.chosen_method(target)
-    messages = _message("Hello" if talks else _read_prompt(prompt, None))  # any, to see that the template works
-    tokenizer = _checked_tokenizer(target, messages, params, system, decoding, method)
-    from forerun.api.load import load
+    messages = _message("Hello" if talks else _read_prompt(prompt, file))  # any, to see that the template works
+    with _loaded(target, messages, params, system, decoding, method, talks) as decoder:
+        if talks:
+            from forerun.cli.talk import Talk
 
-    decoder = load(target, method=method, tokenizer=tokenizer, **decoding.for_load())
-    if talks:
-        from forerun.cli.talk import Talk
+            Talk(decoder, params, system).run()
+        else:
+            _answer(decoder, messages, params, system, as_json)
 
-        Talk(decoder, params, system).run()
-    else:
-        _answer(decoder, messages, params, system, as_json)
+
+def _check_reader(prompt: str | None, file: Path | None, decoding: SpreadOptions) -> None:
+    if decoding.tensor_parallel and file is None and prompt in (None, "-"):
+        raise ValueError("--tensor-parallel takes the prompt as an argument or from --file: stdin has one reader")
+
+
+@contextmanager
+def _loaded(
+    target: str,
+    prompt: Any,
+    params: SamplingParams,
+    system: str | None,
+    decoding: SpreadOptions,
+    method: Any,
+    talks: bool = False,
+) -> Iterator[Any]:
+    """Yield the decoder for a prompt, which is checked before weights are loaded (`_checked_tokenizer`)."""
+    with ExitStack() as stack:
+        with unechoed() if talks else nullcontext():
+            tokenizer = _checked_tokenizer(target, prompt, params, system, decoding, method)
+            from forerun.api.load import load
+            from forerun.backends.tensor_parallel import together
+
+            if decoding.tensor_parallel:
+                stack.enter_context(together())
+            decoder = load(target, method=method, tokenizer=tokenizer, **decoding.for_load())
+        yield decoder
 
 
 def _answer(decoder: Any, prompt: Any, params: SamplingParams, system: str | None, as_json: bool) -> None:
@@ -106,11 +124,16 @@ def _answer(decoder: Any, prompt: Any, params: SamplingParams, system: str | Non
         method = decoder.method_for(greedy=not params.temperature).name
         print(json.dumps(found | {"method": method, "stats": result.stats.as_dict()}))
         return
-    answer = Answer()
+    answer, console = Answer(), Console(highlight=False, soft_wrap=True)
     try:
         chunks = (decoder.stream_chat if is_chat else decoder.stream)(prompt, params, **how)
-        answer.write(chunks, Console(highlight=False, soft_wrap=True), reading)
-        print()
+        if console.is_terminal and not is_chat:
+            console.print(tinted([(prompt[-ECHOED:], "prompt")]), end="")
+        answer.write(chunks, console, reading)
+        print(flush=True)
+        if console.is_terminal:
+            line = answer.figures(decoder.method_for(greedy=not params.temperature).name)
+            Console(stderr=True, highlight=False, soft_wrap=True).print(line, style="dim")
     except ValueError:
         if answer.text:
             print(flush=True)
@@ -138,7 +161,7 @@ def _message(text: str) -> list[dict[str, str]]:
 
 
 def _checked_tokenizer(
-    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: DecodeOptions, method: Any
+    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: SpreadOptions, method: Any
 ) -> Any:
     """Load the target's tokenizer.
 

@@ -24,6 +24,15 @@ from forerun.files import read_text
 from forerun.methods import METHODS, Method
 from forerun.sampling.params import SamplingParams
 
+# Panels of --help; what is in none of them stands under "Options".
+PANELS = {
+    "Model": "target model_name draft dtype weights draft_weights draft_vocabulary trust_remote_code",
+    "Method": "methods method gamma method_arg tune pre_verifier head guard",
+    "Sampling": "max_new_tokens temperature top_k top_p min_p repetition_penalty seed stop ignore_eos stop_at_eos "
+    "json_schema regex grammar",
+    "Machine": "device device_map threads max_rows kv_memory tensor_parallel",
+}
+PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names.split()}
 TargetOption = Annotated[
     str, typer.Option(help="Hub id, folder or GGUF file of the target; the embedded one by default.")
 ]
@@ -32,15 +41,16 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 MethodOption = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join(METHODS)}; what `forerun tune` chose by default, else pacer-ouroboros, sd without a "
-        "pre-verifier, or suffix without a draft."
+        help=f"{', '.join(METHODS)}; what `forerun tune` chose by default, else pacer with a draft and "
+        "its pre-verifier, sd with a draft, suffix without."
     ),
 ]
+GammaOption = Annotated[int | None, typer.Option(help="Draft length; short for the setting gamma of --method-arg.")]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Most tokens to generate.")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
 TopPOption = Annotated[float, typer.Option(help="1 is all.")]
 PreVerifierOption = Annotated[Path | None, typer.Option(help="Folder of the draft's trained layer.")]
-HeadOption = Annotated[Path | None, typer.Option(help="Folder of the target's head, for lyanna or eagle.")]
+HeadOption = Annotated[Path | None, typer.Option(help="Folder of the target's head: of lyanna, eagle or EAGLE-3.")]
 WeightsOption = Annotated[
     str | None,
     typer.Option(
@@ -105,7 +115,7 @@ class DecodeOptions(DraftOptions):
     """The method and its trained parts."""
 
     method: MethodOption = None
-    gamma: Annotated[int | None, typer.Option(help="Draft length; short for --method-arg gamma=N.")] = None
+    gamma: GammaOption = None
     method_arg: Annotated[list[str] | None, typer.Option(help="A setting of the method, NAME=VALUE; repeatable.")] = (
         None
     )
@@ -125,6 +135,18 @@ class DecodeOptions(DraftOptions):
             if source is not None:
                 zoo.locate(source, part)
         return found.method if self.method is not None or settings else None
+
+
+@dataclass(frozen=True)
+class SpreadOptions(DecodeOptions):
+    """Several devices or processes. For `forerun generate` and `forerun chat`."""
+
+    device_map: Annotated[
+        str | None, typer.Option(help="Instead of --device: auto, balanced, ..., as in transformers.")
+    ] = None
+    tensor_parallel: Annotated[
+        bool, typer.Option("--tensor-parallel", help="Split the target among the processes that torchrun started.")
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -174,6 +196,7 @@ class SamplingOptions:
     min_p: Annotated[float, typer.Option(help="0 is all.")] = 0.0
     repetition_penalty: Annotated[float, typer.Option(help="1 is none.")] = 1.0
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; repeatable.")] = None
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = False
     seed: Annotated[
         int | None,
         typer.Option(
@@ -190,7 +213,7 @@ class SamplingOptions:
         typer.Option(help="The output follows the grammar of this file: Lark as llguidance has it, or GBNF."),
     ] = None
 
-    def params(self, max_new_tokens: int, ignore_eos: bool = False) -> SamplingParams:
+    def params(self, max_new_tokens: int) -> SamplingParams:
         """Return the parameters of a request. Raises ValueError for bad values."""
         forms = "json_schema", "regex", "grammar"
         values = {name: value for name, value in vars(self).items() if name not in forms}
@@ -198,7 +221,7 @@ class SamplingOptions:
         if len(given) > 1:
             raise ValueError(f"{' and '.join(f'--{name}' for name in given)}: one form at a time".replace("_", "-"))
         form = self._form(given[0]) if given else None
-        values |= {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos, "response_format": form}
+        values |= {"max_new_tokens": max_new_tokens, "response_format": form}
         return SamplingParams(**values)
 
     def _form(self, kind: str) -> dict[str, Any]:
@@ -222,28 +245,21 @@ def check_packages(command: str, extra: str, *names: str) -> None:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take dataclasses of options, whose fields typer and callers see as options of the command.
-
-    The first sentence of the class that declares a field is the title of its panel in --help.
-    """
+    """Let a command take dataclasses of options, whose fields typer and callers see as options of the command, and
+    put options into the PANELS of --help."""
     groups: dict[str, Any] = {}
     parameters: list[Parameter] = []
     for parameter in signature(command, eval_str=True).parameters.values():
         group = parameter.annotation
         if not (isinstance(group, type) and is_dataclass(group)):
-            parameters.append(parameter)
+            parameters.append(parameter.replace(annotation=_in_panel(parameter.name, group)))
             continue
         groups[parameter.name] = group
         hints = get_type_hints(group, include_extras=True)
         for field in fields(group):
-            owner = next(
-                each for each in reversed(group.__mro__) if field.name in vars(each).get("__annotations__", ())
-            )
-            kind, option = get_args(hints[field.name])
-            option = copy(option)  # an alias may be in several groups
-            option.rich_help_panel = str(owner.__doc__).partition(".")[0]
             default = Parameter.empty if field.default is MISSING else field.default
-            parameters.append(parameter.replace(name=field.name, default=default, annotation=Annotated[kind, option]))
+            hint = _in_panel(field.name, hints[field.name])
+            parameters.append(parameter.replace(name=field.name, default=default, annotation=hint))
     flat = Signature(parameters)
 
     @wraps(command)
@@ -257,3 +273,11 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
     run.__signature__ = flat  # type: ignore[attr-defined]
     return run
+
+
+def _in_panel(name: str, hint: Any) -> Any:
+    """Return the hint of a parameter with its option in the panel of its name."""
+    kind, option = get_args(hint)
+    option = copy(option)  # an alias may be in several commands
+    option.rich_help_panel = option.rich_help_panel or PANEL_OF.get(name)
+    return Annotated[kind, option]

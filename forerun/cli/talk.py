@@ -13,7 +13,6 @@ from rich.text import Text
 from forerun.cli import is_interrupt
 from forerun.cli.common import say
 from forerun.cli.writing import Answer, Reading
-from forerun.engine.stats import summarise
 from forerun.sampling.params import SamplingParams
 from forerun.text.chat import chat_prompt
 
@@ -107,12 +106,8 @@ class Talk:
             self.say("interrupted before the first word; the conversation is as it was")
             return
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-        stats = summarise(answer.steps, answer.seconds)
-        used += stats.tokens
-        rests = 2 * sum(step.rests for step in answer.steps) > len(answer.steps)
-        gain = "drafts rest: they were slower" if rests else f"tau {stats.tau:.2f}"
-        line = f"{stats.tokens} tokens, {gain}, {stats.tokens_per_s:.1f} tokens/s, {self._method()}"
-        line += f", context {used}" + ("" if context is None else f" of {context}")
+        used += sum(len(step.tokens) for step in answer.steps)
+        line = f"{answer.figures(self._method())}, context {used}" + ("" if context is None else f" of {context}")
         if answer.finish_reason is None:
             line += ", cut by Ctrl-C"
         elif answer.finish_reason == "length":

@@ -32,7 +32,7 @@ class TrainOptions:
     target: Annotated[str, typer.Option(help="Hub id or folder of the target.")] = EMBEDDED
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 2000
     work: Annotated[Path | None, typer.Option(help="Folder that several trainings share.")] = None
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the training.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the training.", rich_help_panel="Options")] = 0
     device: DeviceOption = None
     trust_remote_code: TrustOption = False
     threads: ThreadsOption = None
@@ -119,13 +119,6 @@ def chat_data(
 def pre_verifier(
     training: TrainOptions,
     draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
-    inputs: Annotated[
-        str | None,
-        typer.Option(
-            help="Inputs, separated by commas: confidence, echoes and history by default; also hidden (the "
-            "draft's states), and entropy and top of the target's distribution after the last verified token."
-        ),
-    ] = None,
     width: Annotated[int, typer.Option(min=8, help="Width of the layer, a multiple of 4.")] = 32,
     sequences: Annotated[int, typer.Option(min=4, help="Windows of own output, or conversations.")] = 2048,
     prompt: PromptOption = 128,
@@ -140,17 +133,10 @@ def pre_verifier(
     if width % 4:
         raise ValueError(f"--width must be a multiple of 4, not {width}")
     run = training.run(draft)
-    from forerun.heads.pre_verifier import INPUTS
     from forerun.train.pre_verifier import Recipe, train_pre_verifier
 
-    layer: dict[str, object] = {"width": width}
-    if inputs is not None:
-        layer["inputs"] = inputs.split(",")
-        for name in inputs.split(","):
-            if name not in INPUTS:
-                raise ValueError(f"--inputs takes {', '.join(INPUTS)}, not {name!r}")
-    recipe = Recipe(sequences, prompt, output, anchors, steps=training.steps, lr=lr, seed=training.seed)
-    train_pre_verifier(run, draft, recipe, layer)
+    recipe = Recipe(sequences, prompt, output, anchors, steps=training.steps, lr=lr, width=width, seed=training.seed)
+    train_pre_verifier(run, draft, recipe)
 
 
 @app.command("lyanna")

@@ -52,7 +52,7 @@ def tune(
         target=target,
         temperature=temperature,
         top_p=top_p,
-        pre_verifier=(str(pre_verifier),) if pre_verifier is not None else (),
+        pre_verifier=pre_verifier,
         head=(str(head),) if head is not None else (),
         max_new_tokens=NEW_TOKENS,
         limit=PROMPTS,
@@ -79,12 +79,11 @@ def _show(found: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     table = Table(title="speedup over plain decoding")
     table.add_column("method")
-    for column in ("on a few prompts", "measured"):
-        table.add_column(column, justify="right")
-    measured, predicted = found["measured"], found["predicted"]
-    best = {name.partition(" ")[0]: name for name in reversed([*measured, *predicted])}  # of each method
-    for name in sorted(dict.fromkeys([*measured, *best.values()]), key=lambda name: -measured.get(name, 0.0)):
-        table.add_row(name, f"{predicted[name]:.2f}x", f"{measured[name]:.2f}x" if name in measured else "")
+    table.add_column("median", justify="right")
+    measured = found["measured"]
+    best = {name.partition(" ")[0]: name for name in reversed(measured)}  # of each method
+    for name in reversed(best.values()):
+        table.add_row(name, f"{measured[name]:.2f}x")
     console.print(table)
     settings = ", ".join(f"{key}={value}" for key, value in found["settings"].items())
     console.print(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -23,6 +25,27 @@ def say_loading(target: str, draft: str | None = None, method: Any = None) -> No
         from forerun.zoo.memory import loading_line
 
         say(loading_line(target, draft, method))
+
+
+@contextmanager
+def unechoed() -> Iterator[None]:
+    """Keep a terminal from showing what is typed: the prompt that comes shows it, and would a second time."""
+    try:
+        import termios
+    except ImportError:  # Windows
+        yield
+        return
+    kept = termios.tcgetattr(sys.stdin)
+    restore = partial(termios.tcsetattr, sys.stdin, termios.TCSANOW, kept)
+    atexit.register(restore)  # an interrupt in an import ends the process at once
+    silent = [*kept]
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        restore()
+        atexit.unregister(restore)
 
 
 class Reading:
@@ -54,6 +77,15 @@ class Answer:
     def __init__(self) -> None:
         self.text, self.seconds, self.finish_reason = "", 0.0, None
         self.steps: list[Any] = []
+
+    def figures(self, method: str) -> str:
+        """Return a line: tokens, tokens a target forward or that drafts rest, tokens/s, and the method."""
+        from forerun.engine.stats import summarise
+
+        stats = summarise(self.steps, self.seconds)
+        rests = 2 * sum(step.rests for step in self.steps) > len(self.steps)
+        gain = "drafts rest: they were slower" if rests else f"tau {stats.tau:.2f}"
+        return f"{stats.tokens} tokens, {gain}, {stats.tokens_per_s:.1f} tokens/s, {method}"
 
     def write(self, chunks: Any, console: Console, reading: Reading) -> None:
         """Write a decoder's stream to the console, which is that of stdout."""

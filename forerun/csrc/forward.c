@@ -200,6 +200,15 @@ static void do_gate(void *argument, int64_t first, int64_t last, int thread) {
     if (!fr_is_float(p->matrix[0]->layout)) do_quantise(p, first, last, thread);
 }
 
+/* Copies the block's states after `layers` layers, if they are wanted. */
+static void capture(const block *b, int layers) {
+    const fr_batch *batch = b->batch;
+    int64_t d = b->model->d;
+    for (int c = 0; c < batch->captures; c++)
+        for (int64_t i = 0; i < b->n && batch->after[c] == layers; i++)
+            memcpy(batch->captured + ((b->start + i) * batch->captures + c) * d, b->x + i * d, (size_t)d * sizeof(float));
+}
+
 static void run_layers(block *b) {
     const fr_model *m = b->model;
     const fr_cache *cache = b->cache;
@@ -214,6 +223,7 @@ static void run_layers(block *b) {
     add_and_norm(b, m->layer->first);
     for (int i = 0; i < m->layers; i++) {
         const fr_layer *l = m->layer + i;
+        capture(b, i);
         b->layer = l;
         b->cache = cache + i;
         float *k = b->parts + b->attended;
@@ -235,6 +245,7 @@ static void run_layers(block *b) {
         multiply(&down, 1);
         add_and_norm(b, i + 1 < m->layers ? l[1].first : m->norm);
     }
+    capture(b, m->layers);
     b->cache = cache;
 }
 
@@ -325,6 +336,7 @@ static int batch_fits(const fr_model *m, const fr_cache *cache, const fr_batch *
         if (b->seen && !within(b->paths + i * b->path, b->seen[i], capacity)) return 0;
     }
     if (b->asks < 0 || b->extras < 0 || (!b->asks && b->extras)) return 0;
+    if (b->captures < 0 || (b->captures && (!b->captured || !within(b->after, b->captures, m->layers + 1)))) return 0;
     if (b->asks && (!within(b->asked, b->asks, b->n) || !head_fits(m, b->head ? b->head : &m->head))) return 0;
     return !b->extras || (head_fits(m, &m->head) && within(b->extra, b->extras, m->head.outputs));
 }

@@ -61,7 +61,9 @@ typedef struct {
     const fr_matrix *head;  /* NULL: the model's */
     const int32_t *extra;   /* [extras] tokens whose logits come from the model's own head, after those of `head` */
     float *logits;          /* [asks, outputs of the head + extras] */
-    int32_t asks, extras;
+    const int32_t *after;   /* [captures] numbers of layers, 0 to all, */
+    float *captured;        /* [n, captures, d] and the states after that many */
+    int32_t asks, extras, captures;
 } fr_batch;
 
 int fr_forward(const fr_model *model, const fr_cache *cache, const fr_batch *batch);

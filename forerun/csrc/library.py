@@ -61,8 +61,8 @@ class BatchArgument(ctypes.Structure):
     _fields_ = (
         *((name, _I) for name in ("n", "path")),
         *((name, _P) for name in ("tokens", "states", "row", "slot", "position", "length", "seen", "paths")),
-        *((name, _P) for name in ("normed", "asked", "head", "extra", "logits")),
-        *((name, _I) for name in ("asks", "extras")),
+        *((name, _P) for name in ("normed", "asked", "head", "extra", "logits", "after", "captured")),
+        *((name, _I) for name in ("asks", "extras", "captures")),
     )
 
 

@@ -31,8 +31,6 @@ class Verdict:
     tested: int  # accepted nodes, and the level of the first rejection
     rejected: bool  # whether the last node of the path had children and none was accepted
     argmax: list[int] = field(default_factory=list)  # the target's most probable token after every node of the draft
-    # [V] the processed scores that gave `token`; valid until the target's next forward.
-    scores: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def accepted(self) -> int:

@@ -39,11 +39,9 @@ class Draft:
         return cls([token], [-1])
 
     @classmethod
-    def chain(
-        cls, root: int, tokens: Sequence[int], q: Tensor | None = None, origin: str = "draft", block: bool = False
-    ) -> Draft:
+    def chain(cls, root: int, tokens: Sequence[int], q: Tensor | None = None, origin: str = "draft") -> Draft:
         """Return a chain, sampled from distributions `q` [len(tokens), V], or of point masses without `q`."""
-        return cls([root, *tokens], list(range(-1, len(tokens))), q, [origin] * (len(tokens) + 1), block)
+        return cls([root, *tokens], list(range(-1, len(tokens))), q, [origin] * (len(tokens) + 1), q is not None)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -18,7 +18,7 @@ from forerun.engine.draft import Draft
 from forerun.engine.retries import Retries
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Drafter, Proposal, Step, observe_rows
-from forerun.engine.target import Capture, Target
+from forerun.engine.target import Target
 from forerun.engine.verify import committed, judge, origins, scores_after
 from forerun.failures import UNATTRIBUTABLE, NotNumbersError
 from forerun.sampling.logprobs import Logprob, logprobs_of
@@ -66,7 +66,7 @@ class Engine:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         self.target, self.drafter = target, drafter
-        self._capture: Capture = "head" if drafter.wants_hidden else ""
+        self._capture = drafter.wants_hidden
         self.max_rows, self.max_queue, self.kv_memory = max_rows, max_queue, kv_memory
         self.chunk_seconds = chunk_seconds
         self.running: list[Sequence] = []

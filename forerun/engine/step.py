@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
+    from forerun.engine.target import Capture
     from forerun.sampling.logprobs import Logprob
 
 
@@ -44,7 +45,7 @@ class Drafter(Protocol):
     State belongs to a sequence: each call may be about another set of the admitted ones.
     """
 
-    wants_hidden: bool = False  # whether it is given the target's hidden states
+    wants_hidden: Capture = ""  # the hidden states of the target that it is given
     spread: int = 0  # the most nodes of a draft beyond a chain of the remaining tokens
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
     from forerun.engine.draft import Draft
 
-# Hidden states that a forward returns: none, or the LM head's inputs.
-Capture = Literal["", "head"]
+# Hidden states that a forward returns: none, the LM head's inputs, or the states after each of these numbers of layers,
+# side by side. 0 is for the embeddings; after all layers they are not normed.
+Capture = Literal["", "head"] | tuple[int, ...]
 
 
 class Output(NamedTuple):

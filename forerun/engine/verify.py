@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import replace
 from itertools import islice
 
 from torch import Tensor
@@ -32,7 +31,7 @@ def judge(
         if seq.sampler.is_argmax:
             best = list(islice(argmax, len(draft))), list(islice(highest, len(draft)))
         verdict, row = _judge(seq, draft, row, best)
-        verdicts.append(replace(verdict, scores=row[verdict.path[-1]]))
+        verdicts.append(verdict)
         scores.append(row)
     return verdicts, scores
 

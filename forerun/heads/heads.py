@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from forerun.engine.target import Capture
+
 KINDS = ("lyanna", "eagle")
 
 
@@ -89,6 +91,7 @@ class HiddenDrafter(PreTrainedModel):
 
     config_class = HiddenConfig
     config: HiddenConfig
+    capture: Capture = "head"
 
     def __init__(self, config: HiddenConfig) -> None:
         super().__init__(config)
@@ -132,6 +135,15 @@ class HiddenDrafter(PreTrainedModel):
         if embedded is None:
             return functional.linear(states, self.fuse.weight[:, : states.shape[-1]])
         return self.fuse(torch.cat([states, functional.rms_norm(embedded, embedded.shape[-1:])], -1))
+
+    def finish(self, x: Tensor) -> Tensor:
+        """Return the states [.., d] that follow, from the last layer's output."""
+        return self.norm(x)
+
+    @property
+    def width(self) -> int:
+        """Return the size of a feature."""
+        return self.config.hidden_size
 
     @property
     def informed(self) -> bool:
@@ -184,13 +196,7 @@ class HeadLayer(nn.Module):
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, H, N, D], keys and values [B, G, N, D] of states [B, N, d] at positions [N] or [B, N]."""
         parts = self.qkv(self.before_attention(x)).unflatten(-1, (-1, self.size)).transpose(1, 2)
-        angle = positions[..., None].float() * self.frequencies(x.device)
-        cos, sin = (torch.cat([each, each], -1).to(x.dtype) for each in (angle.cos(), angle.sin()))
-        if positions.ndim == 2:
-            cos, sin = cos[:, None], sin[:, None]
-        turned = parts[:, : self.heads + self.groups]
-        low, high = turned.chunk(2, -1)
-        turned = turned * cos + torch.cat([-high, low], -1) * sin
+        turned = rotate(parts[:, : self.heads + self.groups], positions, self.frequencies(x.device))
         return turned[:, : self.heads], turned[:, self.heads :], parts[:, self.heads + self.groups :]
 
     def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
@@ -217,6 +223,20 @@ class HeadLayer(nn.Module):
         for i, (_, own) in enumerate(seen[1:]):
             mixed = mixed + weights[..., length + i : length + i + 1] * own
         return self.finish(x, mixed)
+
+
+def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, scaling: float = 1.0) -> Tensor:
+    """Return queries or keys [B, H, N, D], rotated to positions [N] or [B, N] by `frequencies` [D / 2]. `scaling`: of
+    cosines and sines."""
+    angle = positions[..., None].float() * frequencies
+    cos, sin = angle.cos(), angle.sin()
+    if scaling != 1:
+        cos, sin = cos * scaling, sin * scaling
+    cos, sin = (torch.cat([each, each], -1).to(x.dtype) for each in (cos, sin))
+    if positions.ndim == 2:
+        cos, sin = cos[:, None], sin[:, None]
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat([-high, low], -1) * sin
 
 
 def hot_set(counts: Sequence[int] | Tensor, size: int) -> tuple[Tensor, float]:

@@ -9,91 +9,67 @@ from math import log1p
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from forerun.heads.echo import SIZES
-from forerun.heads.pre_verifier import CONFIDENCE, COUNTED, ECHOES, HISTORY, PreVerifier
+from forerun.heads.pre_verifier import COUNTED, INPUTS, PreVerifier
 
 Array = np.ndarray
-OWN = ("confidence", CONFIDENCE), ("echoes", ECHOES), ("history", HISTORY)
-EPS = float(np.finfo(np.float32).eps)
 
 
 class QuickState(NamedTuple):
     """The state of N drafts after some tokens."""
 
-    base: Array  # [N or 1, depth, width] the part of each place that does not depend on drafted tokens
     places: int  # tokens so far
     runs: list[list[float]]  # [N][3] the history
     running: list[list[float]]  # [N][..] sum and minimum of log-probabilities, counts of echoes of -1 and 0
 
     def select(self, rows: list[int]) -> QuickState:
         """Return the state of these drafts."""
-        base = self.base if len(self.base) == 1 else self.base[rows]
         runs, running = ([part[row] for row in rows] for part in (self.runs, self.running))
-        return QuickState(base, self.places, runs, running)
+        return QuickState(self.places, runs, running)
 
 
 class QuickPreVerifier:
     """A copy of a PreVerifier, which later training does not change."""
 
     def __init__(self, layer: PreVerifier) -> None:
-        width = layer.config.width
         self.thresholds: dict[Any, tuple[int, float]] = {}  # computed from the traces by forerun.methods.pacer
         weights = {name: value.detach().float().cpu().numpy() for name, value in layer.state_dict().items()}
-        self.enter = {name: np.ascontiguousarray(weights[f"enter.{name}.weight"].T) for name in layer.enter}
-        # One product for all small inputs.
-        self.own = np.concatenate([self.enter.get(name, np.zeros((size, width), np.float32)) for name, size in OWN])
+        self.enter = np.concatenate([weights[f"enter.{name}.weight"].T for name in INPUTS])  # one product for all
         self.place = weights["place"]
-        none = np.zeros((1, width), np.float32)
-        # [2, width] weights of `certainty`
-        self.certainty = np.concatenate([self.enter.get(name, none) for name in ("entropy", "top")])
         self.middle = weights["middle.weight"].T, weights["middle.bias"]
         self.leave = weights["leave.weight"][0], weights["leave.bias"]
         traces = {"greedy": weights["greedy_traces"] / 255, "sampled": weights["drawn_traces"] / 255}
         # Columns beyond the longest draft are empty.
         self.traces = {name: value[..., : max(1, int(value.any((0, 1)).sum()))] for name, value in traces.items()}
 
-    def begin(self, history: list[list[float]], certainty: list[tuple[float, float]] | None = None) -> QuickState:
-        """Return the state before N drafts. Arguments are those of `PreVerifier.forward`, as lists and pairs. No
-        certainty is that of UNKNOWN."""
-        base = self.place[None]
-        if certainty is not None:
-            logs = np.array([(log1p(entropy), top) for entropy, top in certainty], np.float32)
-            base = base + (logs @ self.certainty)[:, None]
+    def begin(self, history: list[list[float]]) -> QuickState:
+        """Return the state before N drafts, given their history [N][3]."""
         runs = [[log1p(run) for run in row] for row in history]
         running = [[0.0] * (2 + 2 * len(SIZES)) for _ in history]
-        return QuickState(base, 0, runs, running)
+        return QuickState(0, runs, running)
 
     def step(
-        self,
-        state: QuickState,
-        log_q: list[list[float]],
-        echoes: list[list[tuple[int, ...]]] | None = None,
-        hidden: Tensor | None = None,
+        self, state: QuickState, log_q: list[list[float]], echoes: list[list[tuple[int, ...]]]
     ) -> tuple[Array, QuickState]:
         """Return the layer's logits [N, b] for the next b tokens, and the new state. Arguments are those of
-        `PreVerifier.forward`, all but `hidden` as lists."""
+        `PreVerifier.forward`, as lists."""
         new, last = len(log_q[0]), len(self.place) - 1
-        echoes = echoes or [[(0,) * len(SIZES)] * new] * len(log_q)
         found = [_features(*row) for row in zip(log_q, state.runs, state.running, echoes, strict=True)]
-        x = np.array([features for features, _ in found], np.float32) @ self.own
-        x += state.base[:, [min(at, last) for at in range(state.places, state.places + new)]]
-        if "hidden" in self.enter:
-            assert hidden is not None
-            x += normed(hidden.float().cpu().numpy()) @ self.enter["hidden"]
+        x = np.array([features for features, _ in found], np.float32) @ self.enter
+        x += self.place[[min(at, last) for at in range(state.places, state.places + new)]]
         np.maximum(x, 0, out=x)
         x = x @ self.middle[0]
         x += self.middle[1]
         np.maximum(x, 0, out=x)
         running = [run for _, run in found]
-        return x @ self.leave[0] + self.leave[1], QuickState(state.base, state.places + new, state.runs, running)
+        return x @ self.leave[0] + self.leave[1], QuickState(state.places + new, state.runs, running)
 
 
 def _features(
     log_q: list[float], runs: list[float], running: list[float], echoes: list[tuple[int, ...]]
 ) -> tuple[list[list[float]], list[float]]:
-    """Return the features [b, CONFIDENCE + ECHOES + HISTORY] of one row's tokens, and its new `running`."""
+    """Return the features [b, the sum of INPUTS] of one row's tokens, and its new `running`."""
     total, least, *counts = running
     size = len(SIZES)
     features = []
@@ -116,8 +92,3 @@ def quick(layer: PreVerifier) -> QuickPreVerifier:
     if made is None:
         made = layer._quick = QuickPreVerifier(layer)  # type: ignore[assignment]
     return made
-
-
-def normed(x: Array) -> Array:
-    """Return the RMSNorm of x [.., d], without a gain."""
-    return x / np.sqrt(np.einsum("...i,...i->...", x, x)[..., None] / x.shape[-1] + EPS)

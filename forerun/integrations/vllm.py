@@ -64,8 +64,6 @@ class Options:
             raise ValueError(f"method {name!r} is not for vLLM, which verifies chains of tokens; there are {known}")
         if (name == "suffix") == ("draft" in own):
             raise ValueError(f"method {name!r} " + ("takes no draft" if "draft" in own else "needs draft=FOLDER"))
-        if settings.get("width", 1) != 1:
-            raise ValueError(f"width must be 1 in vLLM, which verifies chains of tokens, not {settings['width']!r}")
         return cls(methods.method(name, **settings), **own)
 
 

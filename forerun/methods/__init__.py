@@ -121,6 +121,6 @@ def parse_value(name: str, key: str, value: str) -> int | float | bool | str | N
 
 def default_method(has_draft: bool, has_layer: bool = False, options: Iterable[str] = ()) -> str:
     """Return the name of the default method; with a layer, of one that has these settings."""
-    if has_draft and has_layer and {*options} <= {*settings_of(PacerOuroboros)}:
-        return PacerOuroboros.name
+    if has_draft and has_layer and {*options} <= {*settings_of(Pacer)}:
+        return Pacer.name
     return SD.name if has_draft else Suffix.name

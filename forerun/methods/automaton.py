@@ -9,7 +9,6 @@ repeated suffix without a search. And no depth limits a match or a draft. Counts
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from heapq import heappop, heappush, nlargest
 
 LINKS = 256  # the most states that are counted with each token
 
@@ -127,44 +126,32 @@ class Automaton:
                 state, length = found, length + 1
         return state, length
 
-    def grow(
-        self, state: int, nodes: int, depth: int, least: float, width: int = 1, ends: Collection[int] = ()
-    ) -> tuple[list[int], list[int], list[float]]:
-        """Return the most probable continuations of a state as a tree: tokens, parents (0: the root, k: the k-th token)
-        and probabilities of their paths, best first.
+    def grow(self, state: int, most: int, least: float, ends: Collection[int] = ()) -> tuple[list[int], list[float]]:
+        """Return the most frequent continuation of a state, and the probability of each beginning of it.
 
-        A token's probability is its share of the counts; of equal counts the newest wins. The tree has at most `nodes`
-        tokens, at most `depth` deep, the best `width` at each place, and no path less probable than `least`. Nothing
-        follows one of the tokens `ends`. At the end of the texts the longest shorter suffix continues, so a period
-        repeats.
+        A token's probability is its share of the counts; of equal counts the newest wins. The continuation has at most
+        `most` tokens, and a probability of at least `least`. Nothing follows one of the tokens `ends`. At the end of
+        the texts the longest shorter suffix continues, so a period repeats.
         """
         follows, links, counts, newest = self.follows, self.links, self.counts, self.newest
         tokens: list[int] = []
-        parents: list[int] = []
         probs: list[float] = []
-        heap: list[tuple[float, int, int, int, int, int]] = []
-        node, at, probability, level = 0, state, 1.0, 0
-        while len(tokens) < nodes:
-            if level < depth and not (tokens and tokens[-1] in ends):
-                while at > 0 and not follows[at]:
-                    at = links[at]
-                if at > 0:
-                    after = follows[at]
-                    if len(after) == 1:
-                        ((token, found),) = after.items()
-                        heappush(heap, (-probability, level, -newest[found], node, token, found))
-                    else:
-                        total = sum(counts[found] for found in after.values())
-                        each = ((counts[found], newest[found], token, found) for token, found in after.items())
-                        for count, place, token, found in nlargest(width, each) if width > 1 else (max(each),):
-                            if probability * count >= least * total:
-                                heappush(heap, (-probability * count / total, level, -place, node, token, found))
-            if not heap:
+        at, probability = state, 1.0
+        while len(tokens) < most and not (tokens and tokens[-1] in ends):
+            while at > 0 and not follows[at]:
+                at = links[at]
+            if at <= 0:
                 break
-            cost, level, _, parent, token, at = heappop(heap)
-            probability, level = -cost, level + 1
+            after = follows[at]
+            if len(after) == 1:
+                ((token, at),) = after.items()
+            else:
+                count, _, token, at = max(
+                    (counts[found], newest[found], token, found) for token, found in after.items()
+                )
+                probability *= count / sum(counts[found] for found in after.values())
+                if probability < least:
+                    break
             tokens.append(token)
-            parents.append(parent)
             probs.append(probability)
-            node = len(tokens)
-        return tokens, parents, probs
+        return tokens, probs

@@ -55,10 +55,8 @@ class Method(Protocol):
         name: its name for users and in results.
         needs_draft: whether it drafts with a model.
         greedy_only: whether it refuses sampled sequences.
-        layer, kind: the trained layer that it needs: its folder's name, and the kind of its output
-            (`PreVerifierConfig`).
+        layer: the folder's name of the trained layer that it needs.
         head: the kind of head over hidden states that it needs (`forerun.heads.heads.KINDS`).
-        verification: of sampled chains, "block" or "token".
         warm: whether its pool outlives a sequence.
     """
 
@@ -67,9 +65,7 @@ class Method(Protocol):
     needs_draft: ClassVar[bool] = False
     greedy_only: ClassVar[bool] = False
     layer: ClassVar[str | None] = None
-    kind: ClassVar[str | None] = None
     head: ClassVar[str | None] = None
-    verification: str = "token"
     warm: bool = False
 
     def __post_init__(self) -> None:
@@ -133,11 +129,3 @@ def flag(default: bool) -> Any:
 
 def one_of(default: str, *allowed: str) -> Any:
     return setting(default, lambda value: value in allowed, f"{', '.join(allowed[:-1])} or {allowed[-1]}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling(Method):
-    """Methods whose drafts may be sampled. Sampled chains are verified as a "block" (arXiv 2403.10444), or "token" by
-    token (arXiv 2211.17192)."""
-
-    verification: str = one_of("block", "block", "token")

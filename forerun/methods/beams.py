@@ -1,4 +1,4 @@
-"""Trees of the most probable paths, and sampled chains, for heads with logits for each place ahead.
+"""Trees of the most probable paths, for heads with logits for each place ahead.
 
 Trees grow as in EAGLE (arXiv 2401.15077), and nodes are chosen as in EAGLE-2 (arXiv 2406.16858)."""
 
@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,10 +13,6 @@ import torch
 from torch import Tensor
 
 from forerun.engine.draft import Draft
-from forerun.engine.sequence import Sequence
-from forerun.methods.chain import Chain
-from forerun.sampling.sampler import RowError, next_tokens
-from forerun.sampling.seeded import SeededSampler
 
 if TYPE_CHECKING:
     from forerun.methods.budget import Budget
@@ -133,48 +128,3 @@ def _paths(
             ends = np.where(going, ends, np.minimum(ends, k + 1))
     tokens, parents, values = (np.concatenate(parts, -1) for parts in zip(*found, strict=True))
     return tokens, parents, values
-
-
-@torch.inference_mode()
-def sample_chains(
-    seqs: abc.Sequence[Sequence],
-    logits: Logits,
-    hot: Tensor,
-    vocab_size: int,
-    limits: abc.Sequence[int],
-    origins: abc.Sequence[str],
-    block: bool,
-) -> list[Draft]:
-    """Return a chain for each sequence, at most `limits[r]` long, sampled by the sequence's own sampler.
-
-    `logits` and `hot` are as in `grow`, `block` as in `Draft`. A chain ends where processors raise or leave none of the
-    hot tokens. If they raise, they will for the target's logits too.
-    """
-
-    chains = [Chain(seq, limit, block=block) for seq, limit in zip(seqs, limits, strict=True)]
-    tokens = torch.tensor([seq.tokens[-1] for seq in seqs], device=hot.device)
-    beams, names = torch.zeros_like(tokens)[:, None], hot.cpu().numpy()
-    live = list(range(len(seqs)))
-    for k in range(max(limits)):
-        live = [row for row in live if k < limits[row]]
-        if not live:
-            break
-        found = logits(k, tokens[:, None], beams)[:, 0].float()
-        for row in list(live):
-            # One by one: the tokens that a row's processors see must not depend on its neighbours.
-            chain, seq, scores, source = chains[row], seqs[row], found[row : row + 1], seqs[row].source(k)
-            within = seq.sampler.index_free
-            if not within:
-                scores = scores.new_full((1, vocab_size), -torch.inf).index_copy_(1, hot, scores)
-            elif isinstance(source, SeededSampler):
-                source = replace(source, names=names, size=vocab_size)
-            try:
-                (chosen,), _, q = next_tokens([seq.sampler], scores, lambda _, chain=chain: chain.text(), [source])  # type: ignore[misc]
-            except RowError:
-                live.remove(row)
-                continue
-            tokens[row] = token = int(hot[chosen]) if within else chosen
-            if q is not None and within and chain.needs_q:
-                q = q.new_zeros(1, vocab_size).index_copy_(1, hot, q)
-            chain.add(token, None if q is None else q[0])
-    return [chain.draft(origin) for chain, origin in zip(chains, origins, strict=True)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
-from forerun.methods.base import Method, Parts, Sampling, integer
+from forerun.methods.base import Method, Parts, integer
 from forerun.methods.later import sampling, seeded, torch
 from forerun.methods.stop import BestLength, Bounds, DraftState, FixedLength, LengthPolicy, StopRule, saving
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from forerun.engine.acceptance import Verdict
     from forerun.engine.costs import Costs
     from forerun.engine.sequence import Sequence
-    from forerun.engine.target import Capture
     from forerun.model.causal_lm import CausalLM
     from forerun.sampling.sampler import Drafted
 
@@ -44,7 +43,7 @@ class Drafting(Method):
 
     def build(self, parts: Parts) -> Drafter:
         assert parts.draft is not None
-        made = parts.draft, self.policy(parts), parts.target.vocab_size, self.verification == "block"
+        made = parts.draft, self.policy(parts), parts.target.vocab_size
         if parts.translation is None:
             return ChainDrafter(*made, parts.costs)
         from forerun.methods.translated import TranslatedDrafter
@@ -54,7 +53,7 @@ class Drafting(Method):
 
 
 @dataclass(frozen=True)
-class SD(Sampling, Drafting):
+class SD(Drafting):
     """Classic speculative decoding: a draft model drafts `gamma` tokens a step. None ("auto") is the best length of
     each step (`BestLength`)."""
 
@@ -79,7 +78,6 @@ class Chain:
     depth: int
     tokens: list[int] = field(default_factory=list)
     q: list[Tensor] = field(default_factory=list)
-    block: bool = False  # `Draft.block`
 
     @property
     def needs_q(self) -> bool:
@@ -101,7 +99,7 @@ class Chain:
 
     def draft(self, origin: str = "draft") -> Draft:
         q = torch.stack(self.q) if self.q else None
-        return Draft.chain(self.seq.tokens[-1], self.tokens, q, origin, self.block)
+        return Draft.chain(self.seq.tokens[-1], self.tokens, q, origin)
 
 
 class ChainDrafter(Drafter):
@@ -119,13 +117,11 @@ class ChainDrafter(Drafter):
         model: CausalLM,
         policy: LengthPolicy,
         vocab_size: int | None = None,
-        block: bool = True,
         costs: Costs | None = None,
     ) -> None:
-        """`block`: whether sampled drafts are verified as a whole. `costs`, if known, tell where drafts cannot pay."""
+        """`costs`, if known, tell where drafts cannot pay."""
         self.costs, self._saved = costs, cache(lambda rows: saving(costs, rows) if costs else 0.0)
-        self.model, self.policy, self.block = model, policy, block
-        self.capture: Capture = "head" if policy.wants_draft else ""
+        self.model, self.policy = model, policy
         self.vocab_size = vocab_size or model.vocab_size
         self.spread = 0
         self.slack = 0  # positions that a draft forward may need beyond a sequence's limit
@@ -170,15 +166,15 @@ class ChainDrafter(Drafter):
 
     def _roll(
         self, ids: abc.Sequence[int], pending: abc.Sequence[abc.Sequence[int]], count: int
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    ) -> tuple[Tensor, list[Tensor]]:
         """Run `CausalLM.roll`, in the target's vocabulary."""
-        return self.model.roll(ids, pending, count, self.vocab_size, self.capture)
+        return self.model.roll(ids, pending, count, self.vocab_size)
 
     def _at_once(self, chain: Chain, rule: StopRule) -> float | None:
         """Draft a whole chain in fused calls, each as far as the rule's bounds reach, and return the seconds of the
         rule. Return None, with nothing done, if that is not possible (`FusedDraft`)."""
         bounds, seconds = rule.bounds(), 0.0
-        if bounds is None or self.capture or self.model.fused_draft is None or self.model.vocab_size > self.vocab_size:
+        if bounds is None or self.model.fused_draft is None or self.model.vocab_size > self.vocab_size:
             return None  # it may draft padding
         while bounds is not None:
             found = self._stretch(chain, bounds)
@@ -225,7 +221,7 @@ class ChainDrafter(Drafter):
         return min(seq.remaining - 1, context - len(seq.tokens) + 1 if context else seq.remaining)
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
-        chains = [Chain(seq, self._depth(seq), block=self.block) for seq in seqs]
+        chains = [Chain(seq, self._depth(seq)) for seq in seqs]
         return self._grow(chains, len(seqs))
 
     def _grow(self, chains: list[Chain], rows: int) -> Proposal:
@@ -250,7 +246,7 @@ class ChainDrafter(Drafter):
             done = len(going[0].tokens)
             ahead = min(rule.min_more(done), *(chain.depth - done for chain in going)) if argmax else 1
             begun = perf_counter()
-            best, logits, hidden = self._roll(ids, pending, ahead)
+            best, logits = self._roll(ids, pending, ahead)
             forward_seconds += perf_counter() - begun
             forwards += ahead
             known = best.T.tolist() if argmax else None
@@ -259,23 +255,16 @@ class ChainDrafter(Drafter):
                 if not live:
                     break
                 chosen = known[turn] if known is not None else None
-                states = hidden[turn] if hidden else None
-                policy_seconds += self._extend(going, live, logits[turn], chosen, states, rule)
+                policy_seconds += self._extend(going, live, logits[turn], chosen, rule)
             going = [going[row] for row in live]
         return Proposal([chain.draft() for chain in chains], forwards, forward_seconds, policy_seconds)
 
     def _extend(
-        self,
-        chains: list[Chain],
-        live: list[int],
-        logits: Tensor,
-        argmax: list[int] | None,
-        hidden: Tensor | None,
-        rule: StopRule,
+        self, chains: list[Chain], live: list[int], logits: Tensor, argmax: list[int] | None, rule: StopRule
     ) -> float:
         """Draft a token for each of the rows `live`, remove rows that stop, and return the seconds of the rule.
 
-        `logits` [R, V], `hidden` [R, d] and `argmax` [R] (if tokens are chosen by it) are of all chains.
+        `logits` [R, V] and `argmax` [R] (if tokens are chosen by it) are of all chains.
         """
         fitted = self._fitted(logits if len(live) == len(chains) else logits[live])
         if argmax is not None:
@@ -288,8 +277,7 @@ class ChainDrafter(Drafter):
             chains[row].add(token, None if q is None else q[i])
         asked = perf_counter()
         now = [chains[row] for row in live]
-        states = hidden if hidden is None or len(live) == len(chains) else hidden[live]
-        more = rule.more(DraftState([chain.seq for chain in now], [chain.tokens for chain in now], scores, states))
+        more = rule.more(DraftState([chain.seq for chain in now], [chain.tokens for chain in now], scores))
         seconds = perf_counter() - asked
         live[:] = [row for row, chain, on in zip(live, now, more, strict=True) if on and self._goes_on(chain)]
         return seconds

@@ -6,7 +6,7 @@ from collections import abc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from forerun.methods.base import Parts, Sampling, integer, number
+from forerun.methods.base import Parts, integer, number
 from forerun.methods.chain import Drafting
 from forerun.methods.later import probabilities
 from forerun.methods.stop import Bounds, DraftState, Fixed, LengthPolicy, StopRule
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Confidence(Sampling, Drafting):
+class Confidence(Drafting):
     """Draft until a token's own probability is below `threshold`.
 
     This is the rule of transformers' assistant_confidence_threshold, whose threshold starts at 0.4 and adapts; here it
@@ -32,7 +32,7 @@ class Confidence(Sampling, Drafting):
 
 
 @dataclass(frozen=True)
-class Cumulative(Sampling, Drafting):
+class Cumulative(Drafting):
     """Draft until the product of the tokens' own probabilities is below `threshold`. The product estimates the
     probability that the whole draft is accepted."""
 

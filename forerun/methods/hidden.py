@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
-from forerun.methods.base import Sampling, flag, integer
+from forerun.methods.base import Method, integer
 from forerun.methods.later import beams, budget, torch
 
 if TYPE_CHECKING:
@@ -28,23 +28,14 @@ LEAST = 1e-30  # the smallest probability of a token
 
 
 @dataclass(frozen=True)
-class Heads(Sampling):
+class Heads(Method):
     """Draft up to `depth` places ahead with `width` beams: the best `nodes` tokens that they find, or a chain for a
-    `width` of 1.
-
-    Drafted tokens are the most probable ones. With `sampled`, chains of sampled sequences are sampled like the target's
-    tokens.
+    `width` of 1. Drafted tokens are the most probable ones, for sampled sequences too.
     """
 
     depth: int = integer(8)
     width: int = integer(1)
     nodes: int = integer(12)
-    sampled: bool = flag(False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sampled and self.width > 1:
-            raise ValueError(f"sampled drafts are chains: width must be 1, not {self.width}")
 
 
 class Paced(Heads):
@@ -53,18 +44,13 @@ class Paced(Heads):
 
     block: int
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sampled:  # a stop rule must not discard a sampled token that it has seen
-            raise ValueError("this method discards drafted tokens that do not pay, so sampled must be false")
-
     @property
     def needs_costs(self) -> bool:
         return True
 
 
 class HeadDrafter(Drafter):
-    """Draft with a head by the settings of its method. Tokens that are not sampled are point masses.
+    """Draft point masses with a head by the settings of its method.
 
     Attributes:
         features: {sequence: [n, d]} the target's features that the head has not run yet. The last one is at the
@@ -72,13 +58,11 @@ class HeadDrafter(Drafter):
         seconds, forwards: of the head in the present step.
     """
 
-    wants_hidden = True
-
     def __init__(self, settings: Heads, head: HiddenLM, costs: Costs | None = None, beams: int = 1) -> None:
         """Take over a head. `costs`: for paced methods. `beams`: number of states that the head drafts at a depth."""
         self.head, self.depth, self.width = head, settings.depth, settings.width
+        self.wants_hidden = head.capture
         self.nodes = settings.nodes if settings.width > 1 else settings.depth
-        self.is_sampling, self.block = settings.sampled, settings.verification == "block"
         self.spread = self.nodes if self.width > 1 else 0
         self.features: dict[int, Tensor] = {}
         self.seconds, self.forwards = 0.0, 0
@@ -129,9 +113,9 @@ class HeadDrafter(Drafter):
         old: Tensor | None = None,
         weight: float = 0.0,
     ) -> tuple[Draft, Tensor] | None:
-        """Return a chain, drafted in C, and its logits. Return None for several rows, beams or sampling, and if the
-        head does not run in C."""
-        if len(seqs) > 1 or self.width > 1 or (self.is_sampling and not seqs[0].greedy):
+        """Return a chain, drafted in C, and its logits. Return None for several rows or beams, and if the head does
+        not run in C."""
+        if len(seqs) > 1 or self.width > 1:
             return None
         seq, depth = seqs[0], min(limits[0], self.nodes)
         features, root = self.features[seq.id], seq.tokens[-1]
@@ -163,11 +147,7 @@ class HeadDrafter(Drafter):
         plan: budget.Budget | None = None,
         origins: abc.Sequence[str] = (),
     ) -> list[Draft]:
-        """Return drafts of `beams.grow` by this drafter's settings, or sampled chains."""
-        origins = origins or ["draft"] * len(seqs)
-        if self.is_sampling and not all(seq.greedy for seq in seqs):
-            depths = [min(limit, self.nodes) for limit in limits]
-            return beams.sample_chains(seqs, logits, self.head.hot, self.head.vocab_size, depths, origins, self.block)
+        """Return drafts of `beams.grow` by this drafter's settings."""
         roots = [seq.tokens[-1] for seq in seqs]
         return beams.grow(roots, logits, self.head.hot, limits, self.width, self.nodes, plan, origins)
 

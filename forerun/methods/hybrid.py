@@ -39,7 +39,7 @@ class Hybrid(Suffix):
             return
         other = self._other()
         # It needs what `other` needs. These are no settings (fields) of the class.
-        for name in ("needs_draft", "layer", "kind", "head"):
+        for name in ("needs_draft", "layer", "head"):
             object.__setattr__(self, name, getattr(other, name))
 
     @property
@@ -93,7 +93,7 @@ class HybridDrafter(Drafter):
 
     def __init__(self, suffixes: SuffixDrafter, other: Drafter, threshold: float) -> None:
         self.suffixes, self.other, self.threshold = suffixes, other, threshold
-        self.wants_hidden, self.spread = other.wants_hidden, max(suffixes.spread, other.spread)
+        self.wants_hidden, self.spread = other.wants_hidden, other.spread
         self._asked: set[int] = set()  # sequences for which the other drafter was called in this step
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:

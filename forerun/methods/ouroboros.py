@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from forerun.engine.draft import Draft, Tree
 from forerun.engine.step import Drafter, Proposal
-from forerun.methods.base import Parts, Sampling, flag, integer, number, setting
+from forerun.methods.base import Parts, flag, integer, number, setting
 from forerun.methods.chain import Chain, ChainDrafter, Drafting
 from forerun.methods.later import pools, probabilities, sampling
 from forerun.methods.pacer import Pacer
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from forerun.methods.pools import PhrasePool
     from forerun.model.causal_lm import CausalLM
 
+MEMORY = 0.9  # the weight of what forwards gave so far, beside one more
+AGAIN = 32  # steps without phrases after which they are tried again
 SOURCES = ("prompt", "output", "rejected", "suffixes")  # of phrases, besides the window
 
 
@@ -40,7 +42,7 @@ def _are_sources(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Phrases(Sampling, Drafting):
+class Phrases(Drafting):
     """Settings of drafting by phrases: a lookahead window of `window` columns (0: none), at most `guesses` phrases of
     `ngram` - 1 tokens in a draft forward, and at most `suffixes` phrases as branches after the draft, which cost the
     draft model nothing. `sources` of phrases are joined by +.
@@ -71,7 +73,7 @@ class Phrases(Sampling, Drafting):
     def build(self, parts: Parts) -> Drafter:
         assert parts.draft is not None
         pool = parts.pool(self.phrases) if self.warm else None
-        return OuroborosDrafter(self, parts.draft, self.policy(parts), parts.target.vocab_size, pool)
+        return OuroborosDrafter(self, parts.draft, self.policy(parts), parts.target.vocab_size, pool, parts.costs)
 
 
 @dataclass(frozen=True)
@@ -196,9 +198,12 @@ class OuroborosDrafter(ChainDrafter):
         policy: LengthPolicy,
         vocab_size: int | None = None,
         pool: PhrasePool | None = None,
+        costs: Costs | None = None,
     ) -> None:
-        """Take over a draft model. `pool`: the phrases that greedy sequences share."""
-        super().__init__(model, policy, vocab_size, settings.verification == "block")
+        """Take over a draft model. `pool`: the phrases that greedy sequences share. `costs`, if known, tell where
+        plain chains draft more tokens a ms than forwards with phrases."""
+        super().__init__(model, policy, vocab_size)
+        self.table, self._found, self._without = costs, 1.0 + settings.phrases[0], 0
         self.settings, self.pool, self.sources = settings, pool, settings.sources.split("+")
         self.span = settings.phrases[0]
         self.slack, self.spread = (settings.window + settings.guesses) * self.span, settings.suffixes * self.span
@@ -219,11 +224,11 @@ class OuroborosDrafter(ChainDrafter):
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         greedy = sum(seq.greedy for seq in seqs)
-        wide = greedy > self.settings.most_greedy
+        wide = greedy > self.settings.most_greedy or not self._phrases_pay(max(1, greedy))
         for seq in seqs:
             self.rows[seq.id].chain, self.rows[seq.id].suffixes = None, []
-        plain = [Chain(seq, self._depth(seq), block=self.block) for seq in seqs if wide and seq.greedy]
-        phrased = [_Phrased(seq, self._depth(seq), block=self.block) for seq in seqs if not (wide and seq.greedy)]
+        plain = [Chain(seq, self._depth(seq)) for seq in seqs if wide and seq.greedy]
+        phrased = [_Phrased(seq, self._depth(seq)) for seq in seqs if not (wide and seq.greedy)]
         proposals = [self._grow(plain, greedy)] if plain else []
         if phrased:
             proposals.append(self._grow_by_phrases(phrased))
@@ -232,6 +237,17 @@ class OuroborosDrafter(ChainDrafter):
             for chain, draft in zip([*plain, *phrased], [d for each in proposals for d in each.drafts], strict=True)
         }
         return Proposal.together([drafts[seq.id] for seq in seqs], proposals)
+
+    def _phrases_pay(self, rows: int) -> bool:
+        """Return whether forwards with phrases draft more tokens a ms than plain ones, by what they gave so far. If
+        not, they are tried again from time to time. The rule is ours."""
+        if self.table is None:
+            return True
+        size = 1 + self.span * (self.settings.guesses + self.settings.window)
+        if self._found * self.table.drafting(rows) > self.table.drafting(rows * size):
+            return True
+        self._without = (self._without + 1) % AGAIN
+        return not self._without
 
     def _grow_by_phrases(self, chains: list[_Phrased]) -> Proposal:
         """Draft for all chains, each with its own number of tokens a forward."""
@@ -242,16 +258,16 @@ class OuroborosDrafter(ChainDrafter):
         forwards, seconds = 0, 0.0
         while going:
             ids = [chain.seq.id for chain in going]
-            trees = [self._tree(chain) for chain in going]
+            trees, drafted = [self._tree(chain) for chain in going], [len(chain.tokens) for chain in going]
             begun = perf_counter()
-            logits, hidden = self.model.forward(ids, [tree.draft() for tree in trees], self.capture)
+            logits, _ = self.model.forward(ids, [tree.draft() for tree in trees])
             seconds += perf_counter() - begun
             forwards += 1
-            walks = [
-                self._walk(chain, tree, logits[row], hidden[row] if hidden is not None else None)
-                for row, (chain, tree) in enumerate(zip(going, trees, strict=True))
-            ]
+            walks = [self._walk(chain, tree, own) for chain, tree, own in zip(going, trees, logits, strict=True)]
             self.model.commit(ids, [path for _, path in walks])
+            for chain, tree, before in zip(going, trees, drafted, strict=True):
+                if "phrase" in tree.origins:
+                    self._found += (1 - MEMORY) * (len(chain.tokens) - before - self._found)
             going = [chain for chain, (on, _) in zip(going, walks, strict=True) if on]
         drafts = [self._with_suffixes(chain) for chain in chains]
         return Proposal(drafts, forwards, seconds, sum(chain.policy_seconds for chain in chains))
@@ -273,9 +289,9 @@ class OuroborosDrafter(ChainDrafter):
         """Return a phrase, or nothing if the draft model lacks one of its tokens."""
         return phrase if self._knows(phrase or [0]) else ()
 
-    def _walk(self, chain: _Phrased, tree: Tree, logits: Tensor, hidden: Tensor | None) -> tuple[bool, list[int]]:
+    def _walk(self, chain: _Phrased, tree: Tree, logits: Tensor) -> tuple[bool, list[int]]:
         """Draft tokens while the tree contains them; return whether to go on, and the nodes to keep. `logits` [N, V]
-        and `hidden` [N, d] are of the tree's nodes."""
+        are of the tree's nodes."""
         seq, sampler, row = chain.seq, chain.seq.sampler, self.rows[chain.seq.id]
         node = len(seq.tokens) + len(chain.tokens) - self.model.length(seq.id) - 1
         path = list(range(node + 1))
@@ -296,9 +312,7 @@ class OuroborosDrafter(ChainDrafter):
             chain.add(token, None if q is None else q[0])
             assert chain.rule is not None
             asked = perf_counter()
-            (more,) = chain.rule.more(
-                DraftState([seq], [chain.tokens], here, hidden[node][None] if hidden is not None else None)
-            )
+            (more,) = chain.rule.more(DraftState([seq], [chain.tokens], here))
             chain.policy_seconds += perf_counter() - asked
             going = more and self._goes_on(chain)
             child = tree.child(node, token)

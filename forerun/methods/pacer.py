@@ -13,7 +13,7 @@ from math import inf, log
 from typing import TYPE_CHECKING, ClassVar
 
 from forerun.heads.echo import SIZES, Echo
-from forerun.methods.base import Parts, Sampling, integer, number
+from forerun.methods.base import Parts, integer, number
 from forerun.methods.chain import Drafting
 from forerun.methods.confidence import ProductRule
 from forerun.methods.later import np, pre_verifier, quick, torch
@@ -21,8 +21,6 @@ from forerun.methods.later import probabilities as probs
 from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from forerun.engine.acceptance import Verdict
     from forerun.engine.costs import Costs
     from forerun.engine.draft import Draft
@@ -34,7 +32,7 @@ BLOCK, BLOCKS = 4, (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
-class Pacer(Sampling, Drafting):
+class Pacer(Drafting):
     """Draft blocks of `block` tokens until a trained layer expects a rejection: until the survival of a block's last
     token is below `threshold`.
 
@@ -46,7 +44,6 @@ class Pacer(Sampling, Drafting):
     most: int = integer(32)
     name: ClassVar[str] = "pacer"
     layer: ClassVar[str | None] = "pre-verifier"
-    kind: ClassVar[str | None] = "survival"
 
     @property
     def needs_costs(self) -> bool:
@@ -103,14 +100,10 @@ class _Past:
     Attributes:
         echo: its text.
         runs: lengths of its last 3 runs of accepted tokens, the present one first.
-        certainty: entropy and top probability of the target's distribution that gave its last observed token.
-        length: of the sequence up to that token.
     """
 
     echo: Echo = field(default_factory=Echo)
     runs: list[float] = field(default_factory=lambda: [0.0, pre_verifier.USUAL, pre_verifier.USUAL])
-    certainty: tuple[float, float] = (0.0, 0.0)  # UNKNOWN
-    length: int = 0
 
 
 class PacerStop(LengthPolicy):
@@ -133,9 +126,6 @@ class PacerStop(LengthPolicy):
         """Take over a layer. `costs(mode, rows)` returns the table for rows that stop together, or None."""
         self.layer, self.most = quick.quick(layer), most
         self.block, self.threshold, self.costs = block, threshold, costs
-        inputs = layer.config.inputs
-        self.wants_draft, self.echoing = "hidden" in inputs, "echoes" in inputs
-        self.weighing = "entropy" in inputs or "top" in inputs
         self.past: dict[int, _Past] = {}
         self._settings: dict[tuple[Mode, int, bool], tuple[int, float, bool]] = {}
 
@@ -177,7 +167,7 @@ class PacerStop(LengthPolicy):
         greedy = mode == "greedy"
         blocks = BLOCKS if self.block is None else (self.block,)
         costs = costs if greedy else costs.sampled
-        if costs.chained and is_alone and not self.wants_draft:  # a fused draft returns probabilities
+        if costs.chained and is_alone:  # a fused draft returns probabilities
             costs = replace(costs, policy=max(0.0, costs.policy - costs.glance), glance=0.0)
         else:
             costs = replace(costs, chained=0.0)
@@ -201,17 +191,6 @@ class PacerStop(LengthPolicy):
                 past.runs = [0.0, *past.runs[:2]]
             else:
                 past.runs[0] += 1
-        known = [(seq, each.scores) for seq, each in zip(seqs, verdicts, strict=True) if each.scores is not None]
-        if self.weighing and known:
-            pairs = pre_verifier.certainty_of(torch.stack([scores.float() for _, scores in known])).tolist()
-            for (seq, _), (entropy, top) in zip(known, pairs, strict=True):
-                self.past[seq.id].certainty, self.past[seq.id].length = (entropy, top), len(seq.tokens)
-
-    def certainty(self, seq: Sequence) -> tuple[float, float]:
-        """Return entropy and top probability of the distribution that gave a sequence's last token: UNKNOWN after its
-        prompt, and after tokens that were not observed, as in a guard's pause."""
-        past = self.past[seq.id]
-        return past.certainty if past.length == len(seq.tokens) else pre_verifier.UNKNOWN
 
 
 class BlockRule(StopRule):
@@ -226,8 +205,8 @@ class BlockRule(StopRule):
     def min_more(self, depth: int) -> int:
         return min(self.block - depth % self.block, self.policy.most - depth)
 
-    def bounds(self) -> Bounds | None:
-        return None if self.policy.wants_draft else Bounds(self.min_more(0))
+    def bounds(self) -> Bounds:
+        return Bounds(self.min_more(0))
 
     def bounds_after(self, seq: Sequence, drafted: list[int], probabilities: list[float]) -> Bounds | None:
         if len(drafted) >= self.policy.most:
@@ -258,35 +237,23 @@ class BlockRule(StopRule):
         self.states = []
         tokens = torch.tensor([drafted[-new:] for drafted in state.tokens], device=state.scores.device)
         scores = parts[0].scores[:, None] if new == 1 else torch.stack([part.scores for part in parts], 1)
-        hidden = torch.stack([part.hidden for part in parts], 1) if self.policy.wants_draft else None  # type: ignore[misc]
         q = probs.probabilities_of(scores, tokens).tolist()
-        return self._output(state.seqs, state.tokens, q, hidden)
+        return self._output(state.seqs, state.tokens, q)
 
-    def _output(
-        self,
-        seqs: abc.Sequence[Sequence],
-        drafted: list[list[int]],
-        q: list[list[float]],
-        hidden: Tensor | None = None,
-    ) -> Array:
+    def _output(self, seqs: abc.Sequence[Sequence], drafted: list[list[int]], q: list[list[float]]) -> Array:
         """Return the layer's logits [R, b] for the last b tokens, with probabilities `q`."""
         policy, ids, new = self.policy, [seq.id for seq in seqs], len(q[0])
         if self.state is None:
-            self.state = self._begin(seqs)
+            self.state = policy.layer.begin([policy.past[seq.id].runs for seq in seqs])
         elif ids != self.ids:
             self.state = self.state.select([self.ids.index(id) for id in ids])
         self.ids = ids
         output, self.state = policy.layer.step(
             self.state,
             [[log(max(each, pre_verifier.LEAST)) for each in row] for row in q],
-            [self._echo(*row, new) for row in zip(seqs, drafted, strict=True)] if policy.echoing else None,
-            hidden,
+            [self._echo(*row, new) for row in zip(seqs, drafted, strict=True)],
         )
         return output
-
-    def _begin(self, seqs: abc.Sequence[Sequence]) -> QuickState:
-        certainty = [self.policy.certainty(seq) for seq in seqs] if self.policy.weighing else None
-        return self.policy.layer.begin([self.policy.past[seq.id].runs for seq in seqs], certainty)
 
     def _echo(self, seq: Sequence, drafted: list[int], new: int) -> list[tuple[int, ...]]:
         text, echo, reach = seq.tokens, self.policy.past[seq.id].echo, max(SIZES)

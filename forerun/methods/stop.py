@@ -29,13 +29,11 @@ class DraftState:
     Attributes:
         tokens: [R][depth] their drafted tokens so far.
         scores: [R, V] processed scores that gave the last tokens.
-        hidden: [R, d] the draft's LM-head inputs that gave them, if the policy wants them.
     """
 
     seqs: abc.Sequence[Sequence]
     tokens: list[list[int]]
     scores: Tensor
-    hidden: Tensor | None = None
 
     @property
     def depth(self) -> int:
@@ -45,9 +43,8 @@ class DraftState:
         """Return the state of these rows alone."""
         if len(rows) == len(self.tokens):
             return self
-        hidden = self.hidden[rows] if self.hidden is not None else None
         tokens = [self.tokens[row] for row in rows]
-        return DraftState([self.seqs[row] for row in rows], tokens, self.scores[rows], hidden)
+        return DraftState([self.seqs[row] for row in rows], tokens, self.scores[rows])
 
 
 @dataclass(frozen=True)
@@ -86,13 +83,7 @@ class StopRule(Protocol):
 
 
 class LengthPolicy(Protocol):
-    """Keep the state of each sequence between drafts, by its id; `begin` makes the rule of one draft.
-
-    Attributes:
-        wants_draft: whether it needs the draft's hidden states.
-    """
-
-    wants_draft: bool = False
+    """Keep the state of each sequence between drafts, by its id; `begin` makes the rule of one draft."""
 
     def admit(self, seq: Sequence) -> None:
         """Add a sequence."""

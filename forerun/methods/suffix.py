@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
-from forerun.engine.draft import Draft, Tree
+from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods.automaton import Automaton
 from forerun.methods.base import Method, Parts, flag, integer, number
@@ -35,10 +35,9 @@ class Suffix(Method):
     """Suffix drafting (arXiv 2411.04975): draft what followed the longest repeated suffix, in the text itself or in
     earlier outputs.
 
-    A draft has at most `factor` * match + `offset` tokens and at most `most`: the best `width` at each place (1: a
-    chain), and none whose path has a probability below `least` by the counts. If `warm`, up to `memory` tokens of
-    earlier outputs are used, but not by or from requests with a salt. If costs are known, a path in a batch must also
-    be worth its place in the target's forward.
+    A draft has at most `factor` * match + `offset` tokens and at most `most`, and a probability of at least `least` by
+    the counts. If `warm`, up to `memory` tokens of earlier outputs are used, but not by or from requests with a salt.
+    If costs are known, a token in a batch must also be worth its place in the target's forward.
 
     The defaults are ours, for a CPU, where every verified token costs time. Elsewhere longer drafts pay.
     """
@@ -46,7 +45,6 @@ class Suffix(Method):
     factor: float = number(1.0, 0, 100)
     offset: float = number(0.0, 0, 100)
     most: int = integer(16)
-    width: int = integer(1)
     least: float = number(0.3, 0, 1)
     memory: int = integer(65536)
     warm: bool = flag(True)
@@ -86,7 +84,7 @@ class SuffixDrafter(Drafter):
         self.settings, self.memory = settings, memory
         worth = costs.marginal if costs is not None else lambda rows: 0.0
         self._least = cache(lambda rows: max(settings.least, SURE * worth(rows)))  # by the number of rows of a step
-        self.spread = settings.most if settings.width > 1 else 0
+        self.spread = 0
         self.rows: dict[int, _Text] = {}
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
@@ -116,33 +114,17 @@ class SuffixDrafter(Drafter):
                 automaton = self.memory.automaton
                 state, match = automaton.match(tokens[-LONGEST:])
                 other = self._grow(automaton, state, match, least, seq)
-                if other[2] > best[2]:
+                if other[1] > best[1]:
                     best = other
                     self.memory.use(state)
-        found, parents, score = best
-        return self._draft(seq, found, parents), score
+        found, score = best
+        return Draft.chain(tokens[-1], seq.sampler.fitting(tokens, found), origin="lookup"), score
 
     def _grow(
         self, automaton: Automaton, state: int, match: int, least: float, seq: Sequence
-    ) -> tuple[list[int], list[int], float]:
-        """Return tokens, parents and score of the continuations of a match of `match` tokens."""
-        asked, depth = self.settings, seq.remaining - 1
-        nodes = min(asked.most, int(asked.factor * match + asked.offset))
-        if not match or min(nodes, depth) < 1:
-            return [], [], 0.0
-        tokens, parents, probs = automaton.grow(state, nodes, depth, least, asked.width, seq.eos)
-        return tokens, parents, sum(probs)
-
-    def _draft(self, seq: Sequence, tokens: list[int], parents: list[int]) -> Draft:
-        root, sampler = seq.tokens[-1], seq.sampler
-        if parents == list(range(len(parents))):
-            return Draft.chain(root, sampler.fitting(seq.tokens, tokens), origin="lookup")
-        draft = Draft([root, *tokens], [-1, *parents], origins=["lookup"] * (len(tokens) + 1))
-        if not sampler.processors:
-            return draft
-        tree = Tree(Draft.root(root))
-        for node, below in enumerate(draft.children):
-            if not below:
-                path = [draft.tokens[at] for at in draft.path(node)[1:]]
-                tree.branch(0, sampler.fitting(seq.tokens, path), "lookup")
-        return tree.draft()
+    ) -> tuple[list[int], float]:
+        """Return tokens and score of the continuation of a match of `match` tokens."""
+        asked = self.settings
+        most = min(asked.most, int(asked.factor * match + asked.offset), seq.remaining - 1)
+        tokens, probs = automaton.grow(state, most if match else 0, least, seq.eos)
+        return tokens, sum(probs)

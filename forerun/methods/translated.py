@@ -81,11 +81,9 @@ class TranslatedDrafter(ChainDrafter):
         model: CausalLM,
         policy: LengthPolicy,
         vocab_size: int,
-        block: bool,
         costs: Costs | None = None,
     ) -> None:
-        assert not policy.wants_draft  # such a layer belongs to a pair of one tokenizer
-        super().__init__(model, policy, vocab_size, block, costs)
+        super().__init__(model, policy, vocab_size, costs)
         self.translation = translation
         self._readers: dict[int, Reader] = {}
         self._held: dict[int, list[int]] = {}  # what each row of the model has run
@@ -148,10 +146,10 @@ class TranslatedDrafter(ChainDrafter):
 
     def _roll(
         self, ids: abc.Sequence[int], pending: abc.Sequence[abc.Sequence[int]], count: int
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    ) -> tuple[Tensor, list[Tensor]]:
         best, logits = [], []
         for _ in range(count):
-            _, (found,), _ = self.model.roll(ids, pending, 1, self.model.vocab_size)
+            _, (found,) = self.model.roll(ids, pending, 1, self.model.vocab_size)
             for id, tokens in zip(ids, pending, strict=True):
                 self._held[id] += tokens
             found = found[:, self._theirs]
@@ -159,4 +157,4 @@ class TranslatedDrafter(ChainDrafter):
             best.append(self._ours[places])
             logits.append(found.new_full((len(ids), self.vocab_size), -torch.inf).index_copy_(1, self._ours, found))
             pending = self._theirs[places][:, None].tolist() if len(best) < count else []
-        return torch.stack(best, 1), logits, []
+        return torch.stack(best, 1), logits

@@ -106,11 +106,6 @@ class CausalLM(Rows):
         return self.backend.exact
 
     @property
-    def pads(self) -> bool:
-        """Return whether forwards pad all rows to the longest."""
-        return self.backend.pads
-
-    @property
     def head(self) -> nn.Module:
         """Return the LM head. Raises ValueError for a model that names none."""
         return lm_head(self.model)
@@ -198,7 +193,7 @@ class CausalLM(Rows):
         capture, hidden = self.prompts.capture, self.prompts.hidden
         if capture and hidden is None:
             size = self.config.hidden_size
-            size = getattr(self.head, "in_features", size) if capture == "head" else size
+            size = getattr(self.head, "in_features", size) if capture == "head" else size * len(capture)
             hidden = torch.empty(0, size, dtype=self.dtype, device=self.device)
         return hidden
 
@@ -257,26 +252,24 @@ class CausalLM(Rows):
 
     @torch.inference_mode()
     def roll(
-        self, ids: Sequence[int], chains: Sequence[Sequence[int]], count: int, vocab_size: int, capture: Capture = ""
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        self, ids: Sequence[int], chains: Sequence[Sequence[int]], count: int, vocab_size: int
+    ) -> tuple[Tensor, list[Tensor]]:
         """Run and commit a nonempty chain of tokens for each sequence, then `count - 1` argmax tokens among the first
         `vocab_size`, one after the other.
 
-        Return the argmax tokens [R, count], the last of which is not run, and of each forward the logits [R, V] and
-        captured states [R, d]. On a GPU the next forward is launched before the last has ended.
+        Return the argmax tokens [R, count], the last of which is not run, and the logits [R, V] of each forward. On a
+        GPU the next forward is launched before the last has ended.
         """
         inputs = self._inputs(ids, [range(len(chain)) for chain in chains], tokens=chains)
         rows, one = inputs.rows, [range(1)] * len(ids)
-        best, logits, captured = [], [], []
+        best, logits = [], []
         for _ in range(count):
-            found, hidden = self._run(inputs, capture)
+            found, _ = self._run(inputs, "")
             logits.append(inputs.last(found))
-            if hidden is not None:
-                captured.append(inputs.last(hidden))
             best.append(argmax_of(logits[-1][:, :vocab_size]))
             self.cache.commit(ids, inputs.depths)
             inputs = Inputs(rows, one, given=best[-1])
-        return torch.stack(best, 1), logits, captured
+        return torch.stack(best, 1), logits
 
     def _run(self, inputs: Inputs, capture: Capture) -> tuple[Tensor, Tensor | None]:
         """Return logits [n, V] and captured states [n, d] of new entries of the cache."""

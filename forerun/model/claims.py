@@ -81,7 +81,12 @@ def check_layer(folder: Path, claimed: int, make: Callable[[], nn.Module]) -> No
         return
     _check_count(claimed, stored)
     with torch.device("meta"):
-        wanted = {name: tuple(tensor.shape) for name, tensor in make().state_dict().items()}
+        check_shapes(make(), stored)
+
+
+def check_shapes(module: nn.Module, stored: Shapes) -> None:
+    """Raise ValueError unless these are exactly the tensors of a module."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     for name in sorted(wanted.keys() & stored.keys()):
         if wanted[name] != stored[name]:
             raise ValueError(_unequal(name, wanted, stored))

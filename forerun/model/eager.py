@@ -6,8 +6,10 @@ import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -22,7 +24,6 @@ class EagerForward:
     """A `forerun.model.forward.Forward` that runs the model's own forward."""
 
     exact: Literal["rounding"] = "rounding"
-    pads = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.device, self.dtype = model, model.device, model.dtype
@@ -49,7 +50,8 @@ class EagerForward:
                 **({} if logits or capture else self._last_logits),
             )
         found = inputs.unpad(output.logits) if logits else None
-        return found, inputs.unpad(captured[0]) if capture else None
+        states = [inputs.unpad(each.to(self.device)) for each in captured]
+        return found, None if not states else states[0] if len(states) == 1 else torch.cat(states, -1)
 
 
 def lm_head(model: PreTrainedModel) -> nn.Module:
@@ -60,12 +62,21 @@ def lm_head(model: PreTrainedModel) -> nn.Module:
     return head
 
 
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the decoder layers. Raises ValueError for a model in which they cannot be told."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(f"{type(model).__name__} has no readable features: it has no list of {count} layers")
+
+
 @contextmanager
 def capture_hidden_states(
     model: PreTrainedModel, capture: Capture = "head", last_only: bool = False
 ) -> Iterator[list[Tensor]]:
-    """Yield a list to which forwards of the model in this thread append hidden states [B, N, d]. With `last_only` the
-    LM head runs at the last position alone."""
+    """Yield a list to which forwards of the model in this thread append hidden states [B, N, d]. Of layers it holds
+    the last forward's, one a layer. With `last_only` the LM head runs at the last position alone."""
     captured: list[Tensor] = []
     if not capture:
         yield captured
@@ -79,7 +90,23 @@ def capture_hidden_states(
             captured.append(inputs[0])
         return (inputs[0][:, -1:], *inputs[1:]) if last_only else None
 
+    def before_layer(place: int, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if threading.get_ident() == thread:
+            captured[place] = inputs[0] if inputs else named["hidden_states"]
+
+    def after_last(place: int, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if threading.get_ident() == thread:
+            captured[place] = output[0] if isinstance(output, tuple) else output
+
     with ExitStack() as hooks:
         if capture == "head" or last_only:
             hooks.callback(lm_head(model).register_forward_pre_hook(at_head).remove)
+        for place, after in enumerate(() if capture == "head" else capture):
+            layers = decoder_layers(model)
+            captured.append(torch.empty(0))
+            if after < len(layers):
+                hook = layers[after].register_forward_pre_hook(partial(before_layer, place), with_kwargs=True)
+            else:
+                hook = layers[-1].register_forward_hook(partial(after_last, place))
+            hooks.callback(hook.remove)
         yield captured

@@ -20,15 +20,12 @@ class Forward(Protocol):
     Attributes:
         dtype: of hidden states, keys and values.
         exact: "bitwise" if a token's logits are the same bits whatever is run with it, else "rounding".
-        pads: whether it pads all rows to the longest.
     """
 
     @property
     def dtype(self) -> torch.dtype: ...
     @property
     def exact(self) -> Literal["bitwise", "rounding"]: ...
-    @property
-    def pads(self) -> bool: ...
 
     def __call__(
         self, inputs: Inputs, cache: KVCache, logits: bool, capture: Capture

@@ -10,7 +10,7 @@ What is sampled is then the target's choice alone, whatever was drafted, in what
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
@@ -29,8 +29,6 @@ class SeededSampler:
     """Seeded sampling of the token at one position."""
 
     key: int  # 64 bits of this position alone
-    names: np.ndarray | None = field(default=None, compare=False)  # [n] tokens, if probabilities are of these alone
-    size: int = 0  # of the whole vocabulary, if there are names
 
     def uniforms(self, tokens: np.ndarray) -> np.ndarray:
         """Return a number in (0, 1) for each token."""
@@ -47,7 +45,7 @@ class SeededSampler:
         if not p.sum() > 0.0:
             raise NotNumbersError("no token can be sampled: scores are not numbers, or all of them are -inf")
         ahead = np.flatnonzero(p > FLOOR)
-        numbers = self.uniforms(np.append(ahead if self.names is None else self.names[ahead], _REST))
+        numbers = self.uniforms(np.append(ahead, _REST))
         low = np.minimum(p, np.float32(FLOOR))
         times = -np.log(numbers) / np.append(p[ahead].astype(np.float64) - FLOOR, low.sum(dtype=np.float64))
         winner = int(times.argmin())
@@ -56,15 +54,11 @@ class SeededSampler:
     def _among(self, low: np.ndarray) -> int:
         """Return an index with the probabilities of `low`, not normalised: that of the first token accepted in a random
         order, which is the same for draft and target."""
-        size, places = len(low), np.arange(len(low))
-        if self.names is not None:
-            size, places = self.size, np.full(self.size, -1)
-            places[self.names] = np.arange(len(low))
         start, count = _REST + 1, 64
         while True:
             numbers = self.uniforms(np.arange(start, start + 2 * count))
-            found = places[(numbers[::2] * size).astype(np.int64)]
-            hits = np.flatnonzero((found >= 0) & (numbers[1::2] * FLOOR < low[found]))
+            found = (numbers[::2] * len(low)).astype(np.int64)
+            hits = np.flatnonzero(numbers[1::2] * FLOOR < low[found])
             if len(hits):
                 return int(found[hits[0]])
             start, count = start + 2 * count, min(2 * count, 2**16)

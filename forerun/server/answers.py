@@ -104,6 +104,9 @@ class Answer:
         if choice.logprobs is not None:
             await choice.logprobs.add(step.logprobs)
         pieces = choice.stream.push(step.tokens, step.origins, step.finish_reason is not None)
+        if pieces and step.tokens and (end := step.tokens[-1]) in choice.request.eos:
+            # An end token that is not marked as special has a text, which is no part of the answer.
+            pieces[-1] = pieces[-1][0].removesuffix(self._texts.text(end)), pieces[-1][1]
         choice.text += "".join(text for text, _ in pieces)
         return pieces
 

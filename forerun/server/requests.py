@@ -19,6 +19,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.server.errors import ApiError, blame
 from forerun.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
 from forerun.text.chat import chat_prompt, turn_ends
+from forerun.text.infill import infill_form
 
 CHAT_TOKENS = 1024  # new tokens by default; OpenAI's for plain prompts is 16
 COMPLETION_TOKENS = 16
@@ -33,6 +34,7 @@ _SAME_NAME = ("top_p", "min_p", "seed", *_PENALTIES, "ignore_eos", "response_for
 _PROMPT = "prompt must be text, a list of texts, token ids, or a list of them"
 
 _turn_ends = lru_cache(1)(turn_ends)
+_infill_form = lru_cache(1)(infill_form)
 
 
 # A body's requests: for each prompt, one for each of its `n` answers. And the texts of its prompts, if answers begin
@@ -62,9 +64,12 @@ def prepare_completion(body: CompletionBody, decoder: Decoder) -> Prepared:
     """Return the requests of plain prompts. Raises ApiError."""
     prompt: Any = body.prompt
     prompts = prompt if isinstance(prompt, list) and prompt and not _is_token(prompt[0]) else [prompt]
+    ends = frozenset[int]()
+    if body.suffix:
+        prompts, ends = _fill(prompts, body, decoder)
     with blame("prompt"):
         rows = encode_prompts(prompts, decoder)
-    found = _requests(body, rows, decoder, COMPLETION_TOKENS, body.logprobs, frozenset())
+    found = _requests(body, rows, decoder, COMPLETION_TOKENS, body.logprobs, ends)
     if not body.echo:
         return found, None
     given = zip(prompts, rows, strict=True)
@@ -73,6 +78,28 @@ def prepare_completion(body: CompletionBody, decoder: Decoder) -> Prepared:
         copies = body.n or 1
         found[::copies] = [replace(each, prompt_logprobs=True) for each in found[::copies]]
     return found, echo
+
+
+def _fill(prompts: list[Any], body: CompletionBody, decoder: Decoder) -> tuple[list[list[int]], frozenset[int]]:
+    """Return prompts for what stands between a body's texts and its suffix, and the tokens that end it. Raises
+    ApiError."""
+    form, suffix, tokenizer = _infill_form(decoder.tokenizer), body.suffix or "", decoder.tokenizer
+    assert tokenizer is not None
+    with blame("suffix"):
+        if form is None:
+            raise ValueError("suffix is not supported: this model's tokenizer has no tokens to fill in the middle")
+        if body.echo:
+            raise ValueError("suffix and echo cannot be given together")
+        if not all(isinstance(each, str) for each in prompts):
+            raise ValueError("suffix needs a prompt of text, not of tokens")
+        _check_text(suffix, decoder, "suffix")
+    with blame("prompt"):
+        if len(prompts) > MOST_CHOICES:
+            raise ValueError(f"at most {MOST_CHOICES} prompts")
+        for each in prompts:
+            _check_text(each, decoder)
+    rows = form.prompts(tokenizer, prompts, suffix)
+    return rows, frozenset() if body.ignore_eos else form.ends
 
 
 def encode_prompts(prompts: list[Any], decoder: Decoder) -> list[list[int]]:
@@ -138,14 +165,14 @@ def _check_length(characters: int, decoder: Decoder) -> None:
         raise ValueError(f"{characters} characters are more than the context of {context} tokens can hold")
 
 
-def _check_text(text: str, decoder: Decoder) -> None:
+def _check_text(text: str, decoder: Decoder, name: str = "prompt") -> None:
     _check_length(len(text), decoder)
     if "\0" in text:
-        raise ValueError("prompt has a NUL character")
+        raise ValueError(f"{name} has a NUL character")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("prompt has half of a surrogate pair, which is no character") from None
+        raise ValueError(f"{name} has half of a surrogate pair, which is no character") from None
 
 
 def _requests(

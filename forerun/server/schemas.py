@@ -37,7 +37,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_TRUE.split(), (True,)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     "modalities": (["text"],),
-    "suffix": ("",),
 }
 
 
@@ -147,6 +146,7 @@ class ChatBody(SamplingBody):
 
 class CompletionBody(SamplingBody):
     prompt: Prompt
+    suffix: str | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
 

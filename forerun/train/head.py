@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from forerun.api.layers import load_head
 from forerun.backends.heads import head_rows
 from forerun.backends.panels import BLOCK
+from forerun.heads.eagle3 import Eagle3Head
 from forerun.heads.heads import KINDS, HiddenConfig, HiddenDrafter, hot_set
 from forerun.model.causal_lm import CausalLM, context_of
 from forerun.train.labels import Labels, cross_entropy, in_parts, label
@@ -166,6 +167,8 @@ def _continue(drafter: HiddenDrafter, start: Path, target: CausalLM) -> str:
     Raises ValueError for a head of another form or target.
     """
     first = load_head(start, target, drafter.config.kind)
+    if isinstance(first, Eagle3Head):
+        raise ValueError(f"the head {str(start)!r} is of another form: an EAGLE-3 head cannot be trained here")
     try:
         drafter.load_state_dict(first.state_dict())
     except RuntimeError:

@@ -42,17 +42,18 @@ class Recipe:
     steps: int = 2000
     batch: int = 256  # drafts
     lr: float = 2e-3
+    width: int = 32  # of the layer
     held: float = 0.1  # share of the windows kept for validation; of conversations, validation's share of training's
     seed: int = 0
 
 
-_OF_TRAINING = ("steps", "batch", "lr")  # drafts are the same whatever these are
+_OF_TRAINING = ("steps", "batch", "lr", "width")  # drafts are the same whatever these are
 
 
-def train_pre_verifier(run: Run, draft: str, recipe: Recipe, layer: dict[str, Any] | None = None) -> dict[str, Any]:
+def train_pre_verifier(run: Run, draft: str, recipe: Recipe) -> dict[str, Any]:
     """Train a pre-verifier of this draft and save it in `run.out`; return the figures of validation.
 
-    Drafts leave the target's own output, or the answers of conversations. `layer` holds settings of PreVerifierConfig.
+    Drafts leave the target's own output, or the answers of conversations.
     Raises ValueError for settings, data, models and folders that do not fit.
     """
     if recipe.sequences < 4:
@@ -78,7 +79,7 @@ def train_pre_verifier(run: Run, draft: str, recipe: Recipe, layer: dict[str, An
     drafted = {name: value for name, value in asdict(recipe).items() if name not in _OF_TRAINING}
     drafted |= {"target": target.fingerprint, "draft": drafter.fingerprint}
     drafted["texts"] = every and [part.digest for part in every]
-    run.claim(drafted, asdict(recipe) | (layer or {}))
+    run.claim(drafted, asdict(recipe))
     parts = parts or _windows(run, target, stream, recipe)
     top_p = TOP_P if run.chats is None else CHAT_TOP_P
     sampling = GenerationConfig(do_sample=True, temperature=TEMPERATURE, top_p=top_p, top_k=0)
@@ -89,12 +90,11 @@ def train_pre_verifier(run: Run, draft: str, recipe: Recipe, layer: dict[str, An
     }
     gathered = collect(run, target, drafter, kinds, recipe.anchors, recipe.seed + 5)
     config = PreVerifierConfig(
-        draft_size=drafter.head.get_parameter("weight").shape[-1],
+        width=recipe.width,
         depth=recipe.depth,
         recipe=asdict(recipe) | {"draft": draft} | run.provenance,
         target=target.fingerprint,
         draft=drafter.fingerprint,
-        **layer or {},
     )
     torch.manual_seed(recipe.seed)
     model = PreVerifier(config)
@@ -172,8 +172,7 @@ def of_conversations(chats: Path, recipe: Recipe) -> dict[str, tuple[Texts, Text
 
 def survival_of(layer: PreVerifier, drafts: Drafts, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return logits [R, G] and survival [R, G] of some of the drafts."""
-    names = ("history", "log_q", "echoes", "certainty", *(["hidden"] if "hidden" in layer.config.inputs else []))
-    return layer(**{name: drafts[name][rows].to(layer.device) for name in names})
+    return layer(**{name: drafts[name][rows].to(layer.device) for name in ("history", "log_q", "echoes")})
 
 
 def survival_loss(logits: Tensor, accept: Tensor) -> Tensor:

@@ -15,11 +15,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from forerun.heads.echo import SIZES, Echo
-from forerun.heads.pre_verifier import LEAST, USUAL, certainty_of
+from forerun.heads.pre_verifier import LEAST, USUAL
 from forerun.model.batch import additive
 from forerun.model.causal_lm import CausalLM
 from forerun.model.compat import cache_argument
-from forerun.model.eager import capture_hidden_states
 from forerun.sampling.probabilities import probabilities_of
 from forerun.sampling.sampler import Sampler
 from forerun.train.labels import SHARD, together
@@ -30,15 +29,11 @@ from forerun.train.texts import Texts
 # Of `N` drafts of `G` tokens, each from an anchor: a last committed token, which the target has not run yet. By name:
 #   tokens [N, G]: drafted tokens; rows, anchors [N]: the text of each draft, and the anchor's position in it.
 #   accept [N, G]: how probable it is that the target accepts each token if it has those before it; greedily 0 or 1.
-#   hidden [N, G, d]: the draft's LM-head inputs that gave the tokens.
 #   log_q [N, G]: log-probabilities of tokens under the distributions that they were chosen from.
 #   history [N, 3]: lengths of the last runs of accepted tokens, the present one first; see `history`.
 #   echoes [N, G, 5]: see `forerun.heads.echo`.
-#   certainty [N, 2]: entropy and top probability of the target's distribution that the anchor was chosen from, by the
-#       sampler's scores; `forerun.heads.pre_verifier.UNKNOWN` at a prompt's last token.
 Drafts = dict[str, Tensor]
-FIELDS = ("accept", "hidden", "log_q", "history", "echoes", "certainty")  # which files and training have
-STORED = {"hidden": torch.float16, "echoes": torch.int8}  # other fields as they are
+FIELDS = ("accept", "log_q", "history", "echoes")  # which files and training have
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ def collect(
             own = Texts(texts.tokens[few, :width], texts.begins[few], texts.ends[few]).to(target.device)
             parts.append(roll_out(target, draft, own, anchors, kind.depth, kind.sampler, generator))
         tensors = {name: torch.cat([part[name] for part in parts]).cpu() for name in FIELDS}
-        return {name: value.to(STORED.get(name, value.dtype)) for name, value in tensors.items()}
+        return tensors | {"echoes": tensors["echoes"].to(torch.int8)}
 
     for *_, path in shards:
         if path.exists():
@@ -125,13 +120,10 @@ def roll_out(
     else:
         places, real = _choose(kept[:, at], allowed, count, generator)
         anchors = at[places]
-    before, begun = (anchors - 1).clamp(min=0), (anchors > begins)[..., None]
-    certainty = certainty_of(p[_rows(windows), before]) * begun
     del p
     past = history(kept, texts.begins, anchors)
-    logits, hidden = follows.branch(anchors)
-    p_logits = judge.branch(anchors)[0]
-    tokens, accept, states, log_q = [], [], [], []
+    logits, p_logits = follows.branch(anchors), judge.branch(anchors)
+    tokens, accept, log_q = [], [], []
     for step in range(depth):
         scores = _scores(sampler, logits)
         if sampler.greedy:
@@ -144,21 +136,18 @@ def roll_out(
             accepted = ratio[..., 0].clamp(max=1.0)
         tokens.append(chosen)
         accept.append(accepted)
-        states.append(hidden)
         log_q.append(probabilities_of(scores, chosen).clamp(min=LEAST).log())
         if step + 1 < depth:
-            logits, hidden = follows.extend(chosen)
+            logits = follows.extend(chosen)
             if not sampler.greedy:
-                p_logits = judge.extend(chosen)[0]
+                p_logits = judge.extend(chosen)
     drafted = torch.stack(tokens, -1)
     found = {
         "tokens": drafted,
         "accept": torch.stack(accept, -1),
-        "hidden": torch.stack(states, -2),
         "log_q": torch.stack(log_q, -1),
         "history": past,
         "echoes": echoes(windows, anchors, drafted),
-        "certainty": certainty,
         "rows": _rows(windows).expand_as(anchors),
         "anchors": anchors,
     }
@@ -232,31 +221,27 @@ class _Branches:
         name = cache_argument(self.network.forward)
         assert name is not None  # check_model
         self.cache = {name: DynamicCache()}
-        with capture_hidden_states(model.model) as captured:
-            output = self.network(input_ids=windows, use_cache=True, **self.cache)
-        self.logits, self.hidden = output.logits, captured[0]  # [B, T, V], [B, T, d]
+        self.logits: Tensor = self.network(input_ids=windows, use_cache=True, **self.cache).logits  # [B, T, V]
 
-    def branch(self, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits [B, A, V] and hidden states [B, A, d] at the positions `anchors` [B, A], where branches
-        begin."""
+    def branch(self, anchors: Tensor) -> Tensor:
+        """Return logits [B, A, V] at the positions `anchors` [B, A], where branches begin."""
         length, at = self.logits.shape[1], _rows(anchors)
         self.anchors = anchors
         self.seen = torch.arange(length, device=anchors.device) <= anchors[:, :, None]  # [B, A, keys]
         self._own = torch.eye(anchors.shape[1], dtype=torch.bool, device=anchors.device).expand(len(anchors), -1, -1)
-        logits, hidden = self.logits[at, anchors], self.hidden[at, anchors]
-        del self.logits, self.hidden
-        return logits, hidden
+        logits = self.logits[at, anchors]
+        del self.logits
+        return logits
 
-    def extend(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(self, tokens: Tensor) -> Tensor:
         """Return the same after one more token [B, A] of every branch."""
         self.depth += 1
         self.seen = torch.cat([self.seen, self._own], -1)
-        with capture_hidden_states(self.model.model) as captured:
-            output = self.network(
-                input_ids=tokens,
-                position_ids=self.anchors + self.depth,
-                attention_mask=additive(self.seen, self.network.dtype),
-                use_cache=True,
-                **self.cache,
-            )
-        return output.logits, captured[0]
+        found: Tensor = self.network(
+            input_ids=tokens,
+            position_ids=self.anchors + self.depth,
+            attention_mask=additive(self.seen, self.network.dtype),
+            use_cache=True,
+            **self.cache,
+        ).logits
+        return found

@@ -1,0 +1,64 @@
+"""Prompts with a gap, as models for code were trained to fill it. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Tokens before the text that stands before the gap, before the one after it, and before what fills it.
+_FORMS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),  # DeepSeek-Coder
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # CodeLlama
+)
+# What such models write when the gap is full, whether or not their generation config names it.
+_ENDS = (
+    "<|endoftext|> <|fim_pad|> <|repo_name|> <|file_sep|> <|file_separator|> <fim_pad> <file_sep> <repo_name> "
+    "<reponame> <filename> <fim-pad> <|EOT|> \u2581<EOT>"
+)
+
+
+@dataclass(frozen=True)
+class InfillForm:
+    """How a tokenizer's model is asked to fill a gap.
+
+    Attributes:
+        before, after, middle: tokens as in `_FORMS`.
+        ends: tokens that end what fills the gap.
+        is_sentencepiece: its tokenizer puts a space before every text, which does not belong after the gap.
+    """
+
+    before: int
+    after: int
+    middle: int
+    ends: frozenset[int]
+    is_sentencepiece: bool
+
+    def prompts(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], after: str) -> list[list[int]]:
+        """Return token ids of prompts for what stands between each of the texts and `after`. Special tokens in them are
+        read as such, as in other prompts."""
+        line = "\n" if self.is_sentencepiece else ""
+        rest = _encode(tokenizer, line + after)[len(_encode(tokenizer, line)) :]
+        front = [*tokenizer("")["input_ids"], self.before]
+        return [[*front, *_encode(tokenizer, text), self.after, *rest, self.middle] for text in texts]
+
+
+def infill_form(tokenizer: PreTrainedTokenizerBase) -> InfillForm | None:
+    """Return the form whose tokens a tokenizer has, or None."""
+    ids = {str(token): id for id, token in tokenizer.added_tokens_decoder.items()}
+    for form in _FORMS:
+        if all(name in ids for name in form):
+            before, after, middle = (ids[name] for name in form)
+            ends = frozenset(ids[name] for name in (*form, *_ENDS.split()) if name in ids)
+            return InfillForm(before, after, middle, ends, form[0].startswith("\u2581"))
+    return None
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
