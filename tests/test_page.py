@@ -373,7 +373,7 @@ def test_looks_and_accessibility(browser: Any, stub: Stub, look: str, tmp_path: 
     assert settings["y"] + settings["height"] <= 800  # opened, they have come into view
     page.evaluate("document.querySelector('aside').scrollTop = 0")
     figures = page.locator("#figures").bounding_box()
-    assert 0 <= figures["y"] and figures["y"] + figures["height"] <= 800, figures  # of a window of any width
+    assert figures["y"] >= 0 and figures["y"] + figures["height"] <= 800, figures  # of a window of any width
     if AXE.is_file():
         page.evaluate(AXE.read_text())
         found = page.evaluate("axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.failureSummary)]))")

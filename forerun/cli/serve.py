@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -14,7 +13,6 @@ from forerun.cli.common import quiet
 from forerun.cli.options import MaxRowsOption, ServingOptions, check_packages, grouped
 
 LEVELS = ("debug", "info", "warning", "error")
-SPINS = "100000"  # turns that torch's threads wait after each product; with the usual 300,000 they keep their cores
 
 
 @grouped
@@ -48,7 +46,6 @@ def serve(
         check_packages("forerun serve --ray", "ray", "ray")
         if not ray:
             raise ValueError("--ray takes local, auto or HOST:PORT")
-    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is loaded; the loop's thread needs a core too
     if log_level not in LEVELS:
         raise ValueError(f"--log-level must be one of {', '.join(LEVELS)}, not {log_level!r}")
     for name, seconds in (("max-seconds", max_seconds), ("drain", drain)):
