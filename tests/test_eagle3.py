@@ -23,6 +23,7 @@ from toys import COSTS, save_models, tiny, tiny_tokenizer
 import forerun
 from forerun import Decoder
 from forerun.api.layers import load_head
+from forerun.api.loading import load_model
 from forerun.backends import prepare
 from forerun.backends.costs import head_costs
 from forerun.backends.heads import HiddenLM
@@ -361,6 +362,10 @@ def test_other_drafters_are_refused_before_the_target_is_loaded(tmp_path: Path) 
     save_models(tmp_path, model=tiny("llama"))
     with pytest.raises(ValueError, match="this is a model: --target or --draft"):
         load_head(tmp_path / "model", target)
+    save_eagle3(tmp_path / "right", target)
+    for part in ("draft", "target"):
+        with pytest.raises(ValueError, match=f"--{part} '.*right': this is a head: --head"):
+            load_model(tmp_path / "right", part)
 
 
 @pytest.mark.parametrize("layout", ["speculators", "original"])

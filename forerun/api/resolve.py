@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from forerun import methods
 from forerun.api import profiles
-from forerun.heads.formats import is_eagle3, settings_of
+from forerun.heads.formats import is_eagle3
 from forerun.methods import METHODS, Method, Pacer
-from forerun.zoo import companion, own_draft
+from forerun.zoo import companion, own_draft, settings_of
 
 if TYPE_CHECKING:
     from forerun.api.options import ModelOptions
