@@ -48,7 +48,8 @@ def load(
             instance of one's own (docs/methods.md). Default: see `forerun.api.resolve.resolve`.
         tokenizer: the target's own by default; needed for text.
         pre_verifier: the trained layer of "pacer", a folder or the layer. Default: that which comes with forerun.
-        head: what "lyanna" and methods like it draft with: a folder (an EAGLE-3 head's too) or the head. Default: likewise.
+        head: what "lyanna" and methods like it draft with: a folder, an EAGLE-3 head's too, or the head. Default:
+            likewise.
         models, engine: how models are loaded, and how they are run.
         **options: fields of `models` and `engine`, given singly, such as weights="int8" or guard=False; and settings of
             the method, such as gamma=6.
