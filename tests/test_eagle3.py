@@ -376,6 +376,7 @@ def test_a_head_alone_names_its_method(layout: str, tmp_path: Path) -> None:
     decoder = forerun.load(tmp_path / "target", head=folder)
     assert decoder.method == Eagle() and decoder.head is not None and decoder.head.capture == CAPTURE
     assert decoder.generate("the cat", max_new_tokens=9, ignore_eos=True).stats.drafted
+    assert forerun.load(tmp_path / "target", head=folder, width=2, depth=3).method == Eagle(depth=3, width=2)
     with pytest.raises(ValueError, match="of the kind 'eagle'; the method needs 'lyanna'"):
         forerun.load(tmp_path / "target", head=folder, method="lyanna")
     arguments = ["--target", str(tmp_path / "target"), "--head", str(folder), "--max-new-tokens", "9"]
