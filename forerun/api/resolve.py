@@ -71,8 +71,8 @@ def resolve(
     has_layer = pre_verifier is not None or (is_own and companion(target, Pacer.layer) is not None)
     has = draft is not None, has_layer, given or comes
     names = settings if isinstance(settings, Mapping) else [each.partition("=")[0] for each in settings]
-    is_heads = given is not None and names and {*names} <= {*methods.settings_of(METHODS[given])}
-    name = method or (given if is_heads else methods.default_method(*has[:2], names))
+    of_head = given if given and names and {*names} <= {*methods.settings_of(METHODS[given])} else None
+    name = method or of_head or methods.default_method(*has[:2], names)
     values = settings if isinstance(settings, Mapping) else _parse(name, settings)
     chosen = methods.method(name, **values).resolve_defaults(*has)
     is_named = method is not None or bool(settings)
