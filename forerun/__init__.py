@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from forerun.engine.sequence import Request
     from forerun.sampling.params import SamplingParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Chunk", "Completion", "Decoder", "Engine", "EngineOptions", "ModelOptions", "Request", "SamplingParams"]
 __all__ += ["custom_generate", "load"]
 _HOMES = {

@@ -23,6 +23,7 @@ from toys import COSTS, save_models, tiny, tiny_tokenizer
 import forerun
 from forerun import Decoder
 from forerun.api.layers import load_head
+from forerun.api.loading import load_model
 from forerun.backends import prepare
 from forerun.backends.costs import head_costs
 from forerun.backends.heads import HiddenLM
@@ -361,6 +362,10 @@ def test_other_drafters_are_refused_before_the_target_is_loaded(tmp_path: Path) 
     save_models(tmp_path, model=tiny("llama"))
     with pytest.raises(ValueError, match="this is a model: --target or --draft"):
         load_head(tmp_path / "model", target)
+    save_eagle3(tmp_path / "right", target)
+    for part in ("draft", "target"):
+        with pytest.raises(ValueError, match=f"--{part} '.*right': this is a head: --head"):
+            load_model(tmp_path / "right", part)
 
 
 @pytest.mark.parametrize("layout", ["speculators", "original"])
@@ -371,6 +376,7 @@ def test_a_head_alone_names_its_method(layout: str, tmp_path: Path) -> None:
     decoder = forerun.load(tmp_path / "target", head=folder)
     assert decoder.method == Eagle() and decoder.head is not None and decoder.head.capture == CAPTURE
     assert decoder.generate("the cat", max_new_tokens=9, ignore_eos=True).stats.drafted
+    assert forerun.load(tmp_path / "target", head=folder, width=2, depth=3).method == Eagle(depth=3, width=2)
     with pytest.raises(ValueError, match="of the kind 'eagle'; the method needs 'lyanna'"):
         forerun.load(tmp_path / "target", head=folder, method="lyanna")
     arguments = ["--target", str(tmp_path / "target"), "--head", str(folder), "--max-new-tokens", "9"]

@@ -376,7 +376,7 @@ def test_a_dead_end_ends_one_request_alone() -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     shared = decoder("sd", tokenizer)
-    forms = [{"type": "grammar", "grammar": 'start: "a" <[300]>'}, regex("[0-9]{4}")]  # a special token is no text
+    forms = [{"type": "grammar", "grammar": 'start: "a" <|im_start|>'}, regex("[0-9]{4}")]  # a special token is no text
     bad, good = (shared.engine.add(shared.request("the cat", response_format=form, max_new_tokens=9)) for form in forms)
     steps = toys.drain(shared.engine)
     assert [steps[id][-1].finish_reason for id in (bad, good)] == ["error", "stop"]

@@ -369,6 +369,11 @@ def test_looks_and_accessibility(browser: Any, stub: Stub, look: str, tmp_path: 
     wide = "all => all.filter(e => e.scrollWidth > e.clientWidth).map(e => e.outerHTML)"
     assert page.locator("#figures :is(div, dt, dd), #legend :is(button, small)").evaluate_all(wide) == []
     assert len(page.screenshot(path=tmp_path / f"{look}.png", full_page=True)) > 10_000
+    settings = page.locator("summary").bounding_box()
+    assert settings["y"] + settings["height"] <= 800  # opened, they have come into view
+    page.evaluate("document.querySelector('aside').scrollTop = 0")
+    figures = page.locator("#figures").bounding_box()
+    assert figures["y"] >= 0 and figures["y"] + figures["height"] <= 800, figures  # of a window of any width
     if AXE.is_file():
         page.evaluate(AXE.read_text())
         found = page.evaluate("axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.failureSummary)]))")

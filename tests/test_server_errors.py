@@ -57,8 +57,6 @@ BAD: list[tuple[str, str, list[Any]]] = [  # path, field, and values that it can
     (CHAT, "top_logprobs", [2]),
     (CHAT, "cache_salt", ["", ["a"]]),
     (CHAT, "logprobs", [2]),
-    (CHAT, "tools", [[{"type": "function"}]]),
-    (CHAT, "tool_choice", ["required"]),
     (CHAT, "modalities", [["audio"]]),
     (CHAT, "chat_template_kwargs", [{"tokenize": False}, {"tools": []}, {"documents": None}, {"messages": []}]),
     (CHAT, "chat_template_kwargs", [{"own": "a" * 2**18}, {"a b": False}, {"tokenizer": "x"}]),

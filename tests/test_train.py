@@ -1,5 +1,6 @@
 """Training: exact resume, texts, own output and its labels, drafts and heads for any target."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def random_windows(rows: int, length: int) -> np.ndarray:
 
 
 def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
-    config = TrainConfig(steps=12, warmup=2, lr=1e-2, save_every=4)
+    config = TrainConfig(steps=12, warmup=2, lr=1e-2, save_every=4, tokens=5)
 
     def run(out: str, seed: int = 0, stop_at: int | None = None, factor: float = 1.0) -> tuple[list[Tensor], list[str]]:
         torch.manual_seed(seed)
@@ -65,7 +66,8 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
     with pytest.raises(InterruptedError):
         run("broken", stop_at=10)
     resumed, lines = run("broken", seed=5)  # what it starts from must not matter: the checkpoint holds everything
-    assert "resuming broken at step 8 of 12" in lines[0]
+    assert "resuming broken at step 8 of 12" in lines[0] and re.match(r"broken: 4 steps, about \d+ s at ", lines[1])
+    assert re.search(r"step 12/12 loss .* tokens/s, 0 s left", lines[-1])
     assert all(map(torch.equal, straight, resumed)) and not list(tmp_path.rglob("*.tmp"))
     refuses("the loss of step 1 is nan: lower the learning rate", run, "no number", factor=torch.nan)
 

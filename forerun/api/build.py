@@ -23,10 +23,10 @@ def measured(methods: list[Method], parts: Parts) -> Costs | None:
     if parts.costs is not None:
         if head is None or parts.costs.head:
             return parts.costs
-        return replace(parts.costs, head=target.agreed(head_costs(head)))
+        return replace(parts.costs, head=head_costs(head))
     models: dict[str, Any] = {"layer": parts.pre_verifier, "head": head}
     file = file_of(target, parts.draft, **models)
-    return kept(file, target, lambda: measure_costs(target, parts.draft, **models))
+    return kept(file, lambda: measure_costs(target, parts.draft, **models))
 
 
 def build_engine(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -12,6 +12,7 @@ from forerun.engine.sequence import Request
 from forerun.engine.session import Run, Session
 from forerun.engine.stats import Stats, summarise
 from forerun.text.stop_strings import TextStream
+from forerun.text.tool_calls import ToolCall, ToolStream
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,13 @@ class Completion:
     """What was generated for one prompt.
 
     Attributes:
-        text: the output alone, cut before a stop string; empty without a tokenizer.
+        text: the output alone, cut before a stop string and without tool calls; empty without a tokenizer.
         tokens: output token ids, the end token included.
         origins: where each token came from: draft, lookup, correction or bonus.
         finish_reason: "stop" (end token, stop string or criterion) or "length".
         stats: tau, alpha, tokens/s and their counts. Its seconds are those of the whole call.
         steps: the record of every target forward.
+        tool_calls: the calls of an answer to a chat with tools.
     """
 
     text: str
@@ -33,6 +35,7 @@ class Completion:
     finish_reason: str
     stats: Stats
     steps: list[Step]
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Chunk:
         pieces: the same text as (text, origin of its token).
         step: the target forward that gave it, with the tokens committed.
         finish_reason: set on the last chunk of a prompt.
+        tool_calls: those of the whole answer, on its last chunk. The text has them as well.
     """
 
     index: int
@@ -52,22 +56,24 @@ class Chunk:
     pieces: list[tuple[str, str]]
     step: Step
     finish_reason: str | None
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Call:
-    """The requests of one call, and what turns their tokens into text."""
+    """The requests of one call, and what turns their tokens into text, and that into tool calls if there are tools."""
 
     requests: list[Request]
     texts: list[TextStream | None]
     is_single: bool
     begun: float
+    readers: list[ToolStream] = field(default_factory=list)
 
     def complete(self, session: Session) -> Any:
         """Return a completion, or a list of them for several requests, when all have ended."""
         steps, found = session.add(self.requests).collect(), []
         seconds = perf_counter() - self.begun
-        for text, taken in zip(self.texts, steps, strict=True):
+        for at, (text, taken) in enumerate(zip(self.texts, steps, strict=True)):
             tokens = [token for step in taken for token in step.tokens]
             origins = [origin for step in taken for origin in step.origins]
             if text is not None:
@@ -75,7 +81,11 @@ class Call:
             reason = taken[-1].finish_reason
             assert reason is not None
             said = text.text if text is not None else ""
-            found.append(Completion(said, tokens, origins, reason, summarise(taken, seconds), taken))
+            calls: list[ToolCall] = []
+            if self.readers:
+                self.readers[at].push(said, finished=True)
+                said, calls = self.readers[at].text, self.readers[at].calls
+            found.append(Completion(said, tokens, origins, reason, summarise(taken, seconds), taken, calls))
         return found[0] if self.is_single else found
 
     def stream(self, session: Session) -> Iterator[Chunk]:
@@ -88,6 +98,10 @@ class Call:
                 for index, step in batch:
                     text, reason = self.texts[index], step.finish_reason
                     pieces = text.push(step.tokens, step.origins, reason is not None) if text is not None else []
-                    yield Chunk(index, "".join(piece for piece, _ in pieces), pieces, step, reason)
+                    said, calls = "".join(piece for piece, _ in pieces), []
+                    if self.readers:
+                        self.readers[index].push(said, reason is not None)
+                        calls = self.readers[index].calls if reason is not None else []
+                    yield Chunk(index, said, pieces, step, reason, calls)
         finally:
             run.close()

@@ -41,6 +41,7 @@ from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
 from forerun.text.chat import chat_prompt, turn_ends
 from forerun.text.stop_strings import TextStream
+from forerun.text.tools import checked_choice, checked_tools, tools_for
 from forerun.text.vocabularies import Translation
 
 Pools = dict[tuple[int, int], Pool]
@@ -221,10 +222,11 @@ class Decoder:
             messages: a list of {"role", "content"}, or a list of such lists; see `forerun.text.chat.checked`.
             system: a system prompt, for conversations that do not begin with one.
             template_args: more names for the chat template, such as {"enable_thinking": False}.
-            params, **options: as `generate` takes them, beside `system` and `template_args`.
+            tools, tool_choice: functions that the model may call, as OpenAI has them: see `forerun.text.tools`.
+            params, **options: as `generate` takes them, beside these.
 
         Raises:
-            ValueError: what `forerun.text.chat.chat_prompt` and `generate` refuse.
+            ValueError: what `forerun.text.chat.chat_prompt`, `forerun.text.tools.tools_for` and `generate` refuse.
         """
         return self._chat(messages, params, **options).complete(self.session)
 
@@ -260,13 +262,23 @@ class Decoder:
         params: SamplingParams | None,
         system: str | None = None,
         template_args: dict[str, Any] | None = None,
+        tools: Any = None,
+        tool_choice: Any = None,
         **options: Any,
     ) -> Call:
         """Return the call of one conversation or of several, which end where a turn does."""
+        checked = checked_tools(tools or [])
+        use = tools_for(checked, checked_choice(tool_choice, checked), True, self.tokenizer)
+        if use.grammar is not None:
+            options["response_format"] = use.grammar
         single = not (isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple))
         many = [messages] if single else messages
-        rows = [chat_prompt(self.tokenizer, each, system, **template_args or {}) for each in many]
+        rows = [chat_prompt(self.tokenizer, each, system, use.given, **template_args or {}) for each in many]
         call = replace(self._call(rows, params, **options), is_single=single)
+        if self.tokenizer is not None and use.form is not None:
+            stop = merged(params, options).stop
+            texts: list[TextStream | None] = [TextStream(self.tokenizer, row, stop, use.shown) for row in rows]
+            call = replace(call, texts=texts, readers=[each for _ in rows if (each := use.stream())])
         if call.requests[0].params is not None and call.requests[0].params.ignore_eos:
             return call
         ends = turn_ends(self.tokenizer)

@@ -114,12 +114,8 @@ def load_eagle3(folder: Path, name: str, target: CausalLM) -> Eagle3Head:
             head = Eagle3Head(config)
         check_shapes(head, {own: tuple(each.shape) for own, each in weights.items()})
         head.load_state_dict(weights, assign=True)
-    own, theirs = head.embed_tokens, target.model.get_input_embeddings()
-    if (
-        own is not None
-        and isinstance(theirs, nn.Embedding)
-        and torch.equal(own.weight.to(theirs.weight), theirs.weight)
-    ):
+    own, given = head.embed_tokens, target.model.get_input_embeddings()
+    if own is not None and isinstance(given, nn.Embedding) and torch.equal(own.weight.to(given.weight), given.weight):
         head.embed_tokens = None  # one copy is enough
     return head
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from forerun import zoo
 from forerun.api.completion import Chunk, Completion
 from forerun.api.decoder import Decoder
-from forerun.api.loading import check_split, load_model, load_tokenizer, translation_for
+from forerun.api.loading import load_model, load_tokenizer, translation_for
 from forerun.api.options import EngineOptions, ModelOptions, split_options
 from forerun.api.resolve import resolve
 from forerun.backends import prepare
 from forerun.backends.hot import prepare_draft
-from forerun.backends.tensor_parallel import Ranks, ShardedLM, check_ranks, ranks
 from forerun.heads.heads import HiddenDrafter
 from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import Method
@@ -48,7 +46,8 @@ def load(
             instance of one's own (docs/methods.md). Default: see `forerun.api.resolve.resolve`.
         tokenizer: the target's own by default; needed for text.
         pre_verifier: the trained layer of "pacer", a folder or the layer. Default: that which comes with forerun.
-        head: what "lyanna" and methods like it draft with, a folder or the head. Default: likewise.
+        head: what "lyanna" and methods like it draft with: a folder, an EAGLE-3 head's too, or the head. Default:
+            likewise.
         models, engine: how models are loaded, and how they are run.
         **options: fields of `models` and `engine`, given singly, such as weights="int8" or guard=False; and settings of
             the method, such as gamma=6.
@@ -61,11 +60,6 @@ def load(
             that is damaged.
     """
     models, engine, settings = split_options(options, models, engine)
-    shared = None
-    if models.tensor_parallel:
-        check_ranks()
-        check_split(target, "target", models.weights, models.device, models.device_map)  # before the ranks wait
-        shared = ranks()
     found = resolve(target, draft, method, settings, pre_verifier=pre_verifier, head=head, models=models)
     if tokenizer is None and isinstance(target, str | Path):
         tokenizer = target
@@ -76,10 +70,10 @@ def load(
         both = [each for each in (found.method, found.sampling_method) if each is not None]
         strict = next((each.name for each in both if not each.any_tokenizer), None)
         translation = translation_for(tokenizer, found.draft, strict, trust_remote_code=models.trust_remote_code)
-    decoder = Decoder(
-        ready(target, "target", models, shared),
+    return Decoder(
+        ready(target, "target", models),
         tokenizer,
-        ready(found.draft, "draft", models, shared) if found.draft is not None else None,
+        ready(found.draft, "draft", models) if found.draft is not None else None,
         found.method,
         sampling_method=found.sampling_method,
         pre_verifier=found.pre_verifier,
@@ -88,18 +82,10 @@ def load(
         translation=translation,
         **vars(engine),
     )
-    if shared is not None:
-        shared.sample_alike()
-    return decoder
 
 
-def ready(
-    source: str | Path | PreTrainedModel, part: str, models: ModelOptions, shared: Ranks | None = None
-) -> CausalLM:
-    """Load a model, the "target" or "draft" part of a pair, and prepare it for decoding. `shared`: ranks of a split."""
-    is_split = shared is not None and part == "target"
-    if shared is not None and not is_split:
-        models = replace(models, device=shared.device, tensor_parallel=False)
+def ready(source: str | Path | PreTrainedModel, part: str, models: ModelOptions) -> CausalLM:
+    """Load a model, the "target" or "draft" part of a pair, and prepare it for decoding."""
     model = load_model(
         source,
         part,
@@ -108,11 +94,7 @@ def ready(
         device=models.device,
         device_map=models.device_map,
         trust_remote_code=models.trust_remote_code,
-        tensor_parallel=is_split,
     )
-    if is_split:
-        assert shared is not None
-        return ShardedLM(model, shared)
     # A model that nobody else holds need not survive the packing of its weights.
     how: dict[str, bool] = {"fast": models.fast, "in_place": isinstance(source, str | Path)}
     if part == "target":

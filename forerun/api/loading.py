@@ -25,7 +25,6 @@ from forerun.backends import is_as_made
 from forerun.backends.gguf import gguf_config, gguf_tokenizer, load_gguf
 from forerun.backends.gguf.tokenizer import UNUSED
 from forerun.backends.stored import store
-from forerun.backends.tensor_parallel import check_shape
 from forerun.kinds import check_kind
 from forerun.model.causal_lm import context_of
 from forerun.model.claims import check_config, check_model, lacking
@@ -56,7 +55,6 @@ def load_model(
     device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
     plain: bool = False,
-    tensor_parallel: bool = False,
 ) -> PreTrainedModel:
     """Load the model of a hub id, folder or GGUF file; return a model as it is.
 
@@ -67,7 +65,6 @@ def load_model(
             a GGUF file has them, else by `dtype`. "auto": the same, but a draft in 8 bits.
         plain: ordinary modules, as training and transformers' own decoding need them: a GGUF file in float32.
         device_map: transformers places the weights. Without one they go to `device`.
-        tensor_parallel: transformers splits them among the ranks that torchrun started.
 
     Raises:
         ValueError: no such folder, device or dtype; a configuration or weights that are missing, broken or do not
@@ -88,7 +85,7 @@ def load_model(
     if device.partition(":")[0] == "meta":
         raise ValueError("cannot use device 'meta': it computes nothing")
     auto, weights = weights == "auto", None if weights == "auto" else weights
-    on_cpu = device.partition(":")[0] == "cpu" and device_map is None and not tensor_parallel
+    on_cpu = device.partition(":")[0] == "cpu" and device_map is None
     if weights is not None and dtype is not None:
         raise ValueError(f"give dtype or weights, not both ({dtype} and {weights})")
     file = _gguf_file(source)
@@ -131,10 +128,6 @@ def load_model(
         restored: Any = load_quantised(Path(source))
         return _kept(restored.to(device=device, dtype=torch.float32 if dtype == "auto" else dtype), stored)
     placed: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
-    if tensor_parallel:
-        from transformers.distributed import DistributedConfig
-
-        placed = {"distributed_config": DistributedConfig(tp_plan="auto")}
     with loading(f"{part} {name!r}"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **placed
@@ -143,19 +136,6 @@ def load_model(
     if found["missing_keys"]:  # transformers fills these with random numbers
         raise ValueError(f"cannot load {part} {name!r}: {lacking(found['missing_keys'])}")
     return model if placed else _kept(model.to(device), stored)
-
-
-def check_split(source: Any, part: str, weights: str | None, device: str | None, device_map: DeviceMap | None) -> None:
-    """Raise ValueError for what transformers cannot split among ranks."""
-    if not isinstance(source, str | Path):
-        raise ValueError(f"tensor_parallel is for models that are loaded by name; this {part} is an object")
-    if device is not None or device_map is not None:
-        raise ValueError("give tensor_parallel or a device, not both: each rank takes its own")
-    folder = locate(source, part)
-    stored = isinstance(folder, Path) and (_gguf_file(folder) is not None or (folder / WEIGHTS).exists())
-    if stored or weights in ("int4", "int8"):
-        raise ValueError(f"{part} {str(source)!r}: weights in few bits cannot be split among ranks")
-    check_shape(load_config(source, part), str(source))
 
 
 def _kept(model: PreTrainedModel, kind: str | None) -> PreTrainedModel:

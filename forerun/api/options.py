@@ -30,9 +30,6 @@ class ModelOptions:
             one. 0: all tokens.
         device: default: cuda if there is one.
         device_map: instead of device, as in transformers, for target and draft; needs the package accelerate.
-        tensor_parallel: instead of device: the target's weights are split among the processes that `torchrun` started,
-            by transformers' own plan for its architecture. Draft and heads are whole in each of them. All of them must
-            make the same calls, and each of them gets the output. Needs accelerate (docs/tensor-parallel.md).
         trust_remote_code: passed on to transformers.
         fast: False runs transformers' own forwards, without packed weights or C (see forerun/backends).
     """
@@ -43,7 +40,6 @@ class ModelOptions:
     draft_vocabulary: int | None = None
     device: str | None = None
     device_map: DeviceMap | None = None
-    tensor_parallel: bool = False
     trust_remote_code: bool = False
     fast: bool = True
 
@@ -58,7 +54,7 @@ class ModelOptions:
     @property
     def has_profile(self) -> bool:
         """Whether `forerun tune` makes profiles for models that are loaded so."""
-        return self.fast and self.device_map is None and self.draft_vocabulary is None and not self.tensor_parallel
+        return self.fast and self.device_map is None and self.draft_vocabulary is None
 
 
 @dataclass(frozen=True)

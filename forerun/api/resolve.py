@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from forerun import methods
 from forerun.api import profiles
-from forerun.heads.formats import is_eagle3, settings_of
+from forerun.heads.formats import is_eagle3
 from forerun.methods import METHODS, Method, Pacer
-from forerun.zoo import companion, own_draft
+from forerun.zoo import companion, own_draft, settings_of
 
 if TYPE_CHECKING:
     from forerun.api.options import ModelOptions
@@ -52,7 +52,7 @@ def resolve(
     A draft, layer or head that is not given is the one that comes with forerun for a target of that name. A method that
     is not named, nor by one of its settings, is that of the profile of `forerun tune`, or that which comes with the
     target. Otherwise it is "pacer" with a draft and its pre-verifier, "sd" with a draft, and "suffix"
-    without; with a head that none of these uses, the method of its kind.
+    without; with a head that none of these uses, or whose method has the settings, the method of its kind.
 
     Args:
         target, draft: hub ids, folders, files, or models. Models have neither profiles nor companions.
@@ -71,7 +71,8 @@ def resolve(
     has_layer = pre_verifier is not None or (is_own and companion(target, Pacer.layer) is not None)
     has = draft is not None, has_layer, given or comes
     names = settings if isinstance(settings, Mapping) else [each.partition("=")[0] for each in settings]
-    name = method or methods.default_method(*has[:2], names)
+    of_head = given if given and names and {*names} <= {*methods.settings_of(METHODS[given])} else None
+    name = method or of_head or methods.default_method(*has[:2], names)
     values = settings if isinstance(settings, Mapping) else _parse(name, settings)
     chosen = methods.method(name, **values).resolve_defaults(*has)
     is_named = method is not None or bool(settings)

@@ -84,17 +84,15 @@ def file_of(target: CausalLM, draft: CausalLM | None, layer: PreVerifier | None,
     return home() / "costs" / f"{key}.json"
 
 
-def kept(path: Path, target: CausalLM, measure: Callable[[], Costs]) -> Costs:
+def kept(path: Path, measure: Callable[[], Costs]) -> Costs:
     """Return the costs in a file, or measure and write them if it is missing or damaged. A file that cannot be written
-    is no error. All processes that share the target get the same costs."""
-    found = None
+    is no error."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        found = costs_of(json.loads(path.read_bytes()))
-    costs = target.agreed(found) or target.agreed(measure())
-    if costs != found:
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, json.dumps(asdict(costs)) + "\n")
+        return costs_of(json.loads(path.read_bytes()))
+    costs = measure()
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(asdict(costs)) + "\n")
     return costs
 
 

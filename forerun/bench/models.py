@@ -157,7 +157,7 @@ def build_decoders(
     costs = None
 
     def in_folder(name: str, measure: Callable[[], Costs]) -> Costs:
-        return measure() if out is None else kept(out / name, target, measure)  # methods decide alike after a resume
+        return measure() if out is None else kept(out / name, measure)  # methods decide alike after a resume
 
     if out is not None or any(each.needs_costs for each in plan.ours.values()):
         head = heads.get(Lyanna.head)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from types import FrameType
 
 INTERRUPTED = 130  # the exit status, as of a shell
+SPINS = "100000"  # turns that torch's threads wait after each product; with the usual 300,000 they keep their cores
 
 
 def main() -> None:
@@ -18,6 +19,7 @@ def main() -> None:
 
     A user's mistake is one line on stderr and exit status 2. Ctrl-C, once or many times, is one line and 130.
     """
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is loaded
     gc.set_threshold(100_000)  # what imports make stays: looking for garbage in it took half a second
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)

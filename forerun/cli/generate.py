@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,11 +42,9 @@ def generate(
     """Generate from a prompt. On a terminal: green is drafted, cyan looked up, magenta a phrase, yellow reused, red
     corrected, and the prompt is dim."""
     params = sampling.params(max_new_tokens)
-    _check_reader(prompt, file, decoding)
     method = decoding.chosen_method(target)
     text = _read_prompt(prompt, file)
-    with _loaded(target, text, params, None, decoding, method) as decoder:
-        _answer(decoder, text, params, None, as_json)
+    _answer(_loaded(target, text, params, None, decoding, method), text, params, None, as_json)
 
 
 @grouped
@@ -71,24 +68,17 @@ def chat(
     talks = prompt is None and file is None and sys.stdin.isatty()
     if talks and as_json:
         raise ValueError("--json is for one answer: give a prompt")
-    _check_reader(prompt, file, decoding)
     method = decoding.chosen_method(target)
     messages = _message("Hello" if talks else _read_prompt(prompt, file))  # any, to see that the template works
-    with _loaded(target, messages, params, system, decoding, method, talks) as decoder:
-        if talks:
-            from forerun.cli.talk import Talk
+    decoder = _loaded(target, messages, params, system, decoding, method, talks)
+    if talks:
+        from forerun.cli.talk import Talk
 
-            Talk(decoder, params, system).run()
-        else:
-            _answer(decoder, messages, params, system, as_json)
-
-
-def _check_reader(prompt: str | None, file: Path | None, decoding: SpreadOptions) -> None:
-    if decoding.tensor_parallel and file is None and prompt in (None, "-"):
-        raise ValueError("--tensor-parallel takes the prompt as an argument or from --file: stdin has one reader")
+        Talk(decoder, params, system).run()
+    else:
+        _answer(decoder, messages, params, system, as_json)
 
 
-@contextmanager
 def _loaded(
     target: str,
     prompt: Any,
@@ -97,18 +87,13 @@ def _loaded(
     decoding: SpreadOptions,
     method: Any,
     talks: bool = False,
-) -> Iterator[Any]:
-    """Yield the decoder for a prompt, which is checked before weights are loaded (`_checked_tokenizer`)."""
-    with ExitStack() as stack:
-        with unechoed() if talks else nullcontext():
-            tokenizer = _checked_tokenizer(target, prompt, params, system, decoding, method)
-            from forerun.api.load import load
-            from forerun.backends.tensor_parallel import together
+) -> Any:
+    """Return the decoder for a prompt, which is checked before weights are loaded (`_checked_tokenizer`)."""
+    with unechoed() if talks else nullcontext():
+        tokenizer = _checked_tokenizer(target, prompt, params, system, decoding, method)
+        from forerun.api.load import load
 
-            if decoding.tensor_parallel:
-                stack.enter_context(together())
-            decoder = load(target, method=method, tokenizer=tokenizer, **decoding.for_load())
-        yield decoder
+        return load(target, method=method, tokenizer=tokenizer, **decoding.for_load())
 
 
 def _answer(decoder: Any, prompt: Any, params: SamplingParams, system: str | None, as_json: bool) -> None:

@@ -30,7 +30,7 @@ PANELS = {
     "Method": "methods method gamma method_arg tune pre_verifier head guard",
     "Sampling": "max_new_tokens temperature top_k top_p min_p repetition_penalty seed stop ignore_eos stop_at_eos "
     "json_schema regex grammar",
-    "Machine": "device device_map threads max_rows kv_memory tensor_parallel",
+    "Machine": "device device_map threads max_rows kv_memory",
 }
 PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names.split()}
 TargetOption = Annotated[
@@ -139,14 +139,11 @@ class DecodeOptions(DraftOptions):
 
 @dataclass(frozen=True)
 class SpreadOptions(DecodeOptions):
-    """Several devices or processes. For `forerun generate` and `forerun chat`."""
+    """Several devices. For `forerun generate` and `forerun chat`."""
 
     device_map: Annotated[
         str | None, typer.Option(help="Instead of --device: auto, balanced, ..., as in transformers.")
     ] = None
-    tensor_parallel: Annotated[
-        bool, typer.Option("--tensor-parallel", help="Split the target among the processes that torchrun started.")
-    ] = False
 
 
 @dataclass(frozen=True)

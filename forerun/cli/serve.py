@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -12,9 +11,9 @@ import typer
 
 from forerun.cli.common import quiet
 from forerun.cli.options import MaxRowsOption, ServingOptions, check_packages, grouped
+from forerun.text.tool_calls import FORMS
 
 LEVELS = ("debug", "info", "warning", "error")
-SPINS = "100000"  # turns that torch's threads wait after each product; with the usual 300,000 they keep their cores
 
 
 @grouped
@@ -33,6 +32,9 @@ def serve(
     max_body: Annotated[int, typer.Option(min=1, help="Most bytes of a request's body.")] = 4 * 2**20,
     max_seconds: Annotated[float, typer.Option(help="Most seconds of a request, with those in the queue.")] = 600,
     drain: Annotated[float, typer.Option(help="Seconds for running requests when the server is to end.")] = 30,
+    tool_parser: Annotated[
+        str | None, typer.Option(help="How the model writes tool calls: hermes, llama3, mistral. By its chat template.")
+    ] = None,
     log_level: Annotated[str, typer.Option(help=", ".join(LEVELS))] = "info",
     ray: Annotated[
         str | None, typer.Option(help="A Ray cluster: local for this machine, auto, or HOST:PORT. One engine without.")
@@ -48,9 +50,10 @@ def serve(
         check_packages("forerun serve --ray", "ray", "ray")
         if not ray:
             raise ValueError("--ray takes local, auto or HOST:PORT")
-    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is loaded; the loop's thread needs a core too
     if log_level not in LEVELS:
         raise ValueError(f"--log-level must be one of {', '.join(LEVELS)}, not {log_level!r}")
+    if tool_parser not in (None, *FORMS):
+        raise ValueError(f"--tool-parser must be one of {', '.join(FORMS)}, not {tool_parser!r}")
     for name, seconds in (("max-seconds", max_seconds), ("drain", drain)):
         if not (0 <= seconds < math.inf) or (name == "max-seconds" and not seconds):
             raise ValueError(f"--{name} must be a number of seconds, not {seconds}")
@@ -69,7 +72,9 @@ def serve(
     from forerun.server.run import leave, serve
     from forerun.server.worker import Loader, Worker
 
-    settings = Settings(serving.name, api_key, tuple(allow_origin or ()), max_body, max_seconds=max_seconds)
+    settings = Settings(
+        serving.name, api_key, tuple(allow_origin or ()), max_body, max_seconds=max_seconds, tool_parser=tool_parser
+    )
     how: dict[str, Any] = {"begun": begun, "drain": drain}
     options = serving.for_load() | {"max_rows": max_rows, "max_queue": max_queue}
     options["share_outputs"] = any(each.startswith("warm=") for each in serving.method_arg or [])

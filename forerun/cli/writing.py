@@ -77,6 +77,7 @@ class Answer:
     def __init__(self) -> None:
         self.text, self.seconds, self.finish_reason = "", 0.0, None
         self.steps: list[Any] = []
+        self.calls: list[Any] = []
 
     def figures(self, method: str) -> str:
         """Return a line: tokens, tokens a target forward or that drafts rest, tokens/s, and the method."""
@@ -97,6 +98,7 @@ class Answer:
                     self.text += chunk.text
                     self.steps.append(chunk.step)
                     self.finish_reason = chunk.finish_reason
+                    self.calls += chunk.tool_calls
                     if console.is_terminal:
                         console.print(tinted(chunk.pieces), end="")
                     else:

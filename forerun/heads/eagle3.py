@@ -107,7 +107,7 @@ def read_config(settings: Mapping[str, Any], stored: frozenset[str], layers: int
 
 
 def own_name(name: str) -> str | None:
-    """Return our name of a published weight, or None for one that drafting does not use."""
+    """Return speculators' name of a published weight, or None for one that drafting does not use."""
     name = name.removeprefix("model.").replace("midlayer.", "layers.0.")
     return None if name.endswith(_UNUSED) else name
 
@@ -180,7 +180,7 @@ class Eagle3Layer(nn.Module):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        self.config, layer = config, config.layer
+        self.config, layer, self._frequencies = config, config.layer, config.frequencies
         size, self.size, eps = layer.hidden_size, layer.head_dim, layer.rms_norm_eps
         queries, keys = layer.num_attention_heads * self.size, layer.num_key_value_heads * self.size
 
@@ -210,11 +210,10 @@ class Eagle3Layer(nn.Module):
         )
         if "q_norm" in self.self_attn:
             queries, keys = self.self_attn["q_norm"](queries), self.self_attn["k_norm"](keys)
-        frequencies = self.config.frequencies.to(x.device)
-        queries, keys = (
-            rotate(each.transpose(1, 2), positions, frequencies, self.config.scaling) for each in (queries, keys)
-        )
-        return queries, keys, values.transpose(1, 2)
+        self._frequencies = self._frequencies.to(x.device)  # no buffer, as these are cast with the weights
+        both = torch.cat([queries, keys], 2).transpose(1, 2)
+        turned = rotate(both, positions, self._frequencies, self.config.scaling)
+        return *turned.split([queries.shape[2], keys.shape[2]], 1), values.transpose(1, 2)
 
     def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
         """Return the next state [B, N, d] from [embedding, state] and the output of attention [B, H, N, D]."""

@@ -69,7 +69,7 @@ class CausalLM(Rows):
 
     def _empty(self, prefix_bytes: int) -> None:
         self.cache, prompt = (KVCache(len(self._sliding), self._sliding) for _ in range(2))
-        self.prompts = PromptCache(prompt, prefix_bytes, self.unanimous)
+        self.prompts = PromptCache(prompt, prefix_bytes)
         self.prefilled = 0
 
     def fresh(self, prefix_bytes: int = 0) -> CausalLM:
@@ -89,16 +89,8 @@ class CausalLM(Rows):
         return self
 
     def clock(self) -> float:
-        """Return seconds of the clock that all processes of a model share."""
+        """Return seconds."""
         return perf_counter()
-
-    def agreed(self, found: _T) -> _T:
-        """Return the first process's value, if several share the model."""
-        return found
-
-    def unanimous(self, flag: bool) -> bool:
-        """Return whether the flag is true in all processes that share the model."""
-        return flag
 
     @property
     def exact(self) -> Literal["bitwise", "rounding"]:

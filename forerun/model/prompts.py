@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,9 +31,9 @@ class PromptCache:
     _salt: str
     _hidden: list[Tensor]  # [n, d] in parts
 
-    def __init__(self, cache: KVCache, prefix_bytes: int, unanimous: Callable[[bool], bool]) -> None:
-        """Take over a cache. `unanimous(flag)` returns whether it is true in all processes that share the model."""
-        self.cache, self.store, self._unanimous = cache, PrefixStore(prefix_bytes) if prefix_bytes else None, unanimous
+    def __init__(self, cache: KVCache, prefix_bytes: int) -> None:
+        """Take over a cache."""
+        self.cache, self.store = cache, PrefixStore(prefix_bytes) if prefix_bytes else None
         self.forget()
 
     def forget(self) -> None:
@@ -47,7 +47,7 @@ class PromptCache:
         if ROW not in cache:
             cache.add(ROW, len(tokens))
         # A token that gives NaN spoils those before it in its chunk too.
-        known = self._unanimous(cache.mend(ROW)) and reuse and salt == self._salt and capture in ("", self.capture)
+        known = cache.mend(ROW) and reuse and salt == self._salt and capture in ("", self.capture)
         held = common(self.tokens, tokens) if known else 0
         stored = self.store.find(tokens, held, capture, salt) if self.store is not None and reuse else None
         if stored is not None:
@@ -95,7 +95,7 @@ class PromptCache:
         if self.store is None:
             return
         parts = [part for pair in stored if pair is not None for part in pair]
-        if self._unanimous(are_numbers(parts if hidden is None else [*parts, hidden])):
+        if are_numbers(parts if hidden is None else [*parts, hidden]):
             try:
                 self.store.put(tokens, stored, hidden, salt, capture)
             except (MemoryError, RuntimeError) as error:  # including torch.OutOfMemoryError

@@ -7,12 +7,13 @@ allows and renormalised at each step, whatever is drafted. Repetition penalties 
 top-k, top-p and min-p see what it left.
 
 What "allows" means is llguidance's: a token whose text can go on to something whole, but where the grammar leaves one
-text only, the tokens in which the tokenizer would write it. Special tokens are never text; end tokens may come where
-the text may end, and there alone.
+text only, the tokens in which the tokenizer would write it. Special tokens are never text, and may come where a Lark
+grammar names them, as `<[ID]>`; end tokens may come where the text may end, and there alone.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -71,6 +72,7 @@ def compiled(
         raise ValueError(f"cannot use response_format.{kind}: {_line(matcher.get_error())}")
     size = vocabulary.vocab_size
     special = marked.union(token for token in (vocabulary.eos_token, *tokenizer.all_special_ids) if token < size)
+    special -= {int(token) for token in re.findall(r"<\[(\d+)\]>", text)} - {vocabulary.eos_token}
     tokens = _Tokens(size, vocabulary.eos_token, ends, special)
     wrong = Grammar(matcher, tokens, 0).wrong([])
     if wrong is not None:

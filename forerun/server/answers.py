@@ -16,6 +16,8 @@ from forerun.server.metrics import AnswerCounts
 from forerun.server.requests import Prepared
 from forerun.server.schemas import ChatBody, SamplingBody, StreamOptions
 from forerun.text.stop_strings import TextStream
+from forerun.text.tool_calls import CallPiece, ToolForm
+from forerun.text.tools import Tools
 
 KEEP_ALIVE = 15.0  # seconds without a chunk
 
@@ -23,10 +25,12 @@ KEEP_ALIVE = 15.0  # seconds without a chunk
 class _Choice:
     """One of an answer's texts, with its log probabilities if the request asks for them."""
 
-    def __init__(self, request: Request, stop: tuple[str, ...], texts: TokenTexts, is_chat: bool) -> None:
-        self.request, self.stream = request, TextStream(texts.tokenizer, request.tokens, stop)
+    def __init__(self, request: Request, stop: tuple[str, ...], texts: TokenTexts, is_chat: bool, tools: Tools) -> None:
+        self.request, self.stream = request, TextStream(texts.tokenizer, request.tokens, stop, tools.shown)
         self.logprobs = None if request.logprobs is None else LogprobsJson(texts, is_chat)
-        self.text = ""
+        self.tools = tools.stream()
+        self.calls: list[CallPiece] = []  # that no chunk has had
+        self.text = ""  # likewise
         self.begun = False
         self.finish_reason: str | None = None
 
@@ -40,13 +44,13 @@ class Answer:
     """
 
     def __init__(self, body: SamplingBody, prepared: Prepared, job: Job, texts: TokenTexts, model: str) -> None:
-        requests, self._echo = prepared
+        requests, self._echo = prepared.requests, prepared.echo
         self.body, self.job, self._texts = body, job, texts
         prompt_tokens = sum(len(each.tokens) for each in requests[:: body.n or 1])
         self._is_chat = isinstance(self.body, ChatBody)
         self.counts = AnswerCounts(begun=job.begun, queued=job.queued, prompt_tokens=prompt_tokens)
         self.ended_by = "abort"
-        self.choices = [_Choice(each, self.body.stop, texts, self._is_chat) for each in requests]
+        self.choices = [_Choice(each, self.body.stop, texts, self._is_chat, prepared.tools) for each in requests]
         self._scored: dict[int, LogprobsJson] = {}  # of each prompt, from its first choice for the next ones
         self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid4().hex}"
         kind = "text_completion"
@@ -67,7 +71,11 @@ class Answer:
             raise
         choices = []
         for index, choice in enumerate(self.choices):
-            message = {"role": "assistant", "content": choice.text, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+            if choice.tools is not None:
+                message["content"] = choice.tools.text or (None if choice.tools.calls else "")
+                calls = [CallPiece(at, call.name, call.arguments) for at, call in enumerate(choice.tools.calls)]
+                message |= {"tool_calls": _tool_calls(calls, choice.tools.form, False)} if calls else {}
             choices.append(self._choice(index, {"message": message} if self._is_chat else {"text": choice.text}))
         return self._json(choices, {"usage": self.counts.usage(), **self.counts.statistics()})
 
@@ -107,7 +115,20 @@ class Answer:
         if pieces and step.tokens and (end := step.tokens[-1]) in choice.request.eos:
             # An end token that is not marked as special has a text, which is no part of the answer.
             pieces[-1] = pieces[-1][0].removesuffix(self._texts.text(end)), pieces[-1][1]
-        choice.text += "".join(text for text, _ in pieces)
+        text = "".join(text for text, _ in pieces)
+        if choice.tools is None:
+            choice.text += text
+            return pieces
+        for each in choice.tools.push(text, step.finish_reason is not None):
+            if isinstance(each, CallPiece):
+                choice.calls.append(each)
+            else:
+                choice.text += each
+        if step.finish_reason is not None:
+            self.counts.calls.update(tool_calls=len(choice.tools.calls), unparsed_tool_calls=choice.tools.broken)
+            has_calls = choice.tools.begun if self.body.stream else choice.tools.calls
+            if has_calls and step.finish_reason == "stop":
+                choice.finish_reason = "tool_calls"
         return pieces
 
     async def _begin_with_prompt(self, choice: _Choice, step: Step, prompt: int, texts: list[str]) -> None:
@@ -129,12 +150,14 @@ class Answer:
             first = {"delta": {"role": "assistant", "content": ""}}
             found.append(self._json([self._choice(index, first, False)], {}))
         pieces = await self._take(index, step, at)
-        text, choice.text = choice.text, ""
-        if not (text or self.body.forerun or choice.logprobs or choice.finish_reason):
+        text, calls, choice.text, choice.calls = choice.text, choice.calls, "", []
+        if not (text or calls or self.body.forerun or choice.logprobs or choice.finish_reason):
             return found
         content: dict[str, Any] = {"text": text}
         if self._is_chat:
-            content = {"delta": {"content": text} if text or not choice.finish_reason else {}}
+            content = {"delta": {"content": text} if text or not (calls or choice.finish_reason) else {}}
+            if calls and choice.tools is not None:
+                content["delta"]["tool_calls"] = _tool_calls(calls, choice.tools.form, True)
         more: dict[str, Any] = {}
         if self.body.forerun:
             more["forerun"] = {
@@ -162,6 +185,20 @@ class Answer:
             more = {"usage": self.counts.usage() if self._usage_always else None} | more
         rest = b"," + as_json(more)[1:] if more else b"}"
         return b"".join((self._head, b',"choices":[', b",".join(choices), b"]", rest))
+
+
+def _tool_calls(pieces: list[CallPiece], form: ToolForm, indexed: bool) -> list[dict[str, Any]]:
+    """Return pieces of calls as OpenAI has them, one entry a call."""
+    found: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        entry = found.setdefault(piece.index, {"index": piece.index} if indexed else {})
+        function = entry.setdefault("function", {"arguments": ""})
+        function["arguments"] += piece.arguments
+        if piece.name is not None:
+            prefix, length = form.id
+            entry |= {"id": (prefix + uuid4().hex)[:length], "type": "function"}
+            function["name"] = piece.name
+    return list(found.values())
 
 
 async def _steps(job: Job, until: float) -> AsyncIterator[list[tuple[int, Step, float]]]:

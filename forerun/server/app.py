@@ -48,6 +48,7 @@ class Settings:
         model: its name for clients.
         max_body: bytes of a body; body_seconds: seconds until all of it must have come.
         max_seconds: of a request, from its headers to its last token.
+        tool_parser: the form of tool calls, one of `forerun.text.tool_calls.FORMS`; None: as the chat template shows.
     """
 
     model: str
@@ -56,6 +57,7 @@ class Settings:
     max_body: int = 4 * 2**20
     body_seconds: float = 30
     max_seconds: float = 600
+    tool_parser: str | None = None
 
 
 class _Stream(StreamingResponse):
@@ -118,12 +120,14 @@ class Service:
         return float(request.state.arrived) + self.settings.max_seconds
 
     async def answer(self, body: schemas.SamplingBody, request: Request) -> Response:
-        prepare: Any = requests.prepare_chat if isinstance(body, schemas.ChatBody) else requests.prepare_completion
+        prepare: Any = requests.prepare_completion
+        if isinstance(body, schemas.ChatBody):
+            prepare = partial(requests.prepare_chat, parser=self.settings.tool_parser)
         prepared: requests.Prepared = await self.read(request, prepare, body)
         tokenizer = self.decoder().tokenizer  # raises if the server has begun to shut down meanwhile
         assert tokenizer is not None
         self._texts = self._texts or TokenTexts(tokenizer)
-        job = self.backend.submit(prepared[0], request.state.arrived)
+        job = self.backend.submit(prepared.requests, request.state.arrived)
         answer = Answer(body, prepared, job, self._texts, self.settings.model)
         self.open += 1
         self.metrics.prompt_tokens.inc(answer.counts.prompt_tokens)

@@ -63,6 +63,7 @@ class AnswerCounts(Counts):
         first, decoding, last: when the first tokens came, when their step began, when the last tokens came.
         waited: seconds in the queue, of the choice that waited longest.
         gaps: seconds a token, of each step after a choice's first.
+        calls: tool calls that were read, and those that could not be; nothing without tools.
     """
 
     begun: float
@@ -73,6 +74,7 @@ class AnswerCounts(Counts):
     decoding: float = 0.0
     last: float = 0.0
     gaps: list[float] = field(default_factory=list)
+    calls: Counter[str] = field(default_factory=Counter)
     _latest: dict[int, float] = field(default_factory=dict)
 
     def add(self, choice: int, step: Step, at: float) -> None:
@@ -108,6 +110,7 @@ class AnswerCounts(Counts):
         prefill = 0.0 if self.first is None else max(0.0, self.decoding - self.queued - self.waited)
         return {
             "metrics": {
+                **self.calls,
                 "time_to_first_token_ms": _ms(self.to_first),
                 "queue_time_ms": _ms(self.waited),
                 "generation_time_ms": _ms(seconds),
@@ -161,6 +164,10 @@ class Metrics:
 
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self._ended = counter("request_success", "Answers that have ended, by how.", "finished_reason")
+        self._calls = {
+            "tool_calls": counter("tool_calls", "Tool calls in answers."),
+            "unparsed_tool_calls": counter("unparsed_tool_calls", "Those that could not be read, and stayed text."),
+        }
         self._refused = counter("request_errors", "Requests answered with an error.", "status")
         self._first = histogram("time_to_first_token_seconds", "From a request to its first token.", _SECONDS)
         self._between = histogram("inter_token_latency_seconds", "A step's time divided by its tokens.", _TOKEN)
@@ -182,6 +189,8 @@ class Metrics:
         """Count an answer that has ended."""
         for reason in reasons:
             self._ended.labels(finished_reason=reason).inc()
+        for name, count in counts.calls.items():
+            self._calls[name].inc(count)
         for gap in counts.gaps:
             self._between.observe(gap)
         if counts.first is not None:

@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,10 +16,12 @@ from forerun.api.decoder import Decoder
 from forerun.api.requests import encode, requests
 from forerun.engine.sequence import Request
 from forerun.sampling.params import SamplingParams
+from forerun.sampling.response_format import form_of
 from forerun.server.errors import ApiError, blame
 from forerun.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
 from forerun.text.chat import chat_prompt, turn_ends
 from forerun.text.infill import infill_form
+from forerun.text.tools import NO_TOOLS, Tools, checked_choice, checked_tools, tools_for
 
 CHAT_TOKENS = 1024  # new tokens by default; OpenAI's for plain prompts is 16
 COMPLETION_TOKENS = 16
@@ -37,12 +39,17 @@ _turn_ends = lru_cache(1)(turn_ends)
 _infill_form = lru_cache(1)(infill_form)
 
 
-# A body's requests: for each prompt, one for each of its `n` answers. And the texts of its prompts, if answers begin
-# with them.
-Prepared = tuple[list[Request], list[str] | None]
+@dataclass(frozen=True)
+class Prepared:
+    """A body's requests: for each prompt, one for each of its `n` answers; the texts of its prompts, if answers begin
+    with them; and how its tools are used."""
+
+    requests: list[Request]
+    echo: list[str] | None = None
+    tools: Tools = NO_TOOLS
 
 
-def prepare_chat(body: ChatBody, decoder: Decoder) -> Prepared:
+def prepare_chat(body: ChatBody, decoder: Decoder, parser: str | None = None) -> Prepared:
     """Return the requests of a chat. Raises ApiError."""
     template = body.chat_template_kwargs or {}
     with blame("chat_template_kwargs"):
@@ -50,14 +57,32 @@ def prepare_chat(body: ChatBody, decoder: Decoder) -> Prepared:
             if not name.isidentifier() or name in _RESERVED:
                 raise ValueError(f"chat_template_kwargs cannot have the name {name[:40]!r}")
         _check_length(len(json.dumps(template)), decoder)
+    tools = read_tools(body, decoder, parser)
     with blame("messages"):
-        row = _render(body.messages, decoder, **template)
+        row = _render(body.messages, decoder, tools=tools.given, **template)
         encode(row, decoder.tokenizer, decoder.target.context, decoder.target.vocab_size)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     top = (body.top_logprobs or 0) if body.logprobs else None
     ends = frozenset[int]() if body.ignore_eos else _turn_ends(decoder.tokenizer)
-    return _requests(body, [row], decoder, CHAT_TOKENS, top, ends), None
+    return Prepared(_requests(body, [row], decoder, CHAT_TOKENS, top, ends, tools), tools=tools)
+
+
+def read_tools(body: ChatBody, decoder: Decoder, parser: str | None) -> Tools:
+    """Return how the tools of a body are used. Raises ApiError."""
+    with blame("tools"):
+        given = checked_tools(body.tools or [])
+        _check_length(len(json.dumps([tool.given for tool in given])), decoder)
+    with blame("tool_choice"):
+        choice = checked_choice(body.tool_choice, given)
+    with blame("tools"):
+        tools = tools_for(given, choice, body.parallel_tool_calls is not False, decoder.tokenizer, parser)
+    with blame("response_format"):
+        if tools.form is not None and form_of(body.response_format) is not None:
+            raise ValueError("response_format cannot be given beside tools, unless tool_choice is none")
+    if tools.grammar is not None and body.ignore_eos:
+        raise ApiError(400, "ignore_eos cannot be given where calls must follow a schema", "ignore_eos")
+    return tools
 
 
 def prepare_completion(body: CompletionBody, decoder: Decoder) -> Prepared:
@@ -71,13 +96,13 @@ def prepare_completion(body: CompletionBody, decoder: Decoder) -> Prepared:
         rows = encode_prompts(prompts, decoder)
     found = _requests(body, rows, decoder, COMPLETION_TOKENS, body.logprobs, ends)
     if not body.echo:
-        return found, None
+        return Prepared(found)
     given = zip(prompts, rows, strict=True)
     echo = [each if isinstance(each, str) else text_of(decoder, row) for each, row in given]
     if body.logprobs is not None:  # of each prompt once
         copies = body.n or 1
         found[::copies] = [replace(each, prompt_logprobs=True) for each in found[::copies]]
-    return found, echo
+    return Prepared(found, echo)
 
 
 def _fill(prompts: list[Any], body: CompletionBody, decoder: Decoder) -> tuple[list[list[int]], frozenset[int]]:
@@ -176,13 +201,21 @@ def _check_text(text: str, decoder: Decoder, name: str = "prompt") -> None:
 
 
 def _requests(
-    body: SamplingBody, rows: list[list[int]], decoder: Decoder, most: int, logprobs: int | None, ends: frozenset[int]
+    body: SamplingBody,
+    rows: list[list[int]],
+    decoder: Decoder,
+    most: int,
+    logprobs: int | None,
+    ends: frozenset[int],
+    tools: Tools = NO_TOOLS,
 ) -> list[Request]:
     """Return the requests of prompts, with `most` new tokens unless the body says how many."""
     copies = body.n or 1
     if len(rows) * copies > MOST_CHOICES:
         raise ApiError(400, f"n times prompts is {len(rows) * copies}; at most {MOST_CHOICES}", "n")
     given = {name: vars(body)[name] for name in _SAME_NAME if vars(body)[name] is not None}
+    if tools.grammar is not None:
+        given["response_format"] = tools.grammar
     try:
         params = SamplingParams(
             max_new_tokens=body.max_completion_tokens or body.max_tokens or most,
@@ -194,6 +227,9 @@ def _requests(
         )
         made = requests([row for row in rows for _ in range(copies)], params, decoder.target, decoder.tokenizer)
     except ValueError as error:  # the first word is the field, except in messages of a grammar's compiler
+        if tools.grammar is not None and "response_format" in str(error):
+            text = str(error).replace("response_format.grammar", "the schemas").replace("response_format", "a schema")
+            raise ApiError(400, text, "tools") from None
         named = re.match(r"\w+", str(error))
         param = named[0] if named and named[0] in SamplingBody.model_fields else None
         if param is None and body.response_format is not None:

@@ -21,7 +21,7 @@ _NO_VALUE = (
     "audio prediction web_search_options prompt_logprobs truncate_prompt_tokens chat_template structured_outputs "
     "guided_json guided_regex guided_choice guided_grammar grammar json_schema n_predict"
 )
-_EMPTY = "tools functions stop_token_ids bad_words allowed_token_ids documents logits_processors"
+_EMPTY = "functions stop_token_ids bad_words allowed_token_ids documents logits_processors"
 _ZERO = "min_tokens dry_multiplier xtc_probability mirostat"
 _ONE = "best_of length_penalty repeat_penalty typical_p tfs_z"
 _FALSE = "use_beam_search include_stop_str_in_output continue_final_message return_tokens_as_token_ids"
@@ -35,7 +35,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_ONE.split(), (1,)),
     **dict.fromkeys(_FALSE.split(), (False,)),
     **dict.fromkeys(_TRUE.split(), (True,)),
-    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    "function_call": ("none", "auto"),
     "modalities": (["text"],),
 }
 
@@ -65,9 +65,23 @@ def _encodable(text: str) -> str:
     return text
 
 
+class Function(BaseModel):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    type: Literal["function"]
+    function: Function
+
+
 class ChatMessage(BaseModel):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[dict[str, Any]]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
 
 
 Token = Annotated[int, Field(ge=0)]
@@ -78,10 +92,12 @@ Stop = Annotated[
     BeforeValidator(_as_tuple, json_schema_input_type=str | list[str] | None),
 ]
 Bias = Annotated[Any, PlainValidator(_bias, json_schema_input_type=dict[str, float] | None)]
-# `forerun.server.requests` checks these; its messages are clearer.
+# `forerun.server.requests` and `forerun.text.tools` check these; their messages are clearer.
 Prompt = SkipValidation[str | list[str] | list[Token] | list[list[Token]]]
 Messages = SkipValidation[Annotated[list[ChatMessage], Field(min_length=1)]]
 TokenIds = SkipValidation[list[Token]]
+GivenTools = SkipValidation[list[Tool] | None]
+ToolChoice = SkipValidation[Literal["none", "auto", "required"] | Tool | None]
 Salt = Annotated[str, Field(min_length=1, max_length=LONGEST_SALT), AfterValidator(_encodable)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 
@@ -142,6 +158,9 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: GivenTools = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionBody(SamplingBody):

@@ -136,7 +136,7 @@ class Worker:
             decoder = self._make()
             kv_memory = decoder.options.kv_memory
             if kv_memory is None:  # measured now, as the models have their memory; no client may take the rest
-                kv_memory = decoder.target.agreed(default_kv_memory(decoder.target.device))
+                kv_memory = default_kv_memory(decoder.target.device)
                 decoder = decoder.replace(kv_memory=kv_memory)
             if kv_memory is not None:
                 _LOG.info("keys and values may take %.2f GiB", kv_memory / 2**30)

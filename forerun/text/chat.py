@@ -6,10 +6,14 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from forerun.text.tool_calls import json_object
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
+_KEYS = {"assistant": "tool_calls", "tool": "tool_call_id"}  # beside role and content
+_CALL = "forerunCall"
 _ANSWER = "forerunAnswer"  # stands for an answer, to see what a template writes after one
 
 
@@ -22,6 +26,7 @@ def chat_prompt(
     tokenizer: PreTrainedTokenizerBase | None,
     messages: Sequence[dict[str, Any]],
     system: str | None = None,
+    tools: list[dict[str, Any]] | None = None,
     **template_args: Any,
 ) -> list[int]:
     """Return the token ids of a conversation, up to where the answer begins. The template writes all special tokens.
@@ -29,6 +34,7 @@ def chat_prompt(
     Args:
         messages: as for `checked`; the last one is not from the assistant.
         system: a system prompt, put in front.
+        tools: functions that the model may call, as OpenAI describes them.
         template_args: more names for the template, such as enable_thinking=False.
 
     Raises:
@@ -42,34 +48,39 @@ def chat_prompt(
     found = with_system(checked(messages), system)
     if found[-1]["role"] == "assistant":
         raise ValueError("the last message is from the assistant; there is nothing to answer")
-    taken = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"tools", "documents", "kwargs"}
+    has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in found)
+    if has_calls and not _renders_calls(tokenizer):
+        raise ValueError("the chat template of this model takes no tool calls and no messages of role tool")
+    taken = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents", "kwargs"}
     for name in template_args:
         if name in taken:
             raise ValueError(f"{name!r} is no argument for the chat template")
     try:
-        ids: Any = tokenizer.apply_chat_template(
-            found, add_generation_prompt=True, tokenize=True, return_dict=False, **template_args
-        )
+        how = {"tools": tools or None, "add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        ids: Any = tokenizer.apply_chat_template(found, **how, **template_args)  # type: ignore[arg-type]
     except Exception as error:  # templates may raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"the chat template refuses these messages: {reason}") from None
     return [int(token) for token in ids]
 
 
-def checked(messages: Any) -> list[dict[str, str]]:
+def checked(messages: Any) -> list[dict[str, Any]]:
     """Return messages {"role", "content"} with contents as plain strings.
 
-    A content is text, or OpenAI's list of {"type": "text", "text": ...}, each of which becomes a line. Raises
-    ValueError for no messages, other keys or roles, and contents that are no text or that no file could hold.
+    A content is text, or OpenAI's list of {"type": "text", "text": ...}, each of which becomes a line. A message of the
+    assistant may have `tool_calls` and then no content; their arguments become objects, as templates expect them. One
+    of role tool has the `tool_call_id` of a call before it, and gets its function's name. Raises ValueError for no
+    messages, other keys or roles, and contents that are no text or that no file could hold.
     """
     if not isinstance(messages, list | tuple):
         raise ValueError(f"messages must be a list of {{role, content}}, not {type(messages).__name__}")
     if not messages:
         raise ValueError("there are no messages")
-    return [_message(number, message) for number, message in enumerate(messages, 1)]
+    names: dict[str, str] = {}  # of functions, by the ids of calls so far
+    return [_message(number, message, names) for number, message in enumerate(messages, 1)]
 
 
-def with_system(messages: list[dict[str, str]], system: str | None) -> list[dict[str, str]]:
+def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
     """Return the messages after a system prompt. Raises ValueError if they begin with one."""
     if system is None:
         return messages
@@ -83,33 +94,77 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     with it, even if their generation config does not name it."""
     if tokenizer is None or not has_template(tokenizer):
         return frozenset()
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _ANSWER}]
-    try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception:  # a template that wants other messages: the model's own end tokens have to do
-        return frozenset()
-    after = text.rpartition(_ANSWER)[2].lstrip()
+    # A template may want other messages: then the model's own end tokens have to do.
+    after = _tried(tokenizer, [{"role": "assistant", "content": _ANSWER}]).rpartition(_ANSWER)[2].lstrip()
     special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     special |= {str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     found = [token for token in special if token and after.startswith(token)]
     return frozenset([special[max(found, key=len)]] if found else [])
 
 
-def _message(number: int, message: Any) -> dict[str, str]:
+def renders_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template tells the model of tools."""
+    function = {"name": _ANSWER, "description": "x", "parameters": {"type": "object", "properties": {}}}
+    return _ANSWER in _tried(tokenizer, [], [{"type": "function", "function": function}])
+
+
+def _renders_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template writes calls and their results."""
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": _CALL, "arguments": {}}}
+    result = {"role": "tool", "content": _ANSWER, "name": _CALL, "tool_call_id": "abcdefghi"}
+    text = _tried(tokenizer, [{"role": "assistant", "content": "", "tool_calls": [call]}, result])
+    return _ANSWER in text and _CALL in text
+
+
+def _tried(tokenizer: PreTrainedTokenizerBase, messages: list[Any], tools: list[Any] | None = None) -> str:
+    """Return a conversation as the template writes it; nothing if it refuses it."""
+    try:
+        found = [{"role": "user", "content": "x"}, *messages]
+        return str(tokenizer.apply_chat_template(found, tools=tools, tokenize=False))
+    except Exception:  # templates may raise anything
+        return ""
+
+
+def _message(number: int, message: Any, names: dict[str, str]) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError(f"message {number} must be {{role, content}}, not {type(message).__name__}")
+    role = message.get("role")
+    allowed = {"role", "content", _KEYS.get(role, "role") if isinstance(role, str) else "role"}
     for key in message:
-        if key not in ("role", "content"):
+        if key not in allowed:
             raise ValueError(f"message {number} has an unknown key {key!r}; there are role and content")
-    for key in ("role", "content"):
-        if key not in message:
+    calls = message.get("tool_calls")
+    content = message.get("content") or ("" if calls else message.get("content"))
+    for key, value in (("role", role), ("content", content)):
+        if value is None and key not in message:
             raise ValueError(f"message {number} has no {key}")
-    role, content = message["role"], message["content"]
     if role not in ROLES:
         raise ValueError(f"message {number} has the role {role!r}; there are {', '.join(ROLES)}")
     if isinstance(content, list):
         content = "\n".join(_part(number, part) for part in content)
-    return {"role": role, "content": _text(f"the content of message {number}", content)}
+    more: dict[str, Any] = {"tool_calls": _calls(number, calls, names)} if calls else {}
+    if role == "tool" and (id := message.get("tool_call_id")) is not None:
+        if not isinstance(id, str) or id not in names:
+            raise ValueError(f"message {number} answers the tool call {str(id)[:40]!r}, which no message before it has")
+        more |= {"tool_call_id": id, "name": names[id]}
+    return {"role": role, "content": _text(f"the content of message {number}", content), **more}
+
+
+def _calls(number: int, calls: Any, names: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the tool calls of a message with their arguments as objects. Arguments that are none stay text, as a model
+    may have written them."""
+    found = []
+    for call in calls if isinstance(calls, list | tuple) else [None]:
+        function: Any = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(call.get("id", ""), str):
+            raise ValueError(f"tool_calls of message {number} must be a list of {{id, function: {{name, arguments}}}}")
+        name, arguments = _text("the name of a tool call", function.get("name")), function.get("arguments") or {}
+        if not isinstance(arguments, dict):
+            text = _text(f"the arguments of a tool call in message {number}", arguments)
+            arguments = json_object(text) or text
+        names[call.get("id", "")] = name
+        found.append({"id": call.get("id", ""), "type": "function", "function": {"name": name, "arguments": arguments}})
+    return found
 
 
 def _part(number: int, part: Any) -> str:

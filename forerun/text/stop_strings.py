@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -63,12 +63,18 @@ class TextStream:
     """Turns one sequence's output tokens into pieces of text, each with the origin of the token that completed it.
 
     Text that may be the beginning of a stop string is held back until that is known. From the first stop string on,
-    which may begin in the prompt, no text comes. Special tokens are no text, but count in stop strings as in
-    `StopStrings`.
+    which may begin in the prompt, no text comes. Special tokens are no text, but for those whose text `shown` has. All
+    count in stop strings as in `StopStrings`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
-        self.tokenizer, self.stop = tokenizer, tuple(stop)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        shown: Mapping[int, str] | None = None,
+    ) -> None:
+        self.tokenizer, self.stop, self._shown = tokenizer, tuple(stop), shown or {}
         # A tenth of the time where the class adds nothing of its own to what its backend decodes.
         kind = type(tokenizer)
         plain = kind.decode is PreTrainedTokenizerFast.decode and (
@@ -106,6 +112,11 @@ class TextStream:
     def push(self, tokens: Sequence[int], origins: Sequence[str], finished: bool) -> list[tuple[str, str]]:
         """Return pieces (text, origin) that are certain now; with `finished`, all that is left."""
         for left, (token, origin) in enumerate(zip(tokens, origins, strict=True), 1 - len(tokens)):
+            if token in self._shown:
+                rest = self._decode(self._ids)[len(self._known) :]
+                self._held += [(rest, origin), (self._shown[token], origin)]
+                self._ids, self._read, self._known = [], 0, ""
+                continue
             self._ids.append(token)
             whole, late = self._decode(self._ids), len(self._ids) - self._read >= LATE
             certain = whole

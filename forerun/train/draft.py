@@ -93,7 +93,8 @@ def train_draft(run: Run, recipe: DraftRecipe, init: str | None = None) -> None:
         return float(divergence)
 
     batch = partial(texts.batch, recipe.seed, size=recipe.batch)
-    train(draft, loss, batch, evaluate, TrainConfig(recipe.steps, recipe.lr), run.folder, run.say)
+    settings = TrainConfig(recipe.steps, recipe.lr, tokens=recipe.batch * texts.mean_length)
+    train(draft, loss, batch, evaluate, settings, run.folder, run.say)
     draft.save_pretrained(run.out)
     tokenizer.save_pretrained(run.out)
     if recipe.hot < 1:

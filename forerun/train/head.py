@@ -110,7 +110,8 @@ def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[
         losses = [head_loss(drafter, head, val_labels, rows, embed, recipe.unroll) for rows in asked]
         return float(torch.stack(losses).mean())
 
-    settings = TrainConfig(recipe.steps, recipe.lr, warmup=50, cooldown=0.5, evaluate_every=250, save_every=100)
+    every: dict[str, Any] = {"evaluate_every": 250, "save_every": 100, "tokens": recipe.batch * texts.mean_length}
+    settings = TrainConfig(recipe.steps, recipe.lr, warmup=50, cooldown=0.5, **every)
     train(drafter, loss, partial(texts.batch, recipe.seed, size=recipe.batch), evaluate, settings, run.folder, run.say)
     survival, drafter.config.curves = measure(drafter, head, val_labels, embed, recipe.unroll)
     found: dict[str, Any] = {"survival": survival, "coverage": round(coverage, 4)}

@@ -31,7 +31,7 @@ class TrainConfig:
     """Settings of one run of the loop.
 
     The learning rate rises linearly over `warmup` steps, stays, and falls linearly to 0 over the last `cooldown` share
-    of `steps`.
+    of `steps`. `tokens` is what a step reads, for the log.
     """
 
     steps: int
@@ -42,6 +42,7 @@ class TrainConfig:
     clip: float = 1.0
     evaluate_every: int = 200
     save_every: int = 50
+    tokens: float = 0.0
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, as a share of `lr`."""
@@ -113,8 +114,16 @@ def save_missing(
     for done, number in enumerate(missing, 1):
         paths[number].parent.mkdir(parents=True, exist_ok=True)
         save_tensors(paths[number], make(number))
-        left = (time.perf_counter() - started) / done * (len(missing) - done) / 60
-        say(f"{what}: {done}/{len(missing)} files, {left:.0f} min left")
+        left = (time.perf_counter() - started) / done * (len(missing) - done)
+        say(f"{what}: {done}/{len(missing)} files, {span(left)} left")
+
+
+def span(seconds: float) -> str:
+    """Return a time in words: "40 s", "12 min", "3.5 h", "2.1 days"."""
+    for unit, length, digits in (("days", 86_400, 1), ("h", 3600, 1), ("min", 60, 0)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:.{digits}f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def save_checkpoint(path: Path, step: int, model: nn.Module, optims: list[torch.optim.Optimizer]) -> None:
@@ -176,6 +185,10 @@ def train(
     if step:
         say(f"resuming {folder.name} at step {step} of {config.steps}")
     model.train()
+    if step < config.steps:
+        each = _seconds_of_step(loss, batch(step).to(device), optims)
+        rate = f" at {config.tokens / each:,.0f} tokens/s" if config.tokens else ""
+        say(f"{folder.name}: {config.steps - step} steps, about {span(each * (config.steps - step))}{rate}")
     started, first = time.perf_counter(), step
     with (folder / "log.jsonl").open("a") as log:
         while step < config.steps:
@@ -204,10 +217,25 @@ def train(
             if step % config.save_every == 0 or last:
                 save_checkpoint(checkpoint, step, model, optims)
             if step % 20 == 0 or last or "validation" in record:
-                left = (time.perf_counter() - started) / (step - first) * (config.steps - step) / 60
+                each = (time.perf_counter() - started) / (step - first)
                 held = f" validation {record['validation']:.3f}" if "validation" in record else ""
-                say(f"{folder.name} step {step}/{config.steps} loss {record['loss']:.3f}{held} {left:.0f} min left")
+                rate = f", {config.tokens / each:,.0f} tokens/s" if config.tokens else ""
+                left = f"{span(each * (config.steps - step))} left"
+                say(f"{folder.name} step {step}/{config.steps} loss {record['loss']:.3f}{held}{rate}, {left}")
     model.eval()
+
+
+def _seconds_of_step(loss: Callable[[Tensor], Tensor], given: Tensor, optims: Sequence[torch.optim.Optimizer]) -> float:
+    """Return how long a step takes, by two trials that leave weights and random state as they are."""
+    seconds = []
+    with torch.random.fork_rng():
+        for _ in range(2):  # the first is slow
+            begun = time.perf_counter()
+            loss(given).backward()
+            for optim in optims:
+                optim.zero_grad(set_to_none=True)
+            seconds.append(time.perf_counter() - begun)
+    return min(seconds)
 
 
 def save_card(out: Path, title: str, text: str, recipe: Mapping[str, Any]) -> None:

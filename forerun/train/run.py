@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from forerun.api.loading import load_model, load_tokenizer
 from forerun.methods import AR
 from forerun.model.causal_lm import CausalLM, context_of
 from forerun.sampling.params import SamplingParams
-from forerun.train.loop import claim, save_missing
+from forerun.train.loop import claim, save_missing, span
 from forerun.train.texts import Texts, check_chats, read_texts, tokenize
 
 ROWS = 64  # windows of a file, decoded together
+SOON = 8  # tokens of each window, after which the time of all of them is foretold
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,16 @@ class Run:
                 ignore_eos=True,
                 seed=seed + part * rows,
             )
-            done = decoder.generate(begins, params)
-            windows = [begin + each.tokens for begin, each in zip(begins, done, strict=True)]
+            windows, begun = [list(begin) for begin in begins], perf_counter()
+            for count, chunk in enumerate(decoder.stream(begins, params), 1):
+                windows[chunk.index] += chunk.step.tokens
+                if part == missing[0] and count == SOON * rows:  # long before the first file is there
+                    left = (perf_counter() - begun) / count * len(missing) * rows * (length - prompt)
+                    self.say(f"own output: {len(missing)} files of {rows} windows, about {span(left)}")
             return {"tokens": torch.tensor(windows, dtype=torch.int32)}
 
         paths = [work / f"{part:05d}.safetensors" for part in range(-(-sequences // rows))]
+        missing = [part for part, path in enumerate(paths) if not path.exists()]
         save_missing(paths, make, f"own output, {rows} sequences each", self.say)
         windows = [load_file(path)["tokens"].numpy() for path in paths]
         return [*windows[:-1], windows[-1][: sequences - rows * (len(paths) - 1)]]

@@ -130,6 +130,10 @@ class Texts:
         return (at >= self.begins[:, None]) & (at + ahead < self.ends[:, None])
 
     @property
+    def mean_length(self) -> float:
+        return float(self.ends.float().mean())
+
+    @property
     def digest(self) -> str:
         """Return a hash of the texts."""
         found = hashlib.sha256()

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from forerun.files import home
 
@@ -17,6 +18,7 @@ FOLDERS = {EMBEDDED: FOLDER, SMOLLM2: FOLDER / SMOLLM2, QWEN_CODER: FOLDER / QWE
 HOT_FILE = "hot.json"  # in a draft's folder; vLLM takes every file of tensors there for weights
 WEIGHT_FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 MB = 10**6
+EAGLE3 = {"speculators_model_type", "draft_vocab_size"}  # settings of drafters that others published
 ROLES = {"forerun-pre-verifier": "pre-verifier", "forerun-hidden": "head"}  # options, by the types of trained layers
 
 
@@ -169,13 +171,22 @@ def hot_folder(draft: str | Path) -> str | Path:
 
 def check_role(folder: Path, part: str) -> None:
     """Raise ValueError for the folder of another part: of a model, or a trained layer of another kind."""
-    try:
-        kind = json.loads((folder / "config.json").read_text())["model_type"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    settings = settings_of(folder)
+    if not settings:
         return  # loading says what is wrong
-    if (found := ROLES.get(str(kind))) != (part if part in ROLES.values() else None):
+    found = "head" if settings.keys() & EAGLE3 else ROLES.get(str(settings.get("model_type")))
+    if found != (part if part in ROLES.values() else None):
         what = f"{found}: --{found}" if found else "model: --target or --draft"
         raise ValueError(f"--{part} {str(folder)!r}: this is a {what}")
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """Return a folder's config.json, or nothing if it is missing or broken."""
+    try:
+        found = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def weight_files(source: Path) -> list[Path]:

@@ -1,0 +1,336 @@
+"""Tool calls: how answers are read, calls that follow their schema, and what clients get."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from serving import CHAT, HELLO, Live, events, figures, live, post
+from tools import MARKERS, TEMPLATES, make_decoder, scripted
+
+from forerun.sampling.grammar import compiled
+from forerun.sampling.response_format import form_of
+from forerun.text.tool_calls import FORMS, CallPiece, ToolStream, form_of_template
+from forerun.text.tools import checked_choice, checked_tools, tools_for
+
+CALL = '{"name": "f", "arguments": {"x": "a\\"}{[", "y": [1, {}]}}'
+PIECES = {  # of texts that are partly calls
+    "hermes": [CALL, "```json\n", "```", "<tool_call>", "</tool_call>", "<too", "\n", '{"arguments": {}, "name": "f"}'],
+    "llama3": ['{"name": "g", "parameters": {"x": 1}}', "<|python_tag|>", ";", " ", '{"name": "Al", "parameters": {}}'],
+    "mistral": ["[TOOL_CALLS]", "[", CALL, ", ", "]", " ", '{"name": "g", "arguments": {}, "id": "abcdefghi"}'],
+}  # fmt: skip
+BROKEN = ['{"name": "f", "a', '{"name": "f", "arguments": {"x": nope}}', '{"name": "f", "arguments": []}', '{"nam']
+BROKEN += ["é <|", "{}", '"}', "}"]
+
+
+def read(form: str, pieces: list[str], most: int | None = None) -> tuple[ToolStream, str, list[list[str]]]:
+    """What reads these pieces; the text that it gave, and the calls as [name, arguments]."""
+    stream, text, calls = ToolStream(FORMS[form], ("f", "g"), most), "", list[list[str]]()
+    for event in chain(*(stream.push(piece, False) for piece in pieces), stream.push("", True)):
+        if isinstance(event, str):
+            text += event
+        elif event.name is not None:
+            assert event.index == len(calls)
+            calls.append([event.name, event.arguments])
+        else:
+            calls[event.index][1] += event.arguments
+    return stream, text, calls
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(data=st.data())
+def test_any_split_of_a_text_gives_the_same(form: str, data: st.DataObject) -> None:
+    text = "".join(data.draw(st.lists(st.sampled_from(PIECES[form] + BROKEN), max_size=9)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    whole, *streamed = read(form, [text])
+    cut, *cut_streamed = read(form, [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)])
+    assert streamed == cut_streamed
+    assert (cut.text, cut.calls, cut.broken) == (whole.text, whole.calls, whole.broken)
+    if not whole.broken:  # else the stream has the beginning of a call that became text
+        assert streamed == [whole.text, [[call.name, call.arguments] for call in whole.calls]]
+    if not whole.calls:
+        assert whole.text == text
+
+
+WANTED: list[tuple[str, str, str, list[str], int]] = [  # form, text, what is left of it, names called, broken calls
+    ("hermes", f"Look: \n<tool_call>\n{CALL}\n</tool_call>", "Look:", ["f"], 0),
+    ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL} </tool_call>\nDone.\n", "\nDone.", ["f", "f"], 0),
+    ("hermes", '<tool_call>{"arguments": {"name": 1}, "name": "g"}</tool_call>', "", ["g"], 0),
+    ("hermes", '<tool_call>{"name": "unheard"}', "", ["unheard"], 0),
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"x": 1}\n</tool_call>', "", ["f"], 0),  # a brace forgotten
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"x', '<tool_call>\n{"name": "f", "arguments": {"x', [], 1),
+    ("hermes", "a <tool_call> is\n", "a <tool_call> is\n", [], 1),
+    ("hermes", f"<tool_call>1</tool_call>\n<tool_call>{CALL}</tool_call>", "<tool_call>1</tool_call>", ["f"], 1),
+    ("hermes", f"So:\n```json\n{CALL}\n```\n", "So:", ["f"], 0),  # as Qwen2.5-Coder writes them
+    ("hermes", '```json\n{"name": "Al", "arguments": {}}\n```', '```json\n{"name": "Al", "arguments": {}}\n```', [], 0),
+    ("llama3", '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"x": 1}}', "", ["f", "g"], 0),
+    ("llama3", '<|python_tag|>{"name": "other", "parameters": {}}', "", ["other"], 0),
+    ("llama3", '{"name": "Al", "parameters": {}}', '{"name": "Al", "parameters": {}}', [], 0),
+    ("llama3", 'So: {"name": "f", "parameters": {}}', 'So: {"name": "f", "parameters": {}}', [], 0),
+    ("mistral", f"Ok.[TOOL_CALLS] [{CALL}, {CALL}]", "Ok.", ["f", "f"], 0),
+    ("mistral", f'[TOOL_CALLS][{CALL[:-1]}, "id": "abcdefghi"}}]', "", ["f"], 0),
+    ("mistral", "[TOOL_CALLS]f(x)", "[TOOL_CALLS]f(x)", [], 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text", "left", "names", "broken"), WANTED)
+def test_what_is_read(form: str, text: str, left: str, names: list[str], broken: int) -> None:
+    found, _, _ = read(form, [text])
+    assert (found.text, [call.name for call in found.calls], found.broken) == (left, names, broken)
+
+
+def test_texts_wait_no_longer_than_a_marker_may_begin_and_arguments_come_as_they_are_written() -> None:
+    stream = ToolStream(FORMS["hermes"], ())
+    said = [stream.push(piece, False) for piece in ("So <", "b> <tool_ca", "n ", "x\n<tool_call>", '{"name": "f", ')]
+    assert said == [["So"], [" <b>"], [" <tool_can"], [" x"], []]
+    said = [stream.push(piece, False) for piece in ('"arguments": {"x', '": "1', '23"', "}", "}\n</tool")]
+    assert said[0] == [CallPiece(0, "f", ""), CallPiece(0, None, '{"x')]
+    assert said[1:] == [[CallPiece(0, None, piece)] for piece in ('": "1', '23"', "}")] + [[]]
+    many = f"<tool_call>{CALL}</tool_call>\n" * 3 + "end"
+    stream, text, calls = read("hermes", [many], 1)
+    assert len(stream.calls) == len(calls) == 1 and text == "\nend"
+
+
+def test_the_form_is_that_of_the_template() -> None:
+    assert {name: form_of_template(text) for name, text in TEMPLATES.items()} == FORMS
+    assert form_of_template(TEMPLATES["hermes"] + "<function=") is None
+    names = checked_tools([tool("f", X)])
+    for name in FORMS:
+        found = tools_for(names, "auto", True, make_decoder(name).tokenizer, None)
+        assert found.form is FORMS[name] and found.grammar is None
+        assert sorted(found.shown.values()) == [text for text, special in MARKERS[name] if special]
+
+
+# Calls that follow their schema.
+
+
+def tool(name: str, properties: dict[str, Any], strict: Any = None) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    if "$ref" in json.dumps(properties):
+        schema["$defs"] = {"Unit": {"enum": ["C", "F"]}}
+    return {"type": "function", "function": {"name": name, "parameters": schema, "strict": strict}}
+
+
+X = {"x": {"type": "integer", "minimum": 0, "maximum": 99}}
+CITY = {"city": {"type": "string", "maxLength": 4}, "unit": {"$ref": "#/$defs/Unit"}}
+TOOLS = [tool("count", X), tool("get_weather", CITY)]
+NAMED = {"type": "function", "function": {"name": "count"}}
+
+
+def of(name: str, choice: Any, parallel: bool = True, are_tokens: bool = True, tools: Any = None) -> Any:
+    """A decoder, and how the tools are used with it."""
+    decoder, read = make_decoder(name, are_tokens), checked_tools(tools or TOOLS)
+    return decoder, tools_for(read, checked_choice(choice, read), parallel, decoder.tokenizer)
+
+
+def allows(name: str, use: Any, text: str, decoder: Any) -> bool:
+    """Whether the grammar allows a text to its end."""
+    pytest.importorskip("llguidance")
+    form = form_of(use.grammar)
+    assert form is not None
+    grammar = compiled(form, decoder.tokenizer, frozenset([0]))(0)
+    tokens = [*decoder.tokenizer.encode(text, add_special_tokens=False), 0]
+    return grammar.fitting([], tokens) == len(tokens)
+
+
+COUNT, OSLO = '{"x": 7}', '{"city": "Oslo", "unit": "C"}'
+
+
+def written(name: str, *calls: tuple[str, str]) -> str:
+    """Calls as models write them."""
+    form = FORMS[name]
+    found = [f'{{"name": "{each}", "{form.key}": {arguments}}}' for each, arguments in calls]
+    if name == "hermes":
+        return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in found)
+    return f"[TOOL_CALLS][{', '.join(found)}]" if name == "mistral" else "; ".join(found)
+
+
+@pytest.mark.parametrize("are_tokens", [True, False])
+@pytest.mark.parametrize("name", FORMS)
+def test_what_the_grammars_allow(name: str, are_tokens: bool) -> None:
+    one, other = ("count", COUNT), ("get_weather", OSLO)
+    many = written(name, one, other)
+    strict = [tool("count", X, True), TOOLS[1]]
+    for choice, parallel, tools, text, allowed in [
+        ("required", True, TOOLS, written(name, one), True),
+        ("required", True, TOOLS, many, name != "llama3"),
+        ("required", False, TOOLS, many, False),
+        ("required", True, TOOLS, "Let me see.", False),
+        ("required", True, TOOLS, written(name, ("count", '{"x": 100}')), False),
+        (NAMED, True, TOOLS, written(name, other), False),
+        ("auto", True, strict, "Let me see <a> 3 [b].\n", True),
+        ("auto", True, strict, written(name, one), True),
+        ("auto", True, strict, written(name, ("count", '{"x": "7"}')), False),
+        ("auto", True, strict, written(name, ("get_weather", '{"town": 1}')), True),  # not strict
+        ("auto", True, strict, "So: \n" + many + "\nok", True),
+        ("auto", False, strict, many, False),
+        ("auto", True, strict, 'Ok:\n```json\n{"x": 1}\n```', True),
+        ("auto", True, strict, 'Ok:\n```json\n{"name": "count", "arguments": {"x": 7}}\n```\nSo.', True),
+        ("auto", True, strict, 'Ok:\n```json\n{"name": "count", "arguments": {}}\n```', name != "hermes"),
+    ]:
+        decoder, use = of(name, choice, parallel, are_tokens, tools)
+        assert allows(name, use, text, decoder) == allowed, (choice, parallel, text)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_500_sampled_calls_follow_their_schema(name: str) -> None:
+    pytest.importorskip("llguidance")
+    names = Counter[str]()
+    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+        decoder, use = of(name, choice, parallel=False)
+        sampling: dict[str, Any] = {"temperature": 1.5, "seed": 3, "max_new_tokens": 160}
+        for found in decoder.generate([[5, 6, 7]] * 85, **sampling, response_format=use.grammar):
+            assert found.finish_reason == "stop"
+            stream = use.stream()
+            stream.push(decoder.tokenizer.decode([each for each in found.tokens if each]), True)
+            (call,) = stream.calls
+            assert stream.text == "" and stream.broken == 0
+            names[call.name] += 1
+            value = json.loads(call.arguments)
+            if call.name == "count":
+                assert [*value] == ["x"] and 0 <= value["x"] <= 99 and type(value["x"]) is int
+            else:
+                assert [*value] == ["city", "unit"] and len(value["city"]) <= 4 and value["unit"] in ("C", "F")
+    assert names.total() == 170 and names["count"] > 5  # of all three forms: 510
+
+
+# What clients get.
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(make_decoder) as found:
+        yield found
+
+
+CHOICES: list[dict[str, Any]] = [
+    {"tool_choice": "required", "parallel_tool_calls": False},
+    {"tool_choice": NAMED},
+    {"tools": [tool("count", X, True)], "logit_bias": {"300": 100}, "parallel_tool_calls": False},  # the marker
+]
+
+
+@pytest.mark.parametrize("more", CHOICES, ids=["required", "named", "strict"])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_forced_calls_whole_and_streamed(server: Live, more: dict[str, Any], temperature: float) -> None:
+    """Tokens with drafts are those without."""
+    pytest.importorskip("llguidance")
+    body = {"messages": HELLO, "tools": TOOLS, "temperature": temperature, "seed": 2, "max_tokens": 200} | more
+    answers = [post(server, CHAT, body | {"forerun_method": method}).json() for method in (None, "ar")]
+    drafted, plain = (answer["metrics"]["speculative_decoding"]["num_draft_tokens"] for answer in answers)
+    assert drafted > plain == 0
+    first, second = (answer["choices"][0] for answer in answers)
+    calls = first["message"]["tool_calls"]
+    assert [call["function"] for call in calls] == [call["function"] for call in second["message"]["tool_calls"]]
+    assert first["finish_reason"] == "tool_calls" and first["message"]["content"] is None
+    assert all(re.fullmatch("call_[0-9a-f]{24}", call["id"]) and call["type"] == "function" for call in calls)
+    assert answers[0]["metrics"]["tool_calls"] == 1 and answers[0]["metrics"]["unparsed_tool_calls"] == 0
+    chunks = events(post(server, CHAT, body | {"stream": True}))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    pieces = [piece for delta in deltas for piece in delta.get("tool_calls", [])]
+    assert pieces[0]["function"]["name"] == calls[0]["function"]["name"] and pieces[0]["type"] == "function"
+    assert all([*piece] == ["index", "function"] and [*piece["function"]] == ["arguments"] for piece in pieces[1:])
+    assert "".join(piece["function"]["arguments"] for piece in pieces) == calls[0]["function"]["arguments"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_texts_beside_calls_and_what_cannot_be_read(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"See:\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>nothing</tool_call>"
+    monkeypatch.setattr("forerun.server.requests.requests", scripted(lambda prompt: text))
+    before = figures(server)
+    body = {"messages": HELLO, "tools": TOOLS, "n": 2}
+    found = post(server, CHAT, body).json()
+    for choice in found["choices"]:
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"] == {"name": "f", "arguments": json.dumps(json.loads(CALL)["arguments"])}
+        assert choice["message"]["content"] == "See:\n<tool_call>nothing</tool_call>"
+        assert choice["finish_reason"] == "tool_calls"
+    assert found["metrics"]["tool_calls"] == found["metrics"]["unparsed_tool_calls"] == 2
+    after = figures(server)
+    for line in ("forerun:tool_calls_total", "forerun:unparsed_tool_calls_total"):
+        assert after[line] - before[line] == 2
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(post(server, CHAT, body | {"stream": True, "n": 1}))]
+    assert "".join(delta.get("content", "") for delta in deltas) == "See:\n<tool_call>nothing</tool_call>"
+    for choice in ({"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+        message = post(server, CHAT, {"messages": HELLO} | choice).json()["choices"][0]["message"]
+        assert message["content"] == text and "tool_calls" not in message
+    cut = post(server, CHAT, body | {"max_tokens": 20}).json()["choices"][0]
+    assert cut["finish_reason"] == "length" and cut["message"]["content"].startswith('See:\n<tool_call>\n{"name": "f"')
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral"])
+def test_special_tokens_of_calls_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = written(name, ("count", COUNT), ("get_weather", OSLO))
+    said = calls if name == "mistral" else "<|python_tag|>" + calls
+    monkeypatch.setattr("forerun.server.requests.requests", scripted(lambda prompt: said))
+    with live(lambda: make_decoder(name)) as server:
+        body = {"messages": HELLO, "tools": TOOLS}
+        (choice,) = post(server, CHAT, body).json()["choices"]
+        found = choice["message"]["tool_calls"]
+        assert [call["function"]["arguments"] for call in found] == [COUNT, OSLO]
+        assert {len(call["id"]) for call in found} == ({9} if name == "mistral" else {29})
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_next_turn_finds_what_the_last_one_left(name: str) -> None:
+    """The history is rendered to the tokens that were generated. Mistral's has ids that the model did not write."""
+    pytest.importorskip("llguidance")
+    with live(lambda: make_decoder(name)) as server:
+        model: Any = server.worker.engine.target
+        body = {"messages": HELLO, "tools": TOOLS, "tool_choice": NAMED, "temperature": 0, "max_tokens": 200}
+        first = post(server, CHAT, body).json()
+        message = first["choices"][0]["message"]
+        ran, hits = model.prefilled, model.prefixes.hits
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "fine"}
+        again = post(server, CHAT, body | {"messages": [*HELLO, message, result]}).json()
+        assert model.prefixes.hits == hits + 1
+        new = again["usage"]["prompt_tokens"] - first["usage"]["total_tokens"]
+        if name != "mistral":  # the last token of the answer was not run; the end and the result are new
+            assert 0 < new < 40 and model.prefilled - ran <= new + 1
+
+
+UNKNOWN = {"role": "tool", "tool_call_id": "call_1", "content": "x"}
+CALLED = {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f"}}]}
+BAD: list[tuple[str, list[Any]]] = [
+    ("tools", [5, [5], [{"type": "function"}], [{"type": "retrieval", "function": {"name": "f"}}]]),
+    ("tools", [[tool("two words", X)], [tool("f", X)] * 2, [tool(f"f{each}", X) for each in range(129)]]),
+    ("tools", [[{"type": "function", "function": {"name": "f", "parameters": each}}] for each in ([], {"type": 1})]),
+    ("tools", [[tool("f", X, 1)], [tool("f", {"x": {"$ref": "#/no"}}, True)]]),
+    ("tools", [[tool("f", {"x": {"enum": ["a" * 70000]}}, True)]]),
+    ("tool_choice", ["any", {"type": "function", "function": {"name": "other"}}, {"type": "allowed_tools"}]),
+    ("parallel_tool_calls", ["no"]),
+    ("response_format", [{"type": "json_object"}]),
+    ("ignore_eos", [True]),
+    ("messages", [[*HELLO, UNKNOWN], [*HELLO, CALLED, UNKNOWN | {"content": None}], [*HELLO, CALLED]]),
+    ("messages", [[*HELLO, CALLED | {"tool_calls": [{"id": "call_1"}]}, UNKNOWN]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("param", "values"), BAD)
+def test_what_is_refused(server: Live, param: str, values: list[Any]) -> None:
+    pytest.importorskip("llguidance")
+    body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required" if param == "ignore_eos" else "auto"}
+    for value in values:
+        found = post(server, CHAT, body | {param: value})
+        assert found.status_code == 400, found.text
+        assert found.json()["error"]["param"] == param and len(found.json()["error"]["message"]) <= 300
+
+
+def test_templates_without_tools(server: Live) -> None:
+    def plain() -> Any:
+        decoder = make_decoder()
+        decoder.tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        return decoder
+
+    with live(plain) as other:
+        for param, more in (("tools", {"tools": TOOLS}), ("messages", {"messages": [*HELLO, CALLED, UNKNOWN]})):
+            found = post(other, CHAT, {"messages": HELLO} | more)
+            assert found.status_code == 400 and found.json()["error"]["param"] == param
+            assert "the chat template of this model takes no tool" in found.json()["error"]["message"]
+    for more in ({"tool_choice": "required"}, {"tool_choice": NAMED}):
+        assert post(server, CHAT, {"messages": HELLO} | more).json()["error"]["param"] == "tool_choice"
