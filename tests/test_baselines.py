@@ -9,22 +9,18 @@ from textwrap import dedent
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from commands import run
 from hypothesis import given
 from hypothesis import strategies as st
-from languages import SIZE, VOCAB, cycle, model, moves
 from toys import BASELINES, LAYERED, noisy_copy, random_layer, refuses, tiny
 
 import forerun
 from benchmarks.baselines.lookup import Lookup, LookupDrafter
-from benchmarks.baselines.medusa import Medusa, MedusaConfig, MedusaHead
 from forerun import Decoder
 from forerun.bench.plan import parse_methods
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Drafter
 from forerun.methods import METHODS, Method, Parts, method, parse_value
-from forerun.model.causal_lm import CausalLM
 
 PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40))]
 
@@ -46,40 +42,6 @@ def test_greedy_output_is_the_targets(name: str) -> None:
     chosen = method(BASELINES[name])
     assert chosen.name == name and name not in METHODS
     greedy(chosen, draft=draft, pre_verifier=layer)
-
-
-@torch.no_grad()
-def medusa(folder: Path, target: Any, places: list[dict[int, int]], vocab: int = VOCAB, size: int = SIZE) -> str:
-    """A head in a folder, each of whose blocks turns states into others."""
-    config = MedusaConfig(size, size, len(places), vocab, CausalLM(target).fingerprint)
-    head = MedusaHead(config)
-    head.hot.copy_(torch.arange(vocab))
-    for up, down, pairs in zip(head.up, head.down, places, strict=True):
-        # A block adds down(silu(up(h))) to h, and silu of a large number is that number.
-        up.weight.copy_(2 * torch.eye(size))
-        down.weight.copy_((moves(pairs)[:size, :size] - torch.eye(size)) / 2)
-    head.save_pretrained(folder)
-    return str(folder)
-
-
-def test_a_medusas_places(tmp_path: Path) -> None:
-    """Block k stands for k places after the last state that is known, whose next token is known too."""
-    turn = 12
-    target = model(cycle(range(turn)))
-    folder = medusa(tmp_path, target, [{i: (i + k) % turn for i in range(turn)} for k in range(1, 6)])
-    decoder = Decoder(target, method=Medusa(depth=5, folder=folder), guard=False)
-    done = decoder.generate([11, 0], max_new_tokens=60, ignore_eos=True)
-    assert done.stats.acceptance_by_position == (1.0,) * 5
-    assert done.tokens == Decoder(target).generate([11, 0], max_new_tokens=60, ignore_eos=True).tokens
-    refuses("belongs to another target", greedy, Medusa(folder=folder))
-    refuses("needs its head", Medusa)
-
-
-@pytest.mark.parametrize("width", [1, 3])
-def test_a_medusas_greedy_output(width: int, tmp_path: Path) -> None:
-    target = tiny("llama")
-    folder = medusa(tmp_path, target, [{i: i + 1 for i in range(20)}] * 3, vocab=40, size=32)
-    greedy(Medusa(width=width, folder=folder))
 
 
 def test_settings_out_of_range() -> None:

@@ -3,14 +3,14 @@
 The automaton is that of Blumer et al. (1985), grown token by token. SuffixDecoding (arXiv 2411.04975) and Arctic
 Inference keep a suffix tree of bounded depth. An automaton was chosen here for three reasons. It has at most two states
 a token, while a tree has a node for every repeated substring unless its edges are compressed. It has the longest
-repeated suffix without a search. And no depth limits a match or a draft. Counts and the removal of texts are ours.
+repeated suffix without a search. And no depth limits a match or a draft. Counts are ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-LINKS = 256  # the most states that are counted with each token
+LINKS = 256  # the most states that are counted with each token, longest first: a periodic text has ever more of them
 
 
 class Automaton:
@@ -23,16 +23,13 @@ class Automaton:
         counts: the number of occurrences of each state.
         newest: the end of its last occurrence, counted over all tokens that were ever added.
         place: the number of these tokens.
-        counted: the number of states that were counted with the last token.
     """
 
-    def __init__(self, links: int | None = LINKS) -> None:
-        """Build an empty automaton. `links` limits the states that are counted with a token, the longest first: a
-        periodic text has more and more of them. None counts all, so that texts can be removed."""
+    def __init__(self) -> None:
+        """Build an empty automaton."""
         self.follows: list[dict[int, int]] = [{}]
         self.links, self.longest, self.counts, self.newest = [-1], [0], [0], [0]
-        self.most, self.place, self.counted = links, 0, 0
-        self._free: list[int] = []
+        self.place = 0
 
     def extend(self, last: int, token: int) -> int:
         """Add a text's next token. `last` is the state of the text before it, 0 for a new text. Return the state after
@@ -53,37 +50,12 @@ class Automaton:
                 links[end] = found if longest[found] == longest[at] + 1 else self._split(at, token, found)
         self.place += 1
         counts, newest, place, at, counted = self.counts, self.newest, self.place, end, 0
-        while at > 0 and counted != self.most:
+        while at > 0 and counted < LINKS:
             counts[at] += 1
             newest[at] = place
             at = links[at]
             counted += 1
-        self.counted = counted
         return end
-
-    def remove(self, text: Sequence[int]) -> None:
-        """Remove an added text; all states must be counted (`links`)."""
-        follows, links, counts = self.follows, self.links, self.counts
-        states = [0]
-        for token in text:
-            states.append(follows[states[-1]][token])
-        for at in states:
-            while at > 0:
-                counts[at] -= 1
-                at = links[at]
-        gone = set()
-        for at, token in zip(states, text, strict=False):
-            while at >= 0:
-                found = follows[at].get(token)
-                if found is not None:
-                    if counts[found]:  # and the states of shorter suffixes are in use too
-                        break
-                    del follows[at][token]
-                    gone.add(found)
-                at = links[at]
-        for state in gone:
-            follows[state] = {}
-        self._free += gone
 
     def _split(self, at: int, token: int, found: int) -> int:
         """Split off a state with the substrings of `found` that are no longer than the longest of `at` plus the
@@ -98,20 +70,11 @@ class Automaton:
         return own
 
     def _new(self, follows: dict[int, int], length: int) -> int:
-        if self._free:
-            state = self._free.pop()
-            self.follows[state], self.longest[state], self.counts[state] = follows, length, 0
-            return state
         self.follows.append(follows)
         self.longest.append(length)
         for each in (self.links, self.counts, self.newest):
             each.append(0)
         return len(self.longest) - 1
-
-    @property
-    def size(self) -> int:
-        """Return the number of states in use."""
-        return len(self.links) - len(self._free)
 
     def match(self, text: Sequence[int]) -> tuple[int, int]:
         """Return state and length of the longest suffix of `text` that occurs."""

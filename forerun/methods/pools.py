@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from threading import RLock
 
-from forerun.methods.automaton import LINKS, Automaton
+from forerun.methods.automaton import Automaton
 
 KEYS = 16384  # the most tokens with phrases
-STATES = 3  # the most states a token, before the automaton is built anew with at most 2
-SMALL = 1024  # tokens; a smaller automaton is not built anew
 
 
 class PhrasePool:
@@ -64,9 +61,9 @@ class PhrasePool:
 
 
 class SuffixMemory:
-    """The most recently used texts, of at most `most` tokens in all, and the automaton of their suffixes.
+    """The newest texts, of at most `most` tokens in all, and the automaton of their suffixes.
 
-    A text that is added again is kept once. Readers of the automaton must hold `lock`.
+    A text that is added again is kept once, as the newest. Readers of the automaton must hold `lock`.
     """
 
     def __init__(self, most: int) -> None:
@@ -76,87 +73,53 @@ class SuffixMemory:
 
     def __len__(self) -> int:
         """Return the number of tokens."""
-        return self._size
+        return sum(map(len, self._texts))
 
     @property
     def texts(self) -> list[tuple[int, ...]]:
-        """Return the texts, least recently used first."""
-        return list(self._ends)
+        """Return the texts, oldest first."""
+        return list(self._texts)
 
     def clear(self) -> None:
         with self.lock:
-            self._automaton, self._size = Automaton(None), 0
-            self._ends: dict[tuple[int, ...], int] = {}  # {text: its end in the automaton}, in order of use
-            self._at: list[tuple[int, tuple[int, ...]]] = []  # (end, text) in order of ends
-            self._is_whole = True  # False during a change, which an exception may break off
+            self._automaton: Automaton | None = Automaton()  # None during a change, which an exception may break off
+            self._texts: dict[tuple[int, ...], None] = {}
 
     @property
     def automaton(self) -> Automaton:
         """Return the automaton of all texts' suffixes."""
-        self._mend()
+        if self._automaton is None:
+            found = Automaton()
+            for text in self._texts:
+                _read(found, text)
+            self._automaton = found
         return self._automaton
 
-    def _mend(self) -> None:
-        """Build the automaton anew after a change that was broken off, or if it has too many states: states that a
-        removed text has split stay split."""
-        if not self._is_whole or self._automaton.size > STATES * max(self._size, SMALL):
-            texts = self.texts
-            self.clear()
-            for text in texts:
-                self._put(text)
-
     def add(self, tokens: Sequence[int]) -> None:
-        """Add the last `most` tokens of a text, and remove the least recently used texts beyond `most` tokens.
-
-        A periodic text is cut off, as each token would take longer than the last.
-        """
+        """Add the last `most` tokens of a text. If texts have more than `most` tokens, the oldest are forgotten, down
+        to half of that, as the automaton is built anew then."""
+        text = tuple(tokens[-self.most :])
         with self.lock:
-            text = tuple(tokens[-self.most :])
-            if not text or text in self._ends:
-                self._renew(text)
+            if text in self._texts:
+                self._texts[text] = self._texts.pop(text)
+            if not text or text in self._texts:
                 return
-            self._mend()
-            self._put(text)
-            while self._size > self.most:
-                self._forget(next(iter(self._ends)))
+            found, self._automaton, size = self.automaton, None, len(self) + len(text)
+            self._texts[text] = None
+            if size <= self.most:
+                _read(found, text)
+                self._automaton = found
+                return
+            while size > self.most // 2 and len(self._texts) > 1:
+                oldest = next(iter(self._texts))
+                del self._texts[oldest]
+                size -= len(oldest)
 
-    def _put(self, text: tuple[int, ...]) -> None:
-        self._is_whole, automaton = False, self._automaton
-        last = length = 0
-        for token in text:
-            last, length = automaton.extend(last, token), length + 1
-            if automaton.counted > LINKS:
-                break
-        text = text[:length]
-        if text in self._ends:
-            automaton.remove(text)
-            self._renew(text)
-        else:
-            self._ends[text] = automaton.place
-            self._at.append((automaton.place, text))
-            self._size += length
-        self._is_whole = True
 
-    def use(self, state: int) -> None:
-        """Mark the text in which a state last occurred as used, if it is still there."""
-        place = self._automaton.newest[state]
-        index = bisect_left(self._at, (place,))
-        if index < len(self._at):
-            end, text = self._at[index]
-            if end - len(text) < place:
-                self._renew(text)
-
-    def _renew(self, text: tuple[int, ...]) -> None:
-        if text in self._ends:
-            self._ends[text] = self._ends.pop(text)
-
-    def _forget(self, text: tuple[int, ...]) -> None:
-        self._is_whole = False
-        end = self._ends.pop(text)
-        del self._at[bisect_left(self._at, (end,))]
-        self._automaton.remove(text)
-        self._size -= len(text)
-        self._is_whole = True
+def _read(automaton: Automaton, text: Sequence[int]) -> None:
+    last = 0
+    for token in text:
+        last = automaton.extend(last, token)
 
 
 Pool = PhrasePool | SuffixMemory

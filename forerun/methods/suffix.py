@@ -116,7 +116,6 @@ class SuffixDrafter(Drafter):
                 other = self._grow(automaton, state, match, least, seq)
                 if other[1] > best[1]:
                     best = other
-                    self.memory.use(state)
         found, score = best
         return Draft.chain(tokens[-1], seq.sampler.fitting(tokens, found), origin="lookup"), score
 
