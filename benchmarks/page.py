@@ -97,8 +97,8 @@ itself and questions about the standard library's code, held out from whatever i
 
 `llama-cpp` is llama.cpp in its best build for the processor, on the same files, in the same run. Columns are those of
 [chat.md](chat.md). In batches the guard is on, elsewhere off, so that slower methods show. Each table names its
-processor: an AMD EPYC (Zen 4) where no other is named in the title. These machines are shared: where tau is 1.00 a method decodes
-plainly, and what its speedup differs from 1.00 by is the noise of the cell.
+processor: an AMD EPYC (Zen 4) where the title names no other. These machines are shared: where tau is 1.00 a method
+decodes plainly, and what its speedup differs from 1.00 by is the noise of the cell.
 """
 FRONTS = {
     "chat": (CHAT_FRONT, CHAT),
