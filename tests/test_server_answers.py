@@ -1,10 +1,6 @@
 """What clients get: OpenAI's and others against a server of this process; and what requests with salts share."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,7 +11,7 @@ import httpx
 import openai
 import pytest
 import torch
-from serving import CHAT, HELLO, NAME, PLAIN, Live, figures, get, live, make_decoder, post
+from serving import CHAT, HELLO, NAME, PLAIN, Live, client_output, figures, get, live, make_decoder, post
 from toys import noisy_copy, tiny
 
 from forerun import Decoder
@@ -244,20 +240,7 @@ def test_llm(url: str, expected: str, tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("client", ["litellm_client.py", "node_client.cjs"])
 def test_clients_in_processes_of_their_own(client: str, url: str, expected: str) -> None:
-    """LiteLLM may be in an environment of its own, OpenAI's client for Node is in node_modules: .ci/run."""
-    scripts, own = Path(__file__).parent / "clients", Path(sys.prefix) / "clients/bin/python"
-    program = str(own) if own.is_file() else sys.executable
-    wanted = [program, "-c", "from importlib.util import find_spec; find_spec('litellm').origin"]
-    if client == "node_client.cjs":
-        program = shutil.which("node") or "false"
-        wanted = [program, "-e", "require.resolve('openai')"]
-    if subprocess.run(wanted, cwd=scripts, capture_output=True).returncode:
-        pytest.skip("litellm, or node with npm's openai, is not installed; .ci/run says how")
-    env = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    command = [program, str(scripts / client), url, NAME]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=250)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = client_output(client, url, "openai" if client.endswith("cjs") else "litellm")
     assert found["answer"] == found["streamed"] == expected and found["reason"] == "length"
     assert found["error"]["status"] == 400 and "max_tokens" in found["error"]["message"]
 

@@ -7,14 +7,24 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+import httpx
+import openai
 import pytest
+import torch
+import toys
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import CHAT, HELLO, Live, events, figures, live, post
+from serving import CHAT, HELLO, NAME, Live, client_output, events, figures, live, post
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from tools import MARKERS, TEMPLATES, make_decoder, scripted
+from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
+from forerun.engine.sequence import Request
+from forerun.methods import AR, SD, Hybrid, Parts, Suffix
 from forerun.sampling.grammar import compiled
 from forerun.sampling.response_format import form_of
+from forerun.sampling.sampler import Sampler
 from forerun.text.tool_calls import FORMS, CallPiece, ToolStream, form_of_template
 from forerun.text.tools import checked_choice, checked_tools, tools_for
 
@@ -199,6 +209,63 @@ def test_500_sampled_calls_follow_their_schema(name: str) -> None:
     assert names.total() == 170 and names["count"] > 5  # of all three forms: 510
 
 
+END, MARKER, CLOSE = 0, 1, 2
+SPELLED = {"\n": "\u010a", " ": "\u0120"}  # as byte-level vocabularies do
+LETTERS = ["<end>", *(text for text, _ in MARKERS["hermes"]), *sorted(set('\n {"name:farguts,x}bc'))]
+WORDS = ("ab", "ba", "b", "bca", "cb")
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer whose texts have one spelling each: a token a character, and the markers."""
+    vocab = {SPELLED.get(letter, letter): token for token, letter in enumerate(LETTERS)}
+    backend = Tokenizer(BPE(vocab, []))
+    backend.decoder, backend.pre_tokenizer = decoders.ByteLevel(), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens([AddedToken("<end>", special=True)])
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in LETTERS[MARKER : CLOSE + 1]])
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    made.chat_template = TEMPLATES["hermes"]
+    return made
+
+
+DRAFTERS = {"ar": AR(), "sd": SD(3), "suffix": Suffix(), "hybrid": Hybrid(threshold=2.0)}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_sampled_calls_follow_the_models_distribution_restricted_to_the_grammar(name: str) -> None:
+    pytest.importorskip("llguidance")
+    tokenizer, given = letters(), checked_tools([tool("f", {"x": {"enum": [*WORDS]}})])
+    form = form_of(tools_for(given, given[0], True, tokenizer).grammar)
+    assert form is not None
+    begin = [MARKER, *map(LETTERS.index, '\n{"name": "f", "arguments": {"x": "')]
+    prompt, size = [3, 4, 5], len(LETTERS)
+    target, draft = toys.random_table(size, 1, 1.3), toys.random_table(size, 2, 1.3)
+
+    def joint(before: int, last: int, text: str, left: int) -> torch.Tensor:
+        """[V] * left: the distribution of the next tokens in the word, whose quote is its end."""
+        found = torch.zeros([size] * left)
+        allowed = sorted({LETTERS.index(f'{word}"'[len(text)]) for word in WORDS if f'{word}"'.startswith(text)})
+        for token, p in zip(allowed, target[before, last][allowed].softmax(-1), strict=True):
+            is_end = LETTERS[token] == '"'
+            if is_end or left == 1:
+                found[(token,) * left if is_end else token] += p
+            else:
+                found[token] += p * joint(last, token, text + LETTERS[token], left - 1)
+        return found
+
+    own = compiled(form, tokenizer, frozenset([END]))(len(prompt))
+    sampler = Sampler(False, LogitsProcessorList([own]))
+    generator = torch.Generator().manual_seed(0)
+    asked = Request(prompt, len(begin) + 3, sampler, eos=frozenset([END]), stop=own.stop(None), generator=generator)
+    parts = Parts(toys.TableLM(target), toys.TableLM(draft))
+    outcomes, quote = [], LETTERS.index('"')
+    for steps in toys.decode(toys.TableLM(target), DRAFTERS[name].build(parts), [asked] * 500):
+        tokens = toys.tokens_of(steps)
+        assert tokens[: len(begin)] == begin, steps[-1].error
+        word = tokens[len(begin) :]
+        outcomes.append((word[: word.index(quote)] if quote in word else word) + [quote] * 3)
+    assert toys.p_value([each[:3] for each in outcomes], joint(begin[-2], begin[-1], "", 3)) > 1e-4
+
+
 # What clients get.
 
 
@@ -292,6 +359,43 @@ def test_the_next_turn_finds_what_the_last_one_left(name: str) -> None:
         new = again["usage"]["prompt_tokens"] - first["usage"]["total_tokens"]
         if name != "mistral":  # the last token of the answer was not run; the end and the result are new
             assert 0 < new < 40 and model.prefilled - ran <= new + 1
+
+
+def agent(prompt: str) -> str:
+    """What the model says to an agent: two calls, one after the other, then an answer."""
+    calls = [("get_weather", '{"city": "Oslo"}'), ("count", COUNT)][prompt.count("<|tool|>") :][:1]
+    return f"Let me see.\n{written('hermes', *calls)}" if calls else "It is sunny."
+
+
+def test_openais_client(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.server.requests.requests", scripted(agent))
+    with httpx.Client(trust_env=False) as http:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http, max_retries=0)
+        for stream in (False, True):
+            messages: list[Any] = [*HELLO]
+            how: dict[str, Any] = {"model": NAME, "tools": TOOLS}
+            for turn in range(3):
+                if stream:
+                    with client.chat.completions.stream(messages=messages, **how) as events_of:
+                        choice: Any = events_of.get_final_completion().choices[0]
+                else:
+                    choice = client.chat.completions.create(messages=messages, **how).choices[0]
+                message = choice.message
+                assert choice.finish_reason == ("tool_calls" if turn < 2 else "stop")
+                assert message.content == ("Let me see." if turn < 2 else "It is sunny.")
+                messages.append(message.model_dump(exclude_none=True) if turn else message)
+                for call in message.tool_calls or []:
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": call.function.arguments})
+            assert messages[-2]["content"] == COUNT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "package"), [("langchain_agent.py", "langchain"), ("tools_client.cjs", "openai")])
+def test_agents(server: Live, monkeypatch: pytest.MonkeyPatch, script: str, package: str) -> None:
+    monkeypatch.setattr("forerun.server.requests.requests", scripted(agent))
+    found = client_output(script, f"{server.url}/v1", package)
+    assert found["called"] == [["get_weather", {"city": "Oslo"}], ["count", {"x": 7}]] * 2
+    assert found["answers"] == ["It is sunny."] * 2
 
 
 UNKNOWN = {"role": "tool", "tool_call_id": "call_1", "content": "x"}
