@@ -146,7 +146,7 @@ QWEN = {
     "validation-hot": f"{QWEN_SEARCH} --limit 6 --draft-vocabulary 0 --tune sd.gamma=2,3,4",
     "validation-peers": f"{QWEN_SEARCH} --limit 4 --max-new-tokens 64 --methods ar,{QWEN_LLAMA}",
     "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS},llama-cpp",
-    "greedy-avx2": f"--dataset humaneval --limit 8 --rounds 1 --methods {QWEN_SAMPLED}",
+    "greedy-avx2": "--dataset humaneval --limit 8 --rounds 1 --methods ar,sd,pacer,suffix,hybrid",
     "oracle": f"--dataset humaneval --limit 4 --rounds 1 --methods ar,pacer,{QWEN_ORACLE}",
     "peers": f"--dataset humaneval --limit 4 --rounds 1 --methods ar,hybrid,{QWEN_PEERS}",
     "nucleus": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 0.7 --top-p 0.9",
