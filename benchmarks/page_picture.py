@@ -19,6 +19,7 @@ WAIT = 300_000  # milliseconds
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--url", default="http://127.0.0.1:8000/")
 parser.add_argument("--questions", nargs="+", default=["Write a Python class for a stack.", "Add a method size to it."])
+parser.add_argument("--both", action="store_true", help="the last one side by side: on a machine without other work")
 parser.add_argument("--max-tokens", type=int, default=160)
 parser.add_argument("--out", type=Path, default=Path("docs/images/page.png"))
 args = parser.parse_args()
@@ -33,7 +34,7 @@ with sync_playwright() as playwright:
     page.fill("#max_tokens", str(args.max_tokens))
     page.click("summary")
     for number, question in enumerate(args.questions):
-        page.set_checked("#both", number == len(args.questions) - 1)
+        page.set_checked("#both", args.both and number == len(args.questions) - 1)
         page.fill("#question", question)
         page.press("#question", "Enter")
         page.wait_for_selector("#stop:enabled")
