@@ -25,6 +25,7 @@ from forerun.methods import AR, SD, Hybrid, Parts, Suffix
 from forerun.sampling.grammar import compiled
 from forerun.sampling.response_format import form_of
 from forerun.sampling.sampler import Sampler
+from forerun.text.chat import checked
 from forerun.text.tool_calls import FORMS, CallPiece, ToolStream, form_of_template
 from forerun.text.tools import checked_choice, checked_tools, tools_for
 
@@ -423,6 +424,26 @@ def test_what_is_refused(server: Live, param: str, values: list[Any]) -> None:
         found = post(server, CHAT, body | {param: value})
         assert found.status_code == 400, found.text
         assert found.json()["error"]["param"] == param and len(found.json()["error"]["message"]) <= 300
+
+
+def test_chats_from_python() -> None:
+    pytest.importorskip("llguidance")
+    decoder, read = make_decoder(), list[tuple[int, int]]()
+    how: dict[str, Any] = {"tools": TOOLS, "tool_choice": NAMED, "max_new_tokens": 200}
+    how["progress"] = lambda done, count: read.append((done, count))
+    found = decoder.chat(HELLO, **how)
+    (call,) = found.tool_calls
+    assert call.name == "count" and found.text == "" and read
+    assert [chunk.tool_calls for chunk in decoder.stream_chat(HELLO, **how)][-1] == [call]
+    with pytest.raises(ValueError, match="response_format cannot be given beside tools"):
+        decoder.chat(HELLO, tools=TOOLS, response_format={"type": "json_object"})
+    assert decoder.chat(HELLO, tools=TOOLS, tool_choice="none", response_format={"type": "text"}, max_new_tokens=2).text
+
+
+def test_a_call_without_arguments_comes_back_as_an_object() -> None:
+    function = {"name": "f", "arguments": "{}"}
+    _, message = checked([*HELLO, {"role": "assistant", "tool_calls": [{"id": "a", "function": function}]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
 
 
 def test_templates_without_tools(server: Live) -> None:

@@ -39,6 +39,7 @@ from forerun.methods.guard import SpeedTracker
 from forerun.methods.pools import Pool
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
+from forerun.sampling.response_format import form_of
 from forerun.text.chat import chat_prompt, turn_ends
 from forerun.text.stop_strings import TextStream
 from forerun.text.tools import checked_choice, checked_tools, tools_for
@@ -269,14 +270,18 @@ class Decoder:
         """Return the call of one conversation or of several, which end where a turn does."""
         checked = checked_tools(tools or [])
         use = tools_for(checked, checked_choice(tool_choice, checked), True, self.tokenizer)
-        if use.grammar is not None:
-            options["response_format"] = use.grammar
+        stop: Sequence[str] = ()
+        if use.form is not None:
+            own = merged(params, {name: options[name] for name in options.keys() & SamplingParams.__dataclass_fields__})
+            if form_of(own.response_format) is not None:
+                raise ValueError("response_format cannot be given beside tools, unless tool_choice is none")
+            stop = own.stop
+            options |= {"response_format": use.grammar} if use.grammar is not None else {}
         single = not (isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple))
         many = [messages] if single else messages
         rows = [chat_prompt(self.tokenizer, each, system, use.given, **template_args or {}) for each in many]
         call = replace(self._call(rows, params, **options), is_single=single)
         if self.tokenizer is not None and use.form is not None:
-            stop = merged(params, options).stop
             texts: list[TextStream | None] = [TextStream(self.tokenizer, row, stop, use.shown) for row in rows]
             call = replace(call, texts=texts, readers=[each for _ in rows if (each := use.stream())])
         if call.requests[0].params is not None and call.requests[0].params.ignore_eos:

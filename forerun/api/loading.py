@@ -69,7 +69,7 @@ def load_model(
     Raises:
         ValueError: no such folder, device or dtype; a configuration or weights that are missing, broken or do not
             belong together; a device map without the package it needs; weights in few bits that are not for a CPU, or
-            whose blocks do not fit; a target that cannot be split among ranks.
+            whose blocks do not fit.
     """
     check_kind(weights)
     if not isinstance(source, str | Path):

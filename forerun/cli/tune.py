@@ -81,8 +81,10 @@ def _show(found: dict[str, Any]) -> None:
     table.add_column("method")
     table.add_column("median", justify="right")
     measured = found["measured"]
-    best = {name.partition(" ")[0]: name for name in reversed(measured)}  # of each method
-    for name in reversed(best.values()):
+    best: dict[str, str] = {}  # of each method; those of the last turn come first
+    for name in measured:
+        best.setdefault(name.partition(" ")[0], name)
+    for name in best.values():
         table.add_row(name, f"{measured[name]:.2f}x")
     console.print(table)
     settings = ", ".join(f"{key}={value}" for key, value in found["settings"].items())

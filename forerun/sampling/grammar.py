@@ -72,7 +72,8 @@ def compiled(
         raise ValueError(f"cannot use response_format.{kind}: {_line(matcher.get_error())}")
     size = vocabulary.vocab_size
     special = marked.union(token for token in (vocabulary.eos_token, *tokenizer.all_special_ids) if token < size)
-    special -= {int(token) for token in re.findall(r"<\[(\d+)\]>", text)} - {vocabulary.eos_token}
+    if kind == "grammar":
+        special -= {int(token) for token in re.findall(r"<\[(\d{1,9})\]>", text)} - {vocabulary.eos_token}
     tokens = _Tokens(size, vocabulary.eos_token, ends, special)
     wrong = Grammar(matcher, tokens, 0).wrong([])
     if wrong is not None:

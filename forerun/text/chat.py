@@ -161,7 +161,7 @@ def _calls(number: int, calls: Any, names: dict[str, str]) -> list[dict[str, Any
         name, arguments = _text("the name of a tool call", function.get("name")), function.get("arguments") or {}
         if not isinstance(arguments, dict):
             text = _text(f"the arguments of a tool call in message {number}", arguments)
-            arguments = json_object(text) or text
+            arguments = text if (read := json_object(text)) is None else read
         names[call.get("id", "")] = name
         found.append({"id": call.get("id", ""), "type": "function", "function": {"name": name, "arguments": arguments}})
     return found
