@@ -406,7 +406,7 @@ def test_load_takes_what_comes_along(home: Path, tmp_path: Path, model: Path, mo
     loaded("sd")
     random_layer(copy.deepcopy(target.model), small).save_pretrained(folder / "pre-verifier")
     random_head(target).save_pretrained(folder / "lyanna")
-    assert loaded("pacer-ouroboros").pre_verifier is not None
+    assert loaded("pacer").pre_verifier is not None
     assert loaded("lyanna", method="lyanna").head is not None
     Plan(parse_methods(["pacer", "lyanna"], [], None, {}), target="smollm2", draft="smollm2")
     with pytest.raises(ValueError, match="method 'eagle' needs a head"):
@@ -452,7 +452,7 @@ def test_mistakes_are_found_before_anything_is_fetched(tmp_path: Path, monkeypat
         ("--method sd", "method 'sd' needs a draft model"),
         ("--method eagle", "method 'eagle' needs a head"),
         ("--max-new-tokens 0", "max_new_tokens must be at least 1, not 0"),
-        ("--prompts 9", "--prompts is at most 6 for smollm2, not 9"),
+        ("--prompts 10", "--prompts is at most 9 for smollm2, not 10"),
     ):
         done = CliRunner().invoke(app, ["demo", *arguments.split()])
         assert isinstance(done.exception, ValueError) and str(done.exception).startswith(reason)
