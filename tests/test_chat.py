@@ -227,7 +227,7 @@ def test_each_answer_has_a_seed(talk: Any) -> None:
 
 def test_tokens_are_tinted_and_nothing_steers_the_terminal() -> None:
     pieces = [("Grüße", "draft"), (" \x1b[2Jthere", "bonus")]
-    chunk = SimpleNamespace(text="Grüße \x1b[2Jthere", pieces=pieces, step=None, finish_reason="stop")
+    chunk = SimpleNamespace(text="Grüße \x1b[2Jthere", pieces=pieces, step=None, finish_reason="stop", tool_calls=[])
     console = Console(force_terminal=True, file=io.StringIO(), color_system="standard", soft_wrap=True)
     answer = Answer()
     answer.write((each for each in [chunk]), console, Reading())

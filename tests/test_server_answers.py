@@ -242,6 +242,7 @@ def test_llm(url: str, expected: str, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_clients_in_processes_of_their_own(client: str, url: str, expected: str) -> None:
     found = client_output(client, url, "openai" if client.endswith("cjs") else "litellm")
     assert found["answer"] == found["streamed"] == expected and found["reason"] == "length"
+    assert found.get("response", expected) == found.get("events", expected) == expected
     assert found["error"]["status"] == 400 and "max_tokens" in found["error"]["message"]
 
 

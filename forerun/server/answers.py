@@ -69,6 +69,10 @@ class Answer:
         except Exception as error:
             self._failed(error)
             raise
+        return self._whole()
+
+    def _whole(self) -> bytes:
+        """Return the JSON of an answer that has ended."""
         choices = []
         for index, choice in enumerate(self.choices):
             message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -80,22 +84,35 @@ class Answer:
         return self._json(choices, {"usage": self.counts.usage(), **self.counts.statistics()})
 
     async def chunks(self, until: float) -> AsyncIterator[bytes]:
-        """Yield server-sent events. An error is one of them, and [DONE] is the last one."""
+        """Yield server-sent events. An error is one of them."""
         try:
+            for event in self._begin():
+                yield event
             async for steps in _steps(self.job, until):
                 if not steps:
                     yield b": keep-alive\n\n"
                 for index, step, at in steps:
-                    for chunk in await self._chunks(index, step, at):
-                        yield _event(chunk)
-            if self._usage_at_end:
-                yield _event(self._json([], {"usage": self.counts.usage(), **self.counts.statistics()}))
+                    for event in await self._chunks(index, step, at):
+                        yield event
+            ending = self._end()
         except Exception as error:
             self._failed(error)
             if not isinstance(error, ApiError):
                 raise
-            yield _event(as_json(error.body()))
-        yield _event(b"[DONE]")
+            ending = self._end(error)
+        for event in ending:
+            yield event
+
+    def _begin(self) -> list[bytes]:
+        """Return the events before the first step's."""
+        return []
+
+    def _end(self, error: ApiError | None = None) -> list[bytes]:
+        """Return the events after the last step's, or after an error. [DONE] is the last one."""
+        found = [] if error is None else [as_json(error.body())]
+        if error is None and self._usage_at_end:
+            found.append(self._json([], {"usage": self.counts.usage(), **self.counts.statistics()}))
+        return [_event(each) for each in (*found, b"[DONE]")]
 
     def _failed(self, error: Exception) -> None:
         self.ended_by = "timeout" if isinstance(error, ApiError) and error.status == 504 else "error"
@@ -144,11 +161,11 @@ class Answer:
             choice.logprobs = self._scored[prompt].copy()
 
     async def _chunks(self, index: int, step: Step, at: float) -> list[bytes]:
-        """Return the chunks of a step: none if its text is held back, unless the request asks for steps."""
+        """Return the events of a step: none if its text is held back, unless the request asks for steps."""
         choice, found = self.choices[index], []
         if self._is_chat and not choice.begun:
             first = {"delta": {"role": "assistant", "content": ""}}
-            found.append(self._json([self._choice(index, first, False)], {}))
+            found.append(_event(self._json([self._choice(index, first, False)], {})))
         pieces = await self._take(index, step, at)
         text, calls, choice.text, choice.calls = choice.text, choice.calls, "", []
         if not (text or calls or self.body.forerun or choice.logprobs or choice.finish_reason):
@@ -170,7 +187,7 @@ class Answer:
             }
         if not self._usage_at_end and all(each.finish_reason for each in self.choices):
             more |= self.counts.statistics()
-        return [*found, self._json([self._choice(index, content)], more)]
+        return [*found, _event(self._json([self._choice(index, content)], more))]
 
     def _choice(self, index: int, content: dict[str, Any], has_logprobs: bool = True) -> bytes:
         """Return a choice, with the log probabilities that no chunk has had."""
@@ -187,6 +204,12 @@ class Answer:
         return b"".join((self._head, b',"choices":[', b",".join(choices), b"]", rest))
 
 
+def call_id(form: ToolForm) -> str:
+    """Return a new id for a call."""
+    prefix, length = form.id
+    return (prefix + uuid4().hex)[:length]
+
+
 def _tool_calls(pieces: list[CallPiece], form: ToolForm, indexed: bool) -> list[dict[str, Any]]:
     """Return pieces of calls as OpenAI has them, one entry a call."""
     found: dict[int, dict[str, Any]] = {}
@@ -195,8 +218,7 @@ def _tool_calls(pieces: list[CallPiece], form: ToolForm, indexed: bool) -> list[
         function = entry.setdefault("function", {"arguments": ""})
         function["arguments"] += piece.arguments
         if piece.name is not None:
-            prefix, length = form.id
-            entry |= {"id": (prefix + uuid4().hex)[:length], "type": "function"}
+            entry |= {"id": call_id(form), "type": "function"}
             function["name"] = piece.name
     return list(found.values())
 

@@ -27,6 +27,7 @@ from forerun.server.logprobs import TokenTexts
 from forerun.server.metrics import Metrics
 from forerun.server.middleware import ApiKey, BodyLimit, RequestIds
 from forerun.server.readers import Readers
+from forerun.server.responses import ResponseAnswer, prepare_response
 
 _LOG = logging.getLogger("forerun.server")
 _T = TypeVar("_T")
@@ -119,16 +120,19 @@ class Service:
     def _until(self, request: Request) -> float:
         return float(request.state.arrived) + self.settings.max_seconds
 
-    async def answer(self, body: schemas.SamplingBody, request: Request) -> Response:
+    async def answer(self, body: schemas.SamplingBody | schemas.ResponsesBody, request: Request) -> Response:
         prepare: Any = requests.prepare_completion
         if isinstance(body, schemas.ChatBody):
             prepare = partial(requests.prepare_chat, parser=self.settings.tool_parser)
+        if isinstance(body, schemas.ResponsesBody):
+            prepare = partial(prepare_response, parser=self.settings.tool_parser)
         prepared: requests.Prepared = await self.read(request, prepare, body)
         tokenizer = self.decoder().tokenizer  # raises if the server has begun to shut down meanwhile
         assert tokenizer is not None
         self._texts = self._texts or TokenTexts(tokenizer)
         job = self.backend.submit(prepared.requests, request.state.arrived)
-        answer = Answer(body, prepared, job, self._texts, self.settings.model)
+        told = prepared, job, self._texts, self.settings.model
+        answer = ResponseAnswer(body, *told) if isinstance(body, schemas.ResponsesBody) else Answer(body, *told)
         self.open += 1
         self.metrics.prompt_tokens.inc(answer.counts.prompt_tokens)
         at_end, until = partial(self._end, answer, request), self._until(request)
@@ -233,6 +237,10 @@ def _add_api(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", responses=streams)
     async def completions(body: schemas.CompletionBody, request: Request) -> Response:
+        return await service.answer(body, request)
+
+    @app.post("/v1/responses", responses=streams)
+    async def responses(body: schemas.ResponsesBody, request: Request) -> Response:
         return await service.answer(body, request)
 
     @app.get("/v1/models/{name:path}")

@@ -5,7 +5,7 @@ null means absent. Unknown fields are accepted, and the log names them.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, SkipValidation
 
@@ -37,6 +37,22 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_TRUE.split(), (True,)),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
+}
+# Those of /v1/responses: what needs state, hosted tools or reasoning, and what is called otherwise there.
+UNSUPPORTED_RESPONSES: dict[str, tuple[Any, ...]] = {
+    **UNSUPPORTED,
+    **dict.fromkeys(("previous_response_id", "conversation", "prompt", "max_tool_calls", "moderation"), ()),
+    **dict.fromkeys(("messages", "max_tokens", "max_completion_tokens", "response_format"), ()),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs"), (0,)),
+    **dict.fromkeys(("background", "logprobs"), (False,)),
+    **dict.fromkeys(("context_management", "stop"), ([],)),
+    "logit_bias": ({},),
+    "n": (1,),
+    "repetition_penalty": (1,),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "reasoning": ({}, {"effort": None}, {"summary": None}, {"effort": None, "summary": None}),
+    "service_tier": ("auto", "default"),
+    "truncation": ("disabled",),
 }
 
 
@@ -92,7 +108,7 @@ Stop = Annotated[
     BeforeValidator(_as_tuple, json_schema_input_type=str | list[str] | None),
 ]
 Bias = Annotated[Any, PlainValidator(_bias, json_schema_input_type=dict[str, float] | None)]
-# `forerun.server.requests` and `forerun.text.tools` check these; their messages are clearer.
+# `forerun.server.requests`, `responses` and `forerun.text.tools` check these; their messages are clearer.
 Prompt = SkipValidation[str | list[str] | list[Token] | list[list[Token]]]
 Messages = SkipValidation[Annotated[list[ChatMessage], Field(min_length=1)]]
 TokenIds = SkipValidation[list[Token]]
@@ -107,16 +123,18 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
+
     model: Annotated[str, Field(max_length=500)] | None = None
 
     def unknown(self) -> list[str]:
         """Return the names of unknown fields. Raises ApiError for known ones that are not supported."""
         extra = self.model_extra or {}
-        for name, harmless in UNSUPPORTED.items():
+        for name, harmless in self.unsupported.items():
             value = extra.get(name)
             if value is not None and (type(value) is bool, value) not in [(type(x) is bool, x) for x in harmless]:
                 raise ApiError(400, f"{name} is not supported", name, "unsupported_parameter")
-        return sorted(name for name in extra if name not in UNSUPPORTED)
+        return sorted(name for name in extra if name not in self.unsupported)
 
 
 class StreamOptions(BaseModel):
@@ -126,31 +144,36 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingBody(Body):
-    """Fields that chats and plain prompts share. SamplingParams check the other bounds."""
+class AnsweredBody(Body):
+    """Fields of all bodies that the model answers. SamplingParams check the other bounds."""
 
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    user: str | None = None
+    cache_salt: Salt | None = None
+    forerun_method: Literal["ar"] | None = None
+
+
+class SamplingBody(AnsweredBody):
+    """Fields that chats and plain prompts share."""
+
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
     stop: Stop = ()
     n: Annotated[int, Field(ge=1, le=MOST_COPIES)] | None = None
     logit_bias: Bias = {}
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    ignore_eos: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
-    user: str | None = None
     metadata: dict[str, Any] | None = None
-    cache_salt: Salt | None = None
     forerun: bool | None = None
-    forerun_method: Literal["ar"] | None = None
 
 
 class ChatBody(SamplingBody):
@@ -168,6 +191,47 @@ class CompletionBody(SamplingBody):
     suffix: str | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
+
+
+class InputItem(BaseModel):
+    type: Literal["message", "function_call", "function_call_output"] | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[dict[str, Any]] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[dict[str, Any]] | None = None
+
+
+class FlatTool(Function):
+    type: Literal["function"]
+
+
+class TextOptions(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesBody(AnsweredBody):
+    """`forerun.server.responses` checks `input` and what concerns tools."""
+
+    unsupported = UNSUPPORTED_RESPONSES
+
+    input: SkipValidation[str | Annotated[list[InputItem], Field(min_length=1)]]
+    instructions: str | None = None
+    max_output_tokens: Positive | None = None
+    text: TextOptions | None = None
+    tools: SkipValidation[list[FlatTool] | None] = None
+    tool_choice: SkipValidation[Literal["none", "auto", "required"] | FlatTool | None] = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
 
 
 class TokenizeBody(Body):
