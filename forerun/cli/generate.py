@@ -44,7 +44,7 @@ def generate(
     params = sampling.params(max_new_tokens)
     method = decoding.chosen_method(target)
     text = _read_prompt(prompt, file)
-    _answer(_loaded(target, text, params, None, decoding, method), text, params, None, as_json)
+    _answer(_loaded(target, text, params, None, decoding, method), text, params, {}, as_json)
 
 
 @grouped
@@ -54,6 +54,9 @@ def chat(
     ] = None,
     file: FileOption = None,
     system: Annotated[str | None, typer.Option(help="The system prompt; the chat template's own by default.")] = None,
+    tools: Annotated[
+        Path | None, typer.Option(help="A JSON file with a list of tools in OpenAI's form. Calls are shown, not run.")
+    ] = None,
     target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file of a model with a chat template.")] = SMOLLM2,
     max_new_tokens: MaxNewTokensOption = 512,
     *,
@@ -70,13 +73,14 @@ def chat(
         raise ValueError("--json is for one answer: give a prompt")
     method = decoding.chosen_method(target)
     messages = _message("Hello" if talks else _read_prompt(prompt, file))  # any, to see that the template works
+    given = _read_tools(tools)
     decoder = _loaded(target, messages, params, system, decoding, method, talks)
     if talks:
         from forerun.cli.talk import Talk
 
-        Talk(decoder, params, system).run()
+        Talk(decoder, params, system, given).run()
     else:
-        _answer(decoder, messages, params, system, as_json)
+        _answer(decoder, messages, params, {"system": system, "tools": given}, as_json)
 
 
 def _loaded(
@@ -96,17 +100,33 @@ def _loaded(
         return load(target, method=method, tokenizer=tokenizer, **decoding.for_load())
 
 
-def _answer(decoder: Any, prompt: Any, params: SamplingParams, system: str | None, as_json: bool) -> None:
+def _read_tools(path: Path | None) -> Any:
+    """Return the tools of a file. Raises ValueError for a file without a list of them."""
+    from forerun.text.tools import checked_tools
+
+    if path is None:
+        return None
+    try:
+        found = json.loads(read_text(path.expanduser()))
+    except ValueError as error:
+        raise ValueError(f"--tools: {path} is no JSON: {error}") from None
+    checked_tools(found)
+    return found
+
+
+def _answer(decoder: Any, prompt: Any, params: SamplingParams, chat: dict[str, Any], as_json: bool) -> None:
     """Print the answer to a prompt, which is text, or a conversation as a list."""
     from rich.console import Console
 
     reading, is_chat = Reading(), isinstance(prompt, list)
-    how: dict[str, Any] = {"progress": reading} | ({"system": system} if is_chat else {})
+    how: dict[str, Any] = {"progress": reading} | chat
     if as_json:
         result = (decoder.chat if is_chat else decoder.generate)(prompt, params, **how)
         reading.erase()
         found = {name: vars(result)[name] for name in ("text", "tokens", "origins", "finish_reason")}
         method = decoder.method_for(greedy=not params.temperature).name
+        if chat.get("tools"):
+            found["tool_calls"] = [vars(call) for call in result.tool_calls]
         print(json.dumps(found | {"method": method, "stats": result.stats.as_dict()}))
         return
     answer, console = Answer(), Console(highlight=False, soft_wrap=True)
@@ -116,6 +136,8 @@ def _answer(decoder: Any, prompt: Any, params: SamplingParams, system: str | Non
             console.print(tinted([(prompt[-ECHOED:], "prompt")]), end="")
         answer.write(chunks, console, reading)
         print(flush=True)
+        for call in answer.calls:
+            say(f"calls {call.name} {call.arguments}")
         if console.is_terminal:
             line = answer.figures(decoder.method_for(greedy=not params.temperature).name)
             Console(stderr=True, highlight=False, soft_wrap=True).print(line, style="dim")
