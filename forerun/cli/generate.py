@@ -106,8 +106,9 @@ def _read_tools(path: Path | None) -> Any:
 
     if path is None:
         return None
+    text = read_text(path.expanduser())
     try:
-        found = json.loads(read_text(path.expanduser()))
+        found = json.loads(text)
     except ValueError as error:
         raise ValueError(f"--tools: {path} is no JSON: {error}") from None
     checked_tools(found)
