@@ -132,7 +132,7 @@ QWEN_KNOBS = {
 }
 # llama.cpp's drafts: the draft model's tokens and least probability, and the prompt lookup's tokens and suffix.
 QWEN_LLAMA = ",".join(
-    ["llama-cpp", *(f"llama-cpp-draft/{most}/{least}" for most in (1, 2, 3, 5) for least in (0, 0.6, 0.9))]
+    ["llama-cpp", *(f"llama-cpp-draft/{most}/{least}" for most in (1, 2, 3) for least in (0.6, 0.9))]
     + [f"llama-cpp-lookup/{most}/{ngram}" for most in (2, 3, 5) for ngram in (2, 3)]
 )
 QWEN_PEERS = "llama-cpp,llama-cpp-draft/1/0.9,llama-cpp-lookup/3/3"
@@ -144,7 +144,7 @@ QWEN = {
         for knob in ("sd.gamma", "cumulative.threshold")
     },
     "validation-hot": f"{QWEN_SEARCH} --limit 6 --draft-vocabulary 0 --tune sd.gamma=2,3,4",
-    "validation-peers": f"{QWEN_SEARCH} --limit 4 --max-new-tokens 64 --methods ar,{QWEN_LLAMA}",
+    "validation-peers": f"{QWEN_SEARCH} --limit 3 --max-new-tokens 64 --methods ar,{QWEN_LLAMA}",
     "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS},llama-cpp",
     "greedy-avx2": "--dataset humaneval --limit 8 --rounds 1 --methods ar,sd,pacer,suffix,hybrid",
     "oracle": f"--dataset humaneval --limit 4 --rounds 1 --methods ar,pacer,{QWEN_ORACLE}",
