@@ -37,6 +37,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_TRUE.split(), (True,)),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
+    "suffix": ("",),  # of chats; a plain prompt may have one
 }
 # Those of /v1/responses: what needs state, hosted tools or reasoning, and what is called otherwise there.
 UNSUPPORTED_RESPONSES: dict[str, tuple[Any, ...]] = {
