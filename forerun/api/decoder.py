@@ -42,7 +42,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.sampling.response_format import form_of
 from forerun.text.chat import chat_prompt, turn_ends
 from forerun.text.stop_strings import TextStream
-from forerun.text.tools import checked_choice, checked_tools, tools_for
+from forerun.text.tools import NO_TOOLS, Tools, checked_choice, checked_tools, tools_for
 from forerun.text.vocabularies import Translation
 
 Pools = dict[tuple[int, int], Pool]
@@ -243,6 +243,8 @@ class Decoder:
         self,
         prompts: Any,
         params: SamplingParams | None,
+        tools: Tools = NO_TOOLS,
+        /,
         logits_processor: LogitsProcessorList | None = None,
         stopping_criteria: StoppingCriteriaList | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -251,11 +253,17 @@ class Decoder:
         begun = perf_counter()
         single, rows = encode(prompts, self.tokenizer, self.target.context, self.target.vocab_size)
         params, tokenizer = merged(params, options), self.tokenizer
+        if tools.form is not None and form_of(params.response_format) is not None:
+            raise ValueError("response_format cannot be given beside tools, unless tool_choice is none")
+        if tools.grammar is not None:
+            params = replace(params, response_format=tools.grammar)
         asked = requests(rows, params, self.target, tokenizer, logits_processor, stopping_criteria)
         if progress is not None:
             asked = [replace(each, progress=progress) for each in asked]
-        texts = [TextStream(tokenizer, row, params.stop) if tokenizer is not None else None for row in rows]
-        return Call(asked, texts, single, begun)
+        texts = [
+            TextStream(tokenizer, row, params.stop, tools.shown) if tokenizer is not None else None for row in rows
+        ]
+        return Call(asked, texts, single, begun, [each for _ in rows if (each := tools.stream())])
 
     def _chat(
         self,
@@ -270,20 +278,10 @@ class Decoder:
         """Return the call of one conversation or of several, which end where a turn does."""
         checked = checked_tools(tools or [])
         use = tools_for(checked, checked_choice(tool_choice, checked), True, self.tokenizer)
-        stop: Sequence[str] = ()
-        if use.form is not None:
-            own = merged(params, {name: options[name] for name in options.keys() & SamplingParams.__dataclass_fields__})
-            if form_of(own.response_format) is not None:
-                raise ValueError("response_format cannot be given beside tools, unless tool_choice is none")
-            stop = own.stop
-            options |= {"response_format": use.grammar} if use.grammar is not None else {}
         single = not (isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple))
         many = [messages] if single else messages
         rows = [chat_prompt(self.tokenizer, each, system, use.given, **template_args or {}) for each in many]
-        call = replace(self._call(rows, params, **options), is_single=single)
-        if self.tokenizer is not None and use.form is not None:
-            texts: list[TextStream | None] = [TextStream(self.tokenizer, row, stop, use.shown) for row in rows]
-            call = replace(call, texts=texts, readers=[each for _ in rows if (each := use.stream())])
+        call = replace(self._call(rows, params, use, **options), is_single=single)
         if call.requests[0].params is not None and call.requests[0].params.ignore_eos:
             return call
         ends = turn_ends(self.tokenizer)
