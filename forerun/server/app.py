@@ -120,19 +120,19 @@ class Service:
     def _until(self, request: Request) -> float:
         return float(request.state.arrived) + self.settings.max_seconds
 
-    async def answer(self, body: schemas.SamplingBody | schemas.ResponsesBody, request: Request) -> Response:
-        prepare: Any = requests.prepare_completion
-        if isinstance(body, schemas.ChatBody):
-            prepare = partial(requests.prepare_chat, parser=self.settings.tool_parser)
-        if isinstance(body, schemas.ResponsesBody):
-            prepare = partial(prepare_response, parser=self.settings.tool_parser)
-        prepared: requests.Prepared = await self.read(request, prepare, body)
+    async def answer(
+        self,
+        body: Any,
+        request: Request,
+        prepare: Callable[..., requests.Prepared],
+        kind: type[Answer] = Answer,
+    ) -> Response:
+        prepared = await self.read(request, prepare, body)
         tokenizer = self.decoder().tokenizer  # raises if the server has begun to shut down meanwhile
         assert tokenizer is not None
         self._texts = self._texts or TokenTexts(tokenizer)
         job = self.backend.submit(prepared.requests, request.state.arrived)
-        told = prepared, job, self._texts, self.settings.model
-        answer = ResponseAnswer(body, *told) if isinstance(body, schemas.ResponsesBody) else Answer(body, *told)
+        answer = kind(body, prepared, job, self._texts, self.settings.model)
         self.open += 1
         self.metrics.prompt_tokens.inc(answer.counts.prompt_tokens)
         at_end, until = partial(self._end, answer, request), self._until(request)
@@ -230,18 +230,19 @@ def create_app(backend: Backend, settings: Settings) -> FastAPI:
 
 def _add_api(app: FastAPI, service: Service) -> None:
     streams: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+    parser = service.settings.tool_parser
 
     @app.post("/v1/chat/completions", responses=streams)
     async def chat_completions(body: schemas.ChatBody, request: Request) -> Response:
-        return await service.answer(body, request)
+        return await service.answer(body, request, partial(requests.prepare_chat, parser=parser))
 
     @app.post("/v1/completions", responses=streams)
     async def completions(body: schemas.CompletionBody, request: Request) -> Response:
-        return await service.answer(body, request)
+        return await service.answer(body, request, requests.prepare_completion)
 
     @app.post("/v1/responses", responses=streams)
     async def responses(body: schemas.ResponsesBody, request: Request) -> Response:
-        return await service.answer(body, request)
+        return await service.answer(body, request, partial(prepare_response, parser=parser), ResponseAnswer)
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
