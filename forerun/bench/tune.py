@@ -173,7 +173,7 @@ def tune(
     best = max(measured, key=lambda name: (measured[name], name == AR.name))
     chosen = methods[best]
     tuned: dict[str, dict[str, Any]] = {}
-    for name in sorted(ranked | dropped, key=lambda name: (name not in ranked, -(ranked | dropped)[name])):
+    for name in [*ranked, *sorted(dropped, key=lambda name: -dropped[name])]:  # best first
         tuned.setdefault(methods[name].name, asdict(methods[name]))
     # A head does not stand beside a method that drafts with another.
     head = plan.head[0] if plan.head and chosen.head in (None, given[0]) else None

@@ -84,7 +84,6 @@ class SuffixDrafter(Drafter):
         self.settings, self.memory = settings, memory
         worth = costs.marginal if costs is not None else lambda rows: 0.0
         self._least = cache(lambda rows: max(settings.least, SURE * worth(rows)))  # by the number of rows of a step
-        self.spread = 0
         self.rows: dict[int, _Text] = {}
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:

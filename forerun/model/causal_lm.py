@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,6 @@ from forerun.model.support import check_model, context_of, window_of
 from forerun.sampling.probabilities import argmax_of
 
 __all__ = ["CausalLM", "Rows", "context_of", "fingerprint", "same_model"]
-
-_T = TypeVar("_T")
 
 
 class CausalLM(Rows):
