@@ -135,7 +135,7 @@ QWEN_LLAMA = ",".join(
     ["llama-cpp", *(f"llama-cpp-draft/{most}/{least}" for most in (1, 2, 3) for least in (0.6, 0.9))]
     + [f"llama-cpp-lookup/{most}/{ngram}" for most in (2, 3, 5) for ngram in (2, 3)]
 )
-QWEN_PEERS = "llama-cpp,llama-cpp-draft/1/0.9,llama-cpp-lookup/3/3"
+QWEN_PEERS = "llama-cpp,llama-cpp-draft/1/0.6,llama-cpp-lookup/2/2"  # the best of each kind on validation prompts
 QWEN_ORACLE = "benchmarks.baselines.oracle:SeeingOracle"
 QWEN = {
     **{f"validation-{knob}": f"{QWEN_SEARCH} --tune {knob}={values}" for knob, values in QWEN_KNOBS.items()},
@@ -148,7 +148,7 @@ QWEN = {
     "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS},llama-cpp",
     "greedy-avx2": "--dataset humaneval --limit 8 --rounds 1 --methods ar,sd,pacer,suffix,hybrid",
     "oracle": f"--dataset humaneval --limit 4 --rounds 1 --methods ar,pacer,{QWEN_ORACLE}",
-    "peers": f"--dataset humaneval --limit 4 --rounds 1 --methods ar,hybrid,{QWEN_PEERS}",
+    "peers": f"--dataset humaneval --limit 4 --rounds 1 --methods ar,suffix,hybrid,{QWEN_PEERS}",
     "nucleus": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 0.7 --top-p 0.9",
     "temperature-1": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 1",
     "repeats": f"--dataset {REPEATS} --limit 8 --rounds 1 --methods {QWEN_SAMPLED}",
