@@ -2,8 +2,8 @@
 
     python benchmarks/run.py --data DATA [--only chat/greedy,embedded/batch-4] [--runs runs]
 
-A run that is done is not made again; one that was stopped goes on. Settings were chosen from the validation runs, of
-ours (`tuned.json` in forerun/zoo/weights) and of peers (below). Leave the machine alone.
+A run that is done is not made again; one that was stopped begins anew. Settings were chosen from the validation runs, of ours
+(`tuned.json` in forerun/zoo/weights) and of peers (below). Leave the machine alone.
 """
 
 from __future__ import annotations
@@ -188,7 +188,8 @@ def main() -> int:
         options = [*(part.format(here=HERE) for part in RUNS[name].split()), "--out", str(out.resolve())]
         if "humaneval" in RUNS[name]:
             options += ["--data", str(given.data.resolve())]
-        options += ["--resume"] * (out / "records.jsonl").is_file()
+        if out.is_dir():  # of a run that was stopped
+            shutil.rmtree(out)
         kernels = {"FORERUN_KERNELS": "avx2"} if name.endswith("avx2") else {}
         command = [sys.executable, "-m", "benchmarks.bench", *options]
         done = subprocess.run(command, cwd=HERE.parent, env=os.environ | kernels)

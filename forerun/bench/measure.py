@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -14,16 +14,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from forerun.api.decoder import Decoder
-from forerun.api.profiles import pair_of
 from forerun.backends.facts import facts_of
 from forerun.bench.datasets import Prompt
 from forerun.bench.models import load_decoders, load_prompts
 from forerun.bench.plan import Plan, Runner, make_folder
-from forerun.bench.records import Group, Record, resumed, times
-from forerun.bench.report import results, versions
+from forerun.bench.records import Group, Record, times
+from forerun.bench.report import results
 from forerun.engine.engine import Step
 from forerun.engine.stats import Stats, summarise
-from forerun.files import read_text, write_text
+from forerun.files import write_text
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
 
@@ -76,33 +75,26 @@ def bench(
     files: dict[str, list[Prompt]],
     out: Path | None = None,
     *,
-    resume: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Measure what the plan says, and return the results; with `out` they are also there as files.
 
-    `files` are the prompts of `read_files`. `resume` measures only what the folder's records lack; pools of phrases
-    begin empty then.
+    `files` are the prompts of `read_files`.
 
     Raises ValueError for prompts, models or a folder that cannot be used. Prompts and folder are checked before the
     models' weights are loaded.
     """
     datasets, tokenizer = load_prompts(plan, files)
-    make_folder(out, resume)
+    make_folder(out)
     facts = facts_of_prompts(datasets)
-    path, records = None, list[Record]()
-    if out is not None:
-        _claim(plan, facts, out, resume)
-        path = out / "records.jsonl"
-        records = resumed(path, len(plan.methods)) if resume else []
-    decoders, target, costs = load_decoders(plan, tokenizer, out)
+    decoders, target, costs = load_decoders(plan, tokenizer, measures=out is not None)
     loaded = Loaded(plan, datasets, tokenizer, target)
     runs = {
         name: each.make(loaded) if isinstance(each, Runner) else decoder_run(decoders[name], plan.params())
         for name, each in plan.methods.items()
     }
     _teach_oracles(plan, runs, datasets, say)
-    records = measure(plan, runs, datasets, path, records, say)
+    records = measure(plan, runs, datasets, None if out is None else out / "records.jsonl", say)
     found = results(plan, facts, records, costs)
     found["models"] = {"target": facts_of(target)}
     draft = next((each.draft for each in decoders.values() if each.draft is not None), None)
@@ -111,31 +103,6 @@ def bench(
     if out is not None:
         write_text(out / "results.json", json.dumps(found, indent=1) + "\n")
     return found
-
-
-def _claim(plan: Plan, facts: dict[str, dict[str, Any]], out: Path, resume: bool) -> None:
-    """Write what a run goes by to run.json. To resume, raise ValueError instead if that was anything else."""
-    pair = pair_of(plan.target, plan.draft if plan.needs_draft else None, plan)
-    used = versions() | {"commit": None}  # a run may go on after a fix
-    now = plan.arguments()
-    parts = {"methods": now.pop("methods"), "prompts": facts, "models": asdict(pair), "versions": used}
-    now |= {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
-    now, path = json.loads(json.dumps(now)), out / "run.json"
-    if not resume:
-        for stale in out.glob("costs.*json"):  # of a run that was stopped before it had records
-            stale.unlink()
-        write_text(path, json.dumps(now, indent=1) + "\n")
-        return
-    try:
-        before = dict(json.loads(read_text(path)))
-    except (ValueError, TypeError):
-        raise ValueError(f"{path} is damaged: give another --out") from None
-    for name in sorted(now.keys() | before.keys()):
-        if now.get(name) != before.get(name):
-            was, given = json.dumps(before.get(name)), json.dumps(now.get(name))
-            raise ValueError(
-                f"{out} holds a run with other arguments: {name} was {was}, not {given}; give another --out"
-            )
 
 
 def facts_of_prompts(datasets: dict[str, list[Prompt]]) -> dict[str, dict[str, Any]]:
@@ -168,11 +135,9 @@ def measure(
     runs: dict[str, Run],
     datasets: dict[str, list[Prompt]],
     path: Path | None = None,
-    before: Sequence[Record] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Record]:
-    """Measure all rounds but what was measured `before`, and return the records. With a path they are written there,
-    those of a batch at once.
+    """Measure all rounds, and return the records. With a path they are written there, those of a batch at once.
 
     The order of the methods turns by one from batch to batch and is reversed in every other round, so that none of
     them always comes first or always after the same other.
@@ -181,12 +146,10 @@ def measure(
     for run in runs.values():
         seeds = [plan.seed + i for i in range(len(first))]
         run([_ids(row) for row in first], seeds, min(WARM_UP, plan.max_new_tokens))
-    records, done = [*before], {record.group for record in before}
+    records: list[Record] = []
     for number in range(plan.rounds):
         for dataset, prompts in datasets.items():
             for index, start in enumerate(range(0, len(prompts), plan.batch)):
-                if (number, dataset, index) in done:
-                    continue
                 rows = prompts[start : start + plan.batch]
                 seeds = [plan.seed + 1000 * number + start + i for i in range(len(rows))]
                 order = turned(list(runs), number, index)

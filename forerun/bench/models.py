@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields, replace
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,7 +11,7 @@ from forerun.api.layers import load_head, load_pre_verifier
 from forerun.api.load import Decoder, ready
 from forerun.api.loading import load_config, load_tokenizer, translation_for
 from forerun.api.options import ModelOptions
-from forerun.backends.costs import head_costs, kept, measure_costs
+from forerun.backends.costs import head_costs, measure_costs
 from forerun.backends.heads import HiddenLM
 from forerun.bench.datasets import STDLIB, Prompt, dataset_name, front_of, stdlib_prompts, tokenised
 from forerun.bench.plan import Plan
@@ -130,16 +128,12 @@ def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenLM]:
 
 
 def load_decoders(
-    plan: Plan, tokenizer: PreTrainedTokenizerBase | None, out: Path | None = None
+    plan: Plan, tokenizer: PreTrainedTokenizerBase | None, measures: bool = False
 ) -> tuple[dict[str, Decoder], CausalLM, Costs | None]:
     """Return our own methods on one target and one draft; the target; and what forwards cost, as `build_decoders`."""
     target, draft = load_pair(replace(plan, methods=plan.ours))
-    decoders, costs = build_decoders(plan, tokenizer, target, draft, out)
+    decoders, costs = build_decoders(plan, tokenizer, target, draft, measures)
     return decoders, target, costs
-
-
-def _with_head(costs: Costs, head: HiddenLM) -> Costs:
-    return replace(costs, head=head_costs(head))
 
 
 def build_decoders(
@@ -147,28 +141,23 @@ def build_decoders(
     tokenizer: PreTrainedTokenizerBase | None,
     target: CausalLM,
     draft: CausalLM | None,
-    out: Path | None = None,
+    measures: bool = False,
 ) -> tuple[dict[str, Decoder], Costs | None]:
-    """Return the plan's own methods on this target and draft, and what forwards cost, if a method needs it or there is
-    a folder to keep it in."""
+    """Return the plan's own methods on this target and draft, and what forwards cost, if a method needs it or it is
+    asked for by `measures`."""
     translation = translation_of(replace(plan, methods=plan.ours), tokenizer)
     layer = load_layer(plan, target, draft)
     heads = load_heads(plan, target)
     costs = None
-
-    def in_folder(name: str, measure: Callable[[], Costs]) -> Costs:
-        return measure() if out is None else kept(out / name, measure)  # methods decide alike after a resume
-
-    if out is not None or any(each.needs_costs for each in plan.ours.values()):
+    if measures or any(each.needs_costs for each in plan.ours.values()):
         head = heads.get(Lyanna.head)
-        costs = in_folder("costs.json", lambda: measure_costs(target, draft, layer=layer, head=head))
+        costs = measure_costs(target, draft, layer=layer, head=head)
     decoders = dict[str, Decoder]()
     for name, method in plan.ours.items():
         own = costs
         if costs is not None and method.needs_costs and method.head not in (None, Lyanna.head):
             # The table has those of Lyanna's head, and a state of another one takes another time.
-            measure = partial(_with_head, costs, heads[method.head])
-            own = in_folder(f"costs.{method.head}.json", measure)
+            own = replace(costs, head=head_costs(heads[method.head]))
         decoder = Decoder(
             target,
             tokenizer,

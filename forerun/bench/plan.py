@@ -213,14 +213,12 @@ def _setting(option: str, text: str) -> tuple[str, str, str]:
     return name, key, value
 
 
-def make_folder(out: Path | None, resume: bool = False) -> None:
-    """Make the folder of a run. Raises ValueError if it cannot be made, holds a run already, or has none to resume."""
-    if resume and not (out is not None and (out / "run.json").exists()):
-        raise ValueError(f"--resume needs the --out of a run: {out or 'no folder'} holds none")
+def make_folder(out: Path | None) -> None:
+    """Make the folder of a run. Raises ValueError if it cannot be made or holds a run already."""
     if out is None:
         return
-    if not resume and (out / "records.jsonl").exists():
-        raise ValueError(f"{out} holds a run already: give --resume to continue it, or another --out")
+    if (out / "records.jsonl").exists():
+        raise ValueError(f"{out} holds a run already: give another --out")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

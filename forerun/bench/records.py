@@ -6,12 +6,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from forerun.engine.engine import Step
 from forerun.engine.stats import Stats
-from forerun.files import read_text, write_text
 
 Group = tuple[int, str, int]  # round, dataset, batch: what is compared with each other
 
@@ -81,19 +79,6 @@ def parse(line: str) -> Record:
     }
     times = Times(**entry["times"]) if entry["times"] is not None else None
     return Record(**entry | {"stats": Stats(**stats), "times": times})
-
-
-def resumed(path: Path, methods: int) -> list[Record]:
-    """Return the records of a run that was stopped. Drop those of a batch without all methods, and a torn line, from
-    the file too: what is compared is measured in one go. Raises ValueError for a damaged file."""
-    lines = read_text(path).split("\n")[:-1] if path.exists() else []
-    lines = lines[: len(lines) // methods * methods]  # those of a batch follow each other
-    try:
-        records = [parse(line) for line in lines]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): give another --out") from None
-    write_text(path, "".join(f"{line}\n" for line in lines))
-    return records
 
 
 def total(parts: Sequence[Stats]) -> Stats:

@@ -48,7 +48,6 @@ def bench(
     pre_verifier: options.PreVerifierOption = None,
     guard: Annotated[bool, typer.Option("--guard/--no-guard", help="Leave drafts out while they do not pay.")] = False,
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run that --out holds.")] = False,
     *,
     loading: DraftOptions,
     as_json: options.JsonOption = False,
@@ -59,7 +58,7 @@ def bench(
     """
     given = locals()
     plan, files = planned(given | vars(loading))
-    results = measured(plan, files, out, resume)
+    results = measured(plan, files, out)
     if as_json:
         print(json.dumps(results))
     else:
@@ -88,7 +87,7 @@ def planned(
     chosen |= {"head": tuple(given["head"] or ()), "draft": draft}
     datasets = tuple(split(given["dataset"])) or ("stdlib-test",)
     plan = Plan(**chosen | {"methods": methods(tuned), "datasets": datasets})
-    make_folder(given["out"], given.get("resume", False))
+    make_folder(given["out"])
     files = read_files(plan.datasets, plan.data, plan.limit)
     quiet(plan.threads)
     profile = profiles.find(profiles.pair_of(target, draft, plan))
@@ -107,11 +106,11 @@ def _lengths(gamma: int | None, methods: list[str] | None) -> list[str]:
     return [f"{name}.gamma={gamma}" for name in names if gamma is not None]
 
 
-def measured(plan: Plan, files: dict[str, list[Prompt]], out: Path | None, resume: bool = False) -> dict[str, Any]:
+def measured(plan: Plan, files: dict[str, list[Prompt]], out: Path | None) -> dict[str, Any]:
     """Return the results of the plan; show progress on a terminal."""
     from forerun.bench.measure import bench as run
 
-    results = run(plan, files, out, resume=resume, say=progress)
+    results = run(plan, files, out, say=progress)
     progress("")
     return results
 
