@@ -2,8 +2,8 @@
 
     python benchmarks/run.py --data DATA [--only chat/greedy,embedded/batch-4] [--runs runs]
 
-A run that is done is not made again; one that was stopped begins anew. Settings were chosen from the validation runs, of ours
-(`tuned.json` in forerun/zoo/weights) and of peers (below). Leave the machine alone.
+A run that is done is not made again; one that was stopped begins anew. Settings were chosen from the validation runs,
+of ours (`tuned.json` in forerun/zoo/weights) and of peers (below). Leave the machine alone.
 """
 
 from __future__ import annotations
@@ -136,7 +136,6 @@ QWEN_LLAMA = ",".join(
     + [f"llama-cpp-lookup/{most}/{ngram}" for most in (2, 3, 5) for ngram in (2, 3)]
 )
 QWEN_PEERS = "llama-cpp,llama-cpp-draft/1/0.6,llama-cpp-lookup/2/2"  # the best of each kind on validation prompts
-QWEN_ORACLE = "benchmarks.baselines.oracle:SeeingOracle"
 QWEN = {
     **{f"validation-{knob}": f"{QWEN_SEARCH} --tune {knob}={values}" for knob, values in QWEN_KNOBS.items()},
     **{
@@ -147,7 +146,6 @@ QWEN = {
     "validation-peers": f"{QWEN_SEARCH} --limit 3 --max-new-tokens 64 --methods ar,{QWEN_LLAMA}",
     "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS},llama-cpp",
     "greedy-avx2": "--dataset humaneval --limit 8 --rounds 1 --methods ar,sd,pacer,suffix,hybrid",
-    "oracle": f"--dataset humaneval --limit 4 --rounds 1 --methods ar,pacer,{QWEN_ORACLE}",
     "peers": f"--dataset humaneval --limit 4 --rounds 1 --methods ar,suffix,hybrid,{QWEN_PEERS}",
     "nucleus": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 0.7 --top-p 0.9",
     "temperature-1": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 1",

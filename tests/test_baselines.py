@@ -57,7 +57,6 @@ def test_settings_out_of_range() -> None:
         ("adaedl", {"step": True}, "step must be a number from 0 to 1, not True"),
         ("hybrid", {"warm": "x"}, "warm must be true or false, not 'x'"),
         ("hybrid", {"other": "hybrid"}, "other must be auto, sd, pacer"),
-        ("hybrid", {"other": "oracle"}, "other must be auto, sd, pacer"),
         ("hybrid", {"other": "sd:depth=2"}, "method 'sd' has no setting 'depth'; it has gamma"),
         ("hybrid", {"other": "sd:gamma=x"}, "sd.gamma must be of type int | None, not 'x'"),
         ("hybrid", {"other": "sd:gamma"}, "method 'sd:gamma': the module 'sd' cannot be imported"),
@@ -66,7 +65,7 @@ def test_settings_out_of_range() -> None:
         ("pacer", {"threshold": 2.0}, "threshold must be"),
         ("pacer", {"most": 0}, "most must be an integer of at least 1, not 0"),
         ("pacer-lyanna", {"reuse": "both"}, "pacer-lyanna cannot value a second draft"),
-        ("oracle", {"gamma": 3}, "method 'benchmarks.baselines.oracle:Oracle' has no setting 'gamma'; it has none"),
+        ("ar", {"gamma": 3}, "method 'ar' has no setting 'gamma'; it has none"),
     ):
         refuses(f"^{re.escape(message)}", method, BASELINES.get(name, name), **options)
     assert method("pacer", block=None, threshold=None) == method("pacer") and method("pacer").needs_costs
@@ -166,7 +165,7 @@ def test_what_is_no_method_is_refused(outside: str) -> None:
         ("my_methods:NUMBER", {}, "'my_methods:NUMBER' is no method: it must be a frozen dataclass"),
         ("my_methods:Nameless", {}, "is no method: it lacks name"),
         ("my_methods:Unbuilt", {}, "is no method: it lacks build"),
-        ("my_methods:Bare", {}, "is no method: it lacks needs_draft, greedy_only, .*, build"),
+        ("my_methods:Bare", {}, "is no method: it lacks needs_draft, layer, .*, build"),
         ("my_methods:Needy", {}, "method 'my_methods:Needy' needs its setting 'size'"),
         ("my_methods:Again", {"gamma": 3}, "has no setting 'gamma'; it has count"),
         ("my_methods:Again", {"count": 0}, "count must be at least 1, not 0"),

@@ -1,4 +1,4 @@
-"""Length policies: each stops where its rule says, whatever the batch, and oracles know what they should."""
+"""Length policies: each stops where its rule says, whatever the batch."""
 
 from __future__ import annotations
 
@@ -8,24 +8,17 @@ from math import prod, sqrt
 
 import pytest
 import torch
-from toys import BASELINES, TableLM, decode, fit, random_table, tiny, tokens_of
+from toys import TableLM, decode, fit, random_table, tokens_of
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from benchmarks.baselines import oracle
 from benchmarks.baselines.entropy import SVIP, AdaEDL
 from benchmarks.baselines.heuristic import Heuristic
-from benchmarks.baselines.oracle import MismatchStop, Oracle, SeeingOracle, Truth, plainly
-from forerun import Decoder
-from forerun.bench.datasets import Prompt
-from forerun.bench.measure import bench
-from forerun.bench.plan import Plan, parse_methods
 from forerun.engine.acceptance import Verdict
 from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Step
 from forerun.engine.sequence import Request, Sequence
-from forerun.engine.stats import summarise
 from forerun.methods import SD, Confidence, Cumulative, Method, Parts
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter
@@ -47,8 +40,6 @@ RULES: dict[str, Method] = {
     "svip": SVIP(0.5, most=5),
     "adaedl": AdaEDL(0.5, step=1.0, most=5),
 }
-ORACLES: dict[str, Method] = {"oracle": Oracle(), "seeing-oracle": SeeingOracle()}
-ALL = RULES | ORACLES
 
 
 def requests(sampler: Sampler, limits: abc.Sequence[int] = LIMITS, **options) -> list[Request]:
@@ -64,16 +55,9 @@ def plain(asked: Iterable[Request]) -> list[list[int]]:
     return [tokens_of(steps) for steps in decode(TableLM(TARGET), PlainDrafter(), asked)]
 
 
-def known(outputs: dict[tuple[int, ...], list[int]] | None = None) -> Truth:
-    """A truth that can be found out."""
-    return Truth(outputs or {}, find=lambda seq: plain([seq.request])[0])
-
-
-def built(chosen: Method, truth: Truth | None = None) -> ChainDrafter:
+def built(chosen: Method) -> ChainDrafter:
     drafter = chosen.build(Parts(TableLM(TARGET), TableLM(DRAFT)))
     assert isinstance(drafter, ChainDrafter)
-    if isinstance(drafter.policy, MismatchStop):
-        drafter.policy.truth = truth or known()
     return drafter
 
 
@@ -83,11 +67,6 @@ def run(drafter: ChainDrafter, asked: abc.Sequence[Request]) -> list[list[Step]]
     states = [state for state in vars(drafter.policy).values() if isinstance(state, dict)]
     assert not drafter.model.rows and not drafter.model.prompt and not any(states)
     return rows
-
-
-def waste(rows: abc.Sequence[abc.Sequence[Step]]) -> set[int]:
-    """How many tokens were drafted for nothing."""
-    return {step.drafted - step.accepted for row in rows for step in row}
 
 
 class Slow(StopRule):
@@ -186,10 +165,10 @@ def test_drafts_end_where_the_rule_says(name: str, mode: str) -> None:
     assert len(lengths) >= 3  # it does depend
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", RULES)
 def test_sequences_that_join_and_leave_between_steps_are_what_they_are_alone(name: str) -> None:
     """Two rows at a time, six prompts in three modes: drafts and output of each; greedy output is the target's."""
-    samplers = [SAMPLERS["greedy"]] * 6 if name in ORACLES else [*SAMPLERS.values()] * 2
+    samplers = [*SAMPLERS.values()] * 2
 
     def asked() -> list[Request]:
         return [
@@ -197,11 +176,11 @@ def test_sequences_that_join_and_leave_between_steps_are_what_they_are_alone(nam
             for i, (prompt, limit, sampler) in enumerate(zip(PROMPTS, LIMITS, samplers, strict=True))
         ]
 
-    together = decode(TableLM(TARGET), built(ALL[name]), asked(), max_rows=2)
+    together = decode(TableLM(TARGET), built(RULES[name]), asked(), max_rows=2)
     assert len({row[0].number for row in together}) >= 4 and max(step.rows for row in together for step in row) == 2
     assert {row[-1].finish_reason for row in together} == {"stop", "length"}
     for row, request, wanted in zip(together, asked(), plain(asked()), strict=True):
-        (alone,) = run(built(ALL[name]), [request])
+        (alone,) = run(built(RULES[name]), [request])
         assert [(step.drafted, step.tokens) for step in row] == [(step.drafted, step.tokens) for step in alone]
         assert not request.sampler.greedy or tokens_of(row) == wanted
 
@@ -260,99 +239,6 @@ def test_argmax() -> None:
     assert argmax_of(scores).tolist() == scores.argmax(-1).tolist() == [[1, 1], [0, 0]]
     assert argmax_of(scores[1, 1]).item() == 0 and argmax_of(scores[:, :, 1:]).tolist() == [[0, 0], [1, 1]]
     assert argmax_of(scores[0].bfloat16()).tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("eos", [frozenset(), frozenset({4})], ids=["no end", "end token"])
-@pytest.mark.parametrize("name", ORACLES)
-def test_oracles_accept_all_that_any_length_could(name: str, eos: frozenset[int]) -> None:
-    rows = run(built(ALL[name]), requests(Sampler(), eos=eos))
-    # Drafts that go on to the very end of each sequence.
-    longest = run(ChainDrafter(TableLM(DRAFT), FixedLength(99)), requests(Sampler(), eos=eos))
-    found, most = ([[(step.tokens, step.accepted) for step in steps] for steps in each] for each in (rows, longest))
-    assert found == most and tau(longest) > 1.5  # so there is something to know
-    assert waste(rows) == ({0} if name == "oracle" else {0, 1})
-    # No draft runs where nothing will be accepted.
-    never = decode(TableLM(TARGET), Oracle().build(Parts(TableLM(TARGET), TableLM(-TARGET))), requests(Sampler()))
-    assert {(step.drafted, step.draft_forwards) for steps in never for step in steps} == {(0, 0)}
-
-
-def tau(rows: abc.Sequence[abc.Sequence[Step]]) -> float:
-    return summarise([step for steps in rows for step in steps], 1.0).tau
-
-
-@pytest.mark.parametrize("name", ORACLES)
-def test_the_truth_is_remembered_and_enlarged_where_it_is_too_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    fresh = TableLM.fresh
-    monkeypatch.setattr(TableLM, "fresh", lambda self: asked.append("draft") or fresh(self))
-    truth = known()
-    find = truth.find
-    truth.find = lambda seq: asked.append("target") or find(seq)
-    ended, endless, longer = (
-        plain(requests(Sampler(), [new] * 6, eos=eos))
-        for new, eos in ((20, ENDS), (20, frozenset()), (25, frozenset()))
-    )
-    short = sum(4 in output for output in ended)
-    assert 0 < short < 6
-    for new, eos, output, times in (
-        (20, ENDS, ended, 6),
-        (20, ENDS, ended, 0),
-        (9, ENDS, [each[:9] for each in ended], 0),  # less than what is known
-        (20, frozenset(), endless, short),  # the rows that the end token had ended are too short
-        (20, ENDS, ended, 0),
-        (25, frozenset(), longer, 6),
-    ):
-        asked.clear()
-        rows = run(built(ALL[name], truth), requests(Sampler(), [new] * 6, eos=eos))
-        assert [tokens_of(steps) for steps in rows] == output
-        assert asked.count("target") == times and asked.count("draft") == times * (name == "oracle")
-        assert new == 9 or max(waste(rows)) == (name != "oracle")
-    assert truth.outputs == {tuple(prompt): output for prompt, output in zip(PROMPTS, longer, strict=True)}
-
-
-@pytest.mark.parametrize("name", ORACLES)
-def test_the_truth_is_what_the_processors_make_of_it(name: str) -> None:
-    truth = known()
-    run(built(ALL[name], truth), requests(Sampler()))
-    before = dict(truth.outputs)
-    assert list(before.values()) == plain(requests(Sampler()))
-    penalised = Sampler(True, LogitsProcessorList([hf.RepetitionPenaltyLogitsProcessor(2.5)]))
-    expected = plain(requests(penalised))
-    assert expected != list(before.values())
-    rows = run(built(ALL[name], truth), requests(penalised))
-    assert [tokens_of(steps) for steps in rows] == expected and truth.outputs == before
-    assert max(waste(rows)) == (name != "oracle") and tau(rows) > 1.2
-    # A wrong truth costs time and changes nothing.
-    truth = known({tuple(prompt): [0, 1] * 20 for prompt in PROMPTS})
-    assert [tokens_of(steps) for steps in run(built(ALL[name], truth), requests(Sampler()))] == list(before.values())
-
-
-@pytest.mark.parametrize("name", ORACLES)
-def test_oracles_refuse_to_guess_what_will_be_sampled(name: str) -> None:
-    target = tiny("llama")
-    decoder = Decoder(target, None, target, ALL[name])
-    with pytest.raises(ValueError, match=r"greedy decoding alone"):
-        decoder.generate([1, 2, 3], temperature=1.0)
-    assert ALL[name].greedy_only and not SD().greedy_only
-    drafter = built(ALL[name])
-    seq = Sequence(requests(Sampler(False))[0])
-    with pytest.raises(ValueError, match=r"greedy decoding alone .* changes the distribution"):
-        list(drafter.admit(seq, None, 8))
-    drafter.drop(seq)
-    with pytest.raises(ValueError, match="nothing finds it"):
-        list(built(ALL[name], Truth()).admit(Sequence(requests(Sampler())[0]), None, 8))
-
-
-def test_a_benchmark_tells_oracles_the_truth_before_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(oracle, "plainly", lambda *given: asked.append("plain") or plainly(*given))
-    monkeypatch.setattr("forerun.bench.measure.measure", lambda *given: asked.append("measure") or [])
-    monkeypatch.setattr("forerun.bench.measure.results", lambda *given: {})
-    prompts = [Prompt(str(i), None, [7 + i, 8, 9]) for i in range(3)]
-    methods = parse_methods([BASELINES.get(name, name) for name in ALL], [], None, {})
-    plan = Plan(methods, ("own.jsonl",), draft="embedded", max_new_tokens=12, batch=2)
-    bench(plan, {"own.jsonl": prompts})
-    assert asked == [*["plain"] * 6, "measure"]  # three prompts, once for each oracle
 
 
 CHEAP = Costs({1: 10.0, 64: 10.5}, {1: 1.0, 64: 1.1})  # verifying is nearly free

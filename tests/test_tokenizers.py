@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
-from toys import BASELINES, TableLM, decode, fit, pieces, random_table, tiny, tiny_tokenizer, tokens_of
+from toys import TableLM, decode, fit, pieces, random_table, tiny, tiny_tokenizer, tokens_of
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation import logits_process as hf
 
@@ -408,7 +408,7 @@ def test_errors_name_both(folders: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert strict == {"pacer", "ouroboros", "pacer-ouroboros"}
     assert method("hybrid", other="sd").any_tokenizer and not method("hybrid", other="pacer").any_tokenizer
     refused: list[dict[str, Any]] = [{"method": "hybrid", "other": "ouroboros"}, {"method": "ouroboros"}]
-    for options in [*refused, *({"method": BASELINES[name]} for name in ("oracle", "seeing-oracle"))]:
+    for options in refused:
         with pytest.raises(ValueError, match=r"needs a draft with the target's tokenizer.*pieces"):
             forerun.load(**pair, **options)
     of_letters("thean").save_pretrained(folders / "pieces")

@@ -127,8 +127,6 @@ BASELINES = {  # methods that serve comparison only, by the name that the comman
         "adaedl": "entropy:AdaEDL",
         "lookup": "lookup:Lookup",
         "lookahead": "lookahead:Lookahead",
-        "oracle": "oracle:Oracle",
-        "seeing-oracle": "oracle:SeeingOracle",
     }.items()
 }
 COSTS = Costs({1: 4.0, 2: 4.2, 4: 4.6, 8: 5.2, 32: 10.0}, {1: 0.4, 4: 0.5}, 0.1, glance=9.0)

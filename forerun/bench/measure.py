@@ -93,7 +93,6 @@ def bench(
         name: each.make(loaded) if isinstance(each, Runner) else decoder_run(decoders[name], plan.params())
         for name, each in plan.methods.items()
     }
-    _teach_oracles(plan, runs, datasets, say)
     records = measure(plan, runs, datasets, None if out is None else out / "records.jsonl", say)
     found = results(plan, facts, records, costs)
     found["models"] = {"target": facts_of(target)}
@@ -113,21 +112,6 @@ def facts_of_prompts(datasets: dict[str, list[Prompt]]) -> dict[str, dict[str, A
         return {"prompts": len(prompts), "cut": sum(prompt.cut for prompt in prompts), "sha256": digest[:16]}
 
     return {name: facts(prompts) for name, prompts in datasets.items()}
-
-
-def _teach_oracles(
-    plan: Plan, runs: dict[str, Run], datasets: dict[str, list[Prompt]], say: Callable[[str], None]
-) -> None:
-    """Run oracles, which alone refuse sampling, once on everything: no measurement holds the time in which they learn
-    the truth."""
-    for name, method in plan.ours.items():
-        if not method.greedy_only:
-            continue
-        for dataset, prompts in datasets.items():
-            say(f"{name} learns the target's output for {dataset}")
-            for start in range(0, len(prompts), plan.batch):
-                rows = [_ids(prompt) for prompt in prompts[start : start + plan.batch]]
-                runs[name](rows, [plan.seed + row for row in range(len(rows))], None)
 
 
 def measure(

@@ -100,8 +100,6 @@ class Plan:
         if self.top_p < 1 and not self.temperature:
             raise ValueError(f"top_p {self.top_p} needs a temperature above 0: greedy decoding samples nothing")
         for name, each in self.ours.items():
-            if self.temperature and each.greedy_only:
-                raise ValueError(f"method {name!r} is for greedy decoding; leave it out or set the temperature to 0")
             bundled = companion(self.target, each.layer) if self.draft == own_draft(self.target) else None
             if each.layer and not self.pre_verifier and bundled is None:
                 raise ValueError(f"method {name!r} needs a pre-verifier: give --pre-verifier")

@@ -54,7 +54,6 @@ class Method(Protocol):
     Attributes:
         name: its name for users and in results.
         needs_draft: whether it drafts with a model.
-        greedy_only: whether it refuses sampled sequences.
         layer: the folder's name of the trained layer that it needs.
         head: the kind of head over hidden states that it needs (`forerun.heads.heads.KINDS`).
         warm: whether its pool outlives a sequence.
@@ -63,7 +62,6 @@ class Method(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
     name: ClassVar[str]
     needs_draft: ClassVar[bool] = False
-    greedy_only: ClassVar[bool] = False
     layer: ClassVar[str | None] = None
     head: ClassVar[str | None] = None
     warm: bool = False

@@ -35,7 +35,7 @@ class Drafting(Method):
 
     @property
     def any_tokenizer(self) -> bool:
-        return self.layer is None and not self.greedy_only  # layers and oracles are for pairs of one tokenizer
+        return self.layer is None  # layers are for pairs of one tokenizer
 
     def policy(self, parts: Parts) -> LengthPolicy:
         """Return the length policy, which ends drafts."""
