@@ -18,7 +18,7 @@ from toys import noisy_copy, refuses, save_lines, save_models, tiny, tiny_tokeni
 from transformers import PreTrainedModel
 
 from benchmarks.embedded.tokenizer import END_OF_TEXT
-from forerun.api import profiles
+from forerun.api import resolve
 from forerun.api.load import Decoder
 from forerun.bench import measure, report
 from forerun.bench.datasets import Prompt, check_datasets, front_of, read_prompts, stdlib_prompts, tokenised
@@ -144,18 +144,18 @@ def test_tuning_names_the_value_of_the_best_median_speedup(folder: Path) -> None
 
 
 def test_shipped_settings_are_of_the_embedded_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(profiles.FOLDERS, "embedded", tmp_path)
+    monkeypatch.setitem(resolve.FOLDERS, "embedded", tmp_path)
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").touch()
-    assert profiles.shipped("embedded", "embedded") is None
+    assert resolve.shipped("embedded", "embedded") is None
     stored = {"greedy": {"sd": {"gamma": 7}}, "sampling": {"sd": {"gamma": 3}}}
     for default, sampling in (({}, None), ({"default": {"sampling": "sd"}}, SD(gamma=3))):
         (tmp_path / "tuned.json").write_text(json.dumps(stored | default))
-        ours = profiles.shipped("embedded", "embedded")
-        assert ours is not None and ours == profiles.shipped("embedded", None)
+        ours = resolve.shipped("embedded", "embedded")
+        assert ours is not None and ours == resolve.shipped("embedded", None)
         assert ours.methods == stored and ours.costs is ours.choice("greedy") is None
         assert ours.choice("sampling") == sampling
-    assert profiles.shipped("some/model", "embedded") is profiles.shipped("embedded", "some/model") is None
+    assert resolve.shipped("some/model", "embedded") is resolve.shipped("embedded", "some/model") is None
 
 
 MISTAKES = {
@@ -175,12 +175,8 @@ MISTAKES = {
     "bench --max-new-tokens 2000": "leaves no room for a prompt in the context of",
     "bench --target ./nothing": "no model folder './nothing' for the target",
     "bench --target some/model": "method 'sd' needs a draft model: give --draft",
-    "tune --top-p 0.5": "top_p 0.5 needs a temperature above 0",
-    "tune --data prompts.txt": "--data takes a .jsonl file with a prompt a line, not 'prompts.txt'",
-    "tune --data nothing.jsonl": "cannot read nothing.jsonl: No such file or directory",
-    "tune --target ./nothing": "no model folder './nothing' for the target",
-    "tune --budget 0": "Invalid value for '--budget'",
-    "tune --head nothing": "no head in the folder 'nothing'",
+    "bench --top-p 0.5": "top_p 0.5 needs a temperature above 0",
+    "bench --head nothing": "no head in the folder 'nothing'",
 }
 
 

@@ -49,7 +49,7 @@ def test_the_loop_and_the_methods_do_not_know_each_other() -> None:
         assert "forerun.engine.engine" not in path.read_text()
 
 
-@pytest.mark.parametrize("module", ["forerun", "forerun.methods", "forerun.sampling.params", "forerun.api.profiles"])
+@pytest.mark.parametrize("module", ["forerun", "forerun.methods", "forerun.sampling.params", "forerun.api.resolve"])
 def test_quick_imports_need_no_torch(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

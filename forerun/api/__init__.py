@@ -1,1 +1,1 @@
-"""What users call: load, Decoder, custom_generate, profiles."""
+"""What users call: load, Decoder, custom_generate."""

@@ -56,8 +56,7 @@ def load(
         ValueError: an unknown method or setting, a model that cannot be loaded or decoded; a draft with another
             tokenizer that shares too few of the target's tokens, or for a method that cannot do with it. Tokenizers
             are compared before weights are loaded. A draft folder without one is taken at its word; embeddings of
-            different sizes must then, as ever, differ by padding alone. A layer or head for other models; a profile
-            that is damaged.
+            different sizes must then, as ever, differ by padding alone. A layer or head for other models.
     """
     models, engine, settings = split_options(options, models, engine)
     found = resolve(target, draft, method, settings, pre_verifier=pre_verifier, head=head, models=models)

@@ -52,8 +52,8 @@ class ModelOptions:
             raise ValueError("give device or device_map, not both")
 
     @property
-    def has_profile(self) -> bool:
-        """Whether `forerun tune` makes profiles for models that are loaded so."""
+    def are_usual(self) -> bool:
+        """Whether models run as those did that settings which come with forerun were chosen on."""
         return self.fast and self.device_map is None and self.draft_vocabulary is None
 
 

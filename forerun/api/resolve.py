@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun import methods
-from forerun.api import profiles
+from forerun.engine.costs import Costs, costs_of
+from forerun.files import read_text
 from forerun.heads.formats import is_eagle3
 from forerun.methods import METHODS, Method, Pacer
-from forerun.zoo import companion, own_draft, settings_of
+from forerun.zoo import FOLDERS, companion, own_draft, settings_of
 
 if TYPE_CHECKING:
     from forerun.api.options import ModelOptions
-    from forerun.engine.costs import Costs
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """What comes with a model that forerun knows by name: chosen on one machine and validation prompts.
+
+    Attributes:
+        methods: {"greedy" or "sampling": {method: {setting: value}}}.
+        default: the method of each of the two, if none is named.
+        costs: of forwards. With these the pair's methods do the same things everywhere.
+    """
+
+    methods: dict[str, dict[str, dict[str, Any]]]
+    default: dict[str, str]
+    costs: Costs | None
+
+    def choice(self, mode: str) -> Method | None:
+        """Return the default method with its settings."""
+        name = self.default.get(mode)
+        return methods.method(name, **self.methods.get(mode, {}).get(name, {})) if name is not None else None
+
+
+def shipped(target: object, draft: object) -> Shipped | None:
+    """Return what comes with forerun for a target and its own draft; None for other models."""
+    own = own_draft(target)  # None if it is not fetched
+    folder = FOLDERS.get(str(target)) if own is not None and draft in (None, own) else None
+    if folder is None or not (path := folder / "tuned.json").is_file():
+        return None
+    found = json.loads(read_text(path))
+    costs = costs_of(found["costs"]) if "costs" in found else None
+    return Shipped({mode: found.get(mode, {}) for mode in ("greedy", "sampling")}, found.get("default", {}), costs)
 
 
 @dataclass(frozen=True)
@@ -50,18 +82,17 @@ def resolve(
     """Decide what a target is decoded with. Loads no weights.
 
     A draft, layer or head that is not given is the one that comes with forerun for a target of that name. A method that
-    is not named, nor by one of its settings, is that of the profile of `forerun tune`, or that which comes with the
-    target. Otherwise it is "pacer" with a draft and its pre-verifier, "sd" with a draft, and "suffix"
-    without; with a head that none of these uses, or whose method has the settings, the method of its kind.
+    is not named, nor by one of its settings, is that which comes with the target. Otherwise it is "pacer" with a draft
+    and its pre-verifier, "sd" with a draft, and "suffix" without; with a head that none of these uses, or whose method
+    has the settings, the method of its kind.
 
     Args:
-        target, draft: hub ids, folders, files, or models. Models have neither profiles nor companions.
+        target, draft: hub ids, folders, files, or models. Nothing comes with models.
         settings: of the method, by name, or as the command line has them: NAME=VALUE.
-        models: how models are loaded, and so which profile is theirs. None: profiles are not read.
+        models: how models are loaded. None: what comes with the target is not looked at.
 
     Raises:
-        ValueError: an unknown method or setting; a method without the draft, layer or head that it needs; a profile
-            that is damaged.
+        ValueError: an unknown method or setting; a method without the draft, layer or head that it needs.
     """
     own = own_draft(target)
     draft = own if draft is None else draft
@@ -78,21 +109,10 @@ def resolve(
     is_named = method is not None or bool(settings)
     sampling: Method | None = None
     costs: Costs | None = None
-    are_named = all(isinstance(each, str | Path | None) for each in (target, draft))
-    if models is not None and models.has_profile and are_named and (not is_named or chosen.needs_costs):
-        profile = profiles.find(profiles.pair_of(target, draft, models))
-        ours = profiles.shipped(target, draft)
-        costs = profile.costs if profile is not None else ours.costs if ours is not None else None
-        if profile is not None and not is_named:
-            sampling = profile.sampling.build() if profile.sampling else chosen
-            chosen = profile.greedy.build() if profile.greedy else chosen
-            if sampling.head is not None and chosen.head is not None and sampling.head != chosen.head:
-                sampling = chosen  # a decoder has one head
-            tried = [each for each in (profile.greedy, profile.sampling) if each is not None]
-            pre_verifier = pre_verifier or next((each.pre_verifier for each in tried if each.pre_verifier), None)
-            heads = {each.build().head: each.head for each in reversed(tried) if each.head}
-            head = head or heads.get(chosen.head or sampling.head)
-        elif ours is not None and not is_named and pre_verifier is None and head is None:
+    ours = shipped(target, draft) if models is not None and models.are_usual else None
+    if ours is not None and (not is_named or chosen.needs_costs):
+        costs = ours.costs
+        if not is_named and pre_verifier is None and head is None:
             chosen, sampling = ((ours.choice(mode) or chosen).resolve_defaults(*has) for mode in ("greedy", "sampling"))
     both = [chosen] if sampling is None else [chosen, sampling]
     if given is not None and not is_named and all(each.head is None for each in both):

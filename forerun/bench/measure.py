@@ -192,9 +192,8 @@ def forget_phrases(decoder: Decoder) -> None:
         pool.clear()
 
 
-def decoder_run(decoder: Decoder, params: SamplingParams, close: bool = False) -> Run:
-    """Return what runs a method of ours. Each row has a seed of its own, so its neighbours do not matter. `close` frees
-    the decoder's buffers after each call, if there are many decoders.
+def decoder_run(decoder: Decoder, params: SamplingParams) -> Run:
+    """Return what runs a method of ours. Each row has a seed of its own, so its neighbours do not matter.
 
     Phrases of earlier prompts stay, but a prompt that comes again finds none.
     """
@@ -216,8 +215,6 @@ def decoder_run(decoder: Decoder, params: SamplingParams, close: bool = False) -
             requests.append(replace(request, generator=numbers))
         rows = session.add(requests).collect()
         seconds = perf_counter() - begun
-        if close:
-            decoder.close()
         return Outcome(
             tokens=[[token for step in row for token in step.tokens] for row in rows],
             seconds=seconds,

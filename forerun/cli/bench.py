@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from forerun.api import profiles
+from forerun.api.resolve import shipped
 from forerun.bench.datasets import PUBLIC, STDLIB, Prompt, read_files
 from forerun.bench.plan import DEFAULT_METHODS, Plan, Runner, RunnerOf, make_folder, parse_methods
 from forerun.cli import options
 from forerun.cli.common import quiet
 from forerun.cli.options import DraftOptions, MaxNewTokensOption, TemperatureOption, TopPOption, grouped
-from forerun.methods import METHODS, Method, settings_of
+from forerun.methods import METHODS, settings_of
 from forerun.zoo import EMBEDDED, own_draft
 
 
@@ -54,7 +54,7 @@ def bench(
 ) -> None:
     """Measure methods in turns on the same prompts, in one process. Lists may be given with commas.
 
-    Settings that are not given are those that `forerun tune` found for the pair, if it did.
+    Settings that are not given are those that come with the target.
     """
     given = locals()
     plan, files = planned(given | vars(loading))
@@ -73,27 +73,20 @@ def planned(
     `runner_of` gives what runs under other names than those of our methods; `more` are other fields of the plan.
     """
     target, draft = given["target"], given["draft"] if given["draft"] is not None else own_draft(given["target"])
-    ours = profiles.shipped(target, draft)
+    ours = shipped(target, draft)
     tuned = ours.methods["sampling" if given["temperature"] else "greedy"] if ours is not None else {}
     settings = [*(given["method_arg"] or []), *_lengths(given.get("gamma"), given["methods"])]
-
-    def methods(tuned: dict[str, dict[str, Any]]) -> dict[str, Method | Runner]:
-        chosen = parse_methods(split(given["methods"]), settings, given["tune"], tuned, runner_of)
-        # "auto" is a draft's method here: the kind of a head is known later.
-        has = draft is not None, False, None
-        return {n: each if isinstance(each, Runner) else each.resolve_defaults(*has) for n, each in chosen.items()}
-
+    methods = parse_methods(split(given["methods"]), settings, given["tune"], tuned, runner_of)
+    # "auto" is a draft's method here: the kind of a head is known later.
+    has = draft is not None, False, None
+    methods = {n: each if isinstance(each, Runner) else each.resolve_defaults(*has) for n, each in methods.items()}
     chosen = {each.name: given[each.name] for each in fields(Plan) if each.name in given} | more
     chosen |= {"head": tuple(given["head"] or ()), "draft": draft}
     datasets = tuple(split(given["dataset"])) or ("stdlib-test",)
-    plan = Plan(**chosen | {"methods": methods(tuned), "datasets": datasets})
+    plan = Plan(**chosen | {"methods": methods, "datasets": datasets})
     make_folder(given["out"])
     files = read_files(plan.datasets, plan.data, plan.limit)
     quiet(plan.threads)
-    profile = profiles.find(profiles.pair_of(target, draft, plan))
-    choice = profile.choice(plan.temperature) if profile is not None else None
-    if choice is not None:
-        plan = replace(plan, methods=methods(tuned | choice.tuned))
     return plan, files
 
 

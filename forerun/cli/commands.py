@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun import __version__
-from forerun.cli import batch_jobs, bench, demo, generate, info, serve, train, tune
+from forerun.cli import batch_jobs, bench, demo, generate, info, serve, train
 from forerun.cli.common import say
 from forerun.zoo import MODELS, SMOLLM2, require
 from forerun.zoo.fetch import fetch as get
@@ -50,6 +50,6 @@ def fetch(
 
 
 COMMANDS = batch_jobs.batch, bench.bench, generate.chat, demo.demo, fetch, generate.generate, info.info, serve.serve
-for command in (*COMMANDS, tune.tune):
+for command in COMMANDS:
     app.command()(command)
 app.add_typer(train.app, name="train")

@@ -1,4 +1,4 @@
-"""`forerun info`: versions and what was tuned; with --costs what forwards cost."""
+"""`forerun info`: versions; with --costs what forwards cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import typer
 
 from forerun import __version__
-from forerun.api.profiles import find, pair_of
 from forerun.cli.common import quiet
 from forerun.cli.options import JsonOption, LoadOptions, TargetOption, grouped
 from forerun.methods import METHODS
@@ -34,8 +33,8 @@ def info(
     *,
     loading: LoadOptions,
 ) -> None:
-    """Show versions and what was tuned, with --json also the methods' settings. With --costs also what the models run
-    as, and what their forwards cost."""
+    """Show versions, with --json also the methods' settings. With --costs also what the models run as, and what their
+    forwards cost."""
     if model is not None:
         facts = file_facts(model)
         if as_json:
@@ -47,7 +46,7 @@ def info(
     if loading.draft is not None:
         locate(loading.draft, "draft")
     quiet(loading.threads)
-    facts = collect() | {"profile": _profile(target, loading)}
+    facts = collect()
     if with_costs:
         facts["costs"] = costs(target, loading)
     if as_json:
@@ -127,25 +126,9 @@ def peak_mb() -> int | None:
     return None
 
 
-def _profile(target: str, loading: LoadOptions) -> dict[str, Any] | None:
-    """Return the profile that runs with these models use; None if they were not tuned."""
-    draft = loading.draft or own_draft(target)
-    profile = find(pair_of(target, draft, loading))
-    if profile is None:
-        return None
-    return {"file": str(profile.pair.path)} | {mode: asdict(profile)[mode] for mode in ("greedy", "sampling")}
-
-
 def _show(facts: dict[str, Any]) -> None:
     names = ("forerun", "python", "torch", "transformers", "device", "threads")
     rows = [(name, str(facts[name])) for name in names]
-    profile = facts["profile"] or {}
-    for mode in ("greedy", "sampling"):
-        if choice := profile.get(mode):
-            settings = ", ".join(f"{key}={value}" for key, value in choice["settings"].items())
-            speedup = f"{choice['measured_speedup']:.2f}x measured"
-            rows.append((f"tuned, {mode}", f"{choice['method']} {settings}: {speedup}"))
-    rows.append(("profile", profile.get("file", "none: run forerun tune")))
     if costs := facts.get("costs"):
         for part in ("target", *["draft"] * ("draft_ms" in costs)):
             model = costs["models"][part]

@@ -41,8 +41,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 MethodOption = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join(METHODS)}; what `forerun tune` chose by default, else pacer with a draft and "
-        "its pre-verifier, sd with a draft, suffix without."
+        help=f"{', '.join(METHODS)}. Default: what comes with the target, else pacer with a draft and its "
+        "pre-verifier, sd with a draft, suffix without."
     ),
 ]
 GammaOption = Annotated[int | None, typer.Option(help="Draft length; short for the setting gamma of --method-arg.")]
