@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Lines of Python. Tests are those of benchmarks/ too. The aim is 21,000 and 18,000: the next change takes out, not in.
-LIMITS = {"forerun": 23_515, "tests": 19_070}
+LIMITS = {"forerun": 22_910, "tests": 18_800}
 LONGEST = 400  # lines of the longest file of the package
 
 
