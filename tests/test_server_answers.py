@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request
 from forerun.methods import method
 from forerun.model.causal_lm import CausalLM
-from forerun.scale.messages import SentRequest, rebuild
 
 PROMPT = list(range(5, 65))
 SAT: list[Any] = [{"role": "user", "content": "the cat sat"}]
@@ -314,5 +312,3 @@ def test_salted_requests_neither_read_nor_feed_what_outlives_requests(name: str)
     assert steps(made, "") == first and (size := len(pool)) > 0
     assert steps(made, "one") == first and len(pool) == size
     assert steps(made, "") != first  # it drafts from what the one before it said
-    sent = replace(made.request([5, 6]), salt="one")
-    assert rebuild([SentRequest.of(sent, 1)], made)[0].salt == "one"  # by a replica

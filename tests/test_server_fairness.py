@@ -23,8 +23,8 @@ from forerun.engine.sequence import Sequence
 from forerun.engine.step import Step
 from forerun.sampling.logprobs import Logprob
 from forerun.server import answers, logprobs, requests
-from forerun.server.backend import Job
 from forerun.server.errors import ApiError
+from forerun.server.job import Job
 from forerun.server.logprobs import SLICE, LogprobsJson, TokenTexts
 from forerun.server.readers import READERS
 

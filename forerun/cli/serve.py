@@ -65,6 +65,7 @@ def serve(
     from forerun.zoo.memory import loading_line
 
     listening = listen(host, port)
+    port = listening.getsockname()[1]
     set_up_log(log_level)
     logging.getLogger("forerun.server").info(loading_line(serving.model, serving.draft, method))
     quiet(serving.threads)
@@ -82,9 +83,9 @@ def serve(
     if ray is None:
         serve(Worker(loader), settings, listening, **how)
     else:
-        from forerun.scale.replicas import serving as serving_on
+        from forerun.scale.replicas import run
 
-        sizes = {"replicas": replicas or 2, "room": max_rows + max_queue, "cpus": serving.threads or 1}
-        with serving_on(ray, loader, **sizes, device=serving.device) as fleet:
-            serve(fleet, settings, listening, **how)
+        listening.close()  # it was to see that the address is free
+        how |= {"host": host, "port": port, "replicas": replicas or 2, "room": max_rows + max_queue}
+        run(ray, loader, settings, **how, cpus=serving.threads or 1, device=serving.device)
     leave()

@@ -14,7 +14,6 @@ from forerun.api.decoder import Decoder
 from forerun.scale.batch_file import BadLine, Line
 from forerun.scale.batch_folder import Folder
 from forerun.server.app import Settings, create_app
-from forerun.server.backend import until_ready
 from forerun.server.worker import Worker
 
 _LOG = logging.getLogger("forerun.model.batch")
@@ -86,7 +85,7 @@ async def run(
             folder.answer(line, *found)
 
     async with app.router.lifespan_context(app):
-        await until_ready(worker)
+        await worker.until_ready()
         begun = perf_counter()
         # Those that have a row, and some that are read and wait for one.
         tasks = [asyncio.ensure_future(work()) for _ in range(max_rows + min(max_rows, 64))]

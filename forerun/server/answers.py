@@ -9,8 +9,8 @@ from uuid import uuid4
 
 from forerun.engine.engine import Step
 from forerun.engine.sequence import Request
-from forerun.server.backend import Job
 from forerun.server.errors import ApiError, timed_out
+from forerun.server.job import Job
 from forerun.server.logprobs import LogprobsJson, TokenTexts, as_json
 from forerun.server.metrics import AnswerCounts
 from forerun.server.requests import Prepared

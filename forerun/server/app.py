@@ -21,13 +21,13 @@ from forerun import __version__
 from forerun.api.decoder import Decoder
 from forerun.server import requests, schemas
 from forerun.server.answers import Answer
-from forerun.server.backend import Backend
 from forerun.server.errors import ApiError, add_handlers, loading, shutting_down, timed_out
 from forerun.server.logprobs import TokenTexts
 from forerun.server.metrics import Metrics
 from forerun.server.middleware import ApiKey, BodyLimit, RequestIds
 from forerun.server.readers import Readers
 from forerun.server.responses import ResponseAnswer, prepare_response
+from forerun.server.worker import Worker
 
 _LOG = logging.getLogger("forerun.server")
 _T = TypeVar("_T")
@@ -49,6 +49,7 @@ class Settings:
         model: its name for clients.
         max_body: bytes of a body; body_seconds: seconds until all of it must have come.
         max_seconds: of a request, from its headers to its last token.
+        sends_ids: answers have the header x-request-id, which Serve's proxies add for replicas.
         tool_parser: the form of tool calls, one of `forerun.text.tool_calls.FORMS`; None: as the chat template shows.
     """
 
@@ -58,6 +59,7 @@ class Settings:
     max_body: int = 4 * 2**20
     body_seconds: float = 30
     max_seconds: float = 600
+    sends_ids: bool = True
     tool_parser: str | None = None
 
 
@@ -83,22 +85,22 @@ class Service:
         open: bodies that are being answered.
     """
 
-    def __init__(self, backend: Backend, settings: Settings) -> None:
-        self.backend, self.settings, self.readers = backend, settings, Readers()
+    def __init__(self, worker: Worker, settings: Settings) -> None:
+        self.worker, self.settings, self.readers = worker, settings, Readers()
         self.draining = False
         self.open = 0
         self.began = int(time())
-        self.metrics = Metrics(backend.load)
-        backend.on_step = self.metrics.step
+        self.metrics = Metrics(worker.load)
+        worker.on_step = self.metrics.step
         self._texts: TokenTexts | None = None
 
     def decoder(self) -> Decoder:
-        """Return the backend's decoder. Raises ApiError while no request can be taken."""
+        """Return the worker's decoder. Raises ApiError while no request can be taken."""
         if self.draining:
             raise shutting_down()
-        if self.backend.decoder is None or not self.backend.ready.is_set():
+        if self.worker.decoder is None or not self.worker.ready.is_set():
             raise loading()
-        return self.backend.decoder
+        return self.worker.decoder
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.model:
@@ -131,7 +133,7 @@ class Service:
         tokenizer = self.decoder().tokenizer  # raises if the server has begun to shut down meanwhile
         assert tokenizer is not None
         self._texts = self._texts or TokenTexts(tokenizer)
-        job = self.backend.submit(prepared.requests, request.state.arrived)
+        job = self.worker.submit(prepared.requests, request.state.arrived)
         answer = kind(body, prepared, job, self._texts, self.settings.model)
         self.open += 1
         self.metrics.prompt_tokens.inc(answer.counts.prompt_tokens)
@@ -146,7 +148,7 @@ class Service:
     def _end(self, answer: Answer, request: Request) -> None:
         """Count and log an answer that is complete, or whose reader has gone."""
         self.open -= 1
-        self.backend.cancel(answer.job)
+        answer.job.close()
         reasons = [choice.finish_reason or answer.ended_by for choice in answer.choices]
         counts = answer.counts
         self.metrics.answer(counts, reasons)
@@ -188,15 +190,16 @@ async def _unless_gone(request: Request, wanted: Coroutine[Any, Any, _T], second
         await asyncio.gather(found, left, return_exceptions=True)
 
 
-def create_app(backend: Backend, settings: Settings) -> FastAPI:
-    """Return the app; its lifespan starts and stops the backend."""
-    service = Service(backend, settings)
+def create_app(worker: Worker, settings: Settings) -> FastAPI:
+    """Return the app; its lifespan starts and stops the worker."""
+    service = Service(worker, settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        backend.start()
+        if not worker.ready.is_set():  # a replica has loaded its model before
+            worker.start()
         yield
-        await backend.stop()
+        await worker.stop()
 
     errors: dict[int | str, dict[str, Any]] = {each: {"model": schemas.ErrorBody} for each in ("4XX", "5XX")}
     app = FastAPI(
@@ -216,7 +219,7 @@ def create_app(backend: Backend, settings: Settings) -> FastAPI:
     app.add_middleware(BodyLimit, limit=settings.max_body, seconds=settings.body_seconds)
     if settings.api_key is not None:
         app.add_middleware(ApiKey, key=settings.api_key, open_paths=frozenset(["/health", *page]))
-    app.add_middleware(RequestIds, on_status=service.metrics.status)
+    app.add_middleware(RequestIds, on_status=service.metrics.status, sends=settings.sends_ids)
     if settings.allow_origin:
         app.add_middleware(
             CORSMiddleware,

@@ -17,10 +17,11 @@ from forerun.server.errors import ApiError
 
 
 class RequestIds:
-    """Sends x-request-id back, or makes one, and notes when the request came. `on_status` gets each status."""
+    """Reads x-request-id, or makes one, `sends` it back, and notes when the request came. `on_status` gets each
+    status."""
 
-    def __init__(self, app: ASGIApp, on_status: Callable[[int], None]) -> None:
-        self.app, self.on_status = app, on_status
+    def __init__(self, app: ASGIApp, on_status: Callable[[int], None], sends: bool) -> None:
+        self.app, self.on_status, self.sends = app, on_status, sends
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -31,7 +32,8 @@ class RequestIds:
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = name
+                if self.sends:
+                    MutableHeaders(scope=message)["x-request-id"] = name
                 self.on_status(message["status"])
             await send(message)
 

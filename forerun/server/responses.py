@@ -10,8 +10,8 @@ from uuid import uuid4
 from forerun.api.decoder import Decoder
 from forerun.engine.engine import Step
 from forerun.server.answers import Answer, call_id
-from forerun.server.backend import Job
 from forerun.server.errors import ApiError, blame
+from forerun.server.job import Job
 from forerun.server.logprobs import TokenTexts, as_json
 from forerun.server.requests import Prepared, prepare_chat
 from forerun.server.schemas import ChatBody, ResponsesBody

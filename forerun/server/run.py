@@ -17,8 +17,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forerun.server.app import Service, Settings, create_app
-from forerun.server.backend import Backend
 from forerun.server.errors import shutting_down
+from forerun.server.worker import Worker
 
 _LOG = logging.getLogger("forerun.server")
 
@@ -71,11 +71,11 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, drain: float, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
         self.service, self.drain, self.on_ready = service, drain, on_ready
-        service.backend.on_failure = self._stop
+        service.worker.on_failure = self._stop
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        waiting = self._loop.create_task(self.service.backend.ready.wait())
+        waiting = self._loop.create_task(self.service.worker.ready.wait())
         waiting.add_done_callback(lambda task: None if task.cancelled() else self.on_ready())
         await super().serve(sockets)
         waiting.cancel()
@@ -94,20 +94,20 @@ class Server(uvicorn.Server):
                 while self.service.open:
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            self.service.backend.give_up(shutting_down())
+            self.service.worker.give_up(shutting_down())
         self._stop()
 
     def _stop(self) -> None:
         self.should_exit = True
 
 
-def serve(backend: Backend, settings: Settings, listening: socket.socket, *, begun: float, drain: float) -> None:
-    """Serve on a socket until a signal ends it. The backend loads its models after the first answers of /health.
+def serve(worker: Worker, settings: Settings, listening: socket.socket, *, begun: float, drain: float) -> None:
+    """Serve on a socket until a signal ends it. The worker loads its models after the first answers of /health.
 
-    `begun`: when the command did, by `perf_counter`. Raises what the backend fails with.
+    `begun`: when the command did, by `perf_counter`. Raises what the worker fails with.
     """
     sys.setswitchinterval(SWITCH)
-    app = create_app(backend, settings)
+    app = create_app(worker, settings)
     config = uvicorn.Config(
         app,
         http=Protocol,
@@ -126,8 +126,8 @@ def serve(backend: Backend, settings: Settings, listening: socket.socket, *, beg
     Server(config, app.state.service, drain, lambda: _LOG.info("ready in %.1f s: %s", perf_counter() - begun, url)).run(
         sockets=[listening]
     )
-    if backend.failed is not None:
-        raise backend.failed
+    if worker.failed is not None:
+        raise worker.failed
 
 
 def leave() -> None:

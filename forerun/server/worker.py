@@ -1,4 +1,4 @@
-"""A backend with one engine, in a thread that owns the models."""
+"""One engine, in a thread that owns the models."""
 
 from __future__ import annotations
 
@@ -14,11 +14,28 @@ from forerun.api.decoder import Decoder
 from forerun.engine.engine import Engine, QueueFullError, Step
 from forerun.engine.sequence import Request
 from forerun.engine.session import Run, Session
-from forerun.server.backend import Job, Load
 from forerun.server.errors import ApiError, loading, queue_full, shutting_down, to_api_error
+from forerun.server.job import Job
 from forerun.server.memory import default_kv_memory
 
 _LOG = logging.getLogger("forerun.server")
+
+
+@dataclass(frozen=True)
+class Load:
+    """Work and memory of the engine at one moment.
+
+    Attributes:
+        running, waiting: sequences with a row, and in the queue.
+        used, allocated: bytes of keys and values, in use and in all.
+        hits: prompt tokens that were not computed again.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    used: int = 0
+    allocated: int = 0
+    hits: int = 0
 
 
 @dataclass(frozen=True)
@@ -47,9 +64,18 @@ class Loader:
 
 
 class Worker:
-    """The `Backend` of one process. `make` loads the decoder in the worker's thread."""
+    """An engine and its thread. All calls are made in the event loop's thread.
+
+    Attributes:
+        decoder: reads bodies; None until it is loaded.
+        ready: set when it can decode.
+        failed: what loading raised, or what ended decoding for good.
+        on_step: called with every step, and when it came, before its job gets it.
+        on_failure: called when `failed` is set.
+    """
 
     def __init__(self, make: Callable[[], Decoder]) -> None:
+        """`make` loads the decoder in the worker's thread."""
         self._make = make
         self.decoder: Decoder | None = None
         self.failed: BaseException | None = None
@@ -63,7 +89,15 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
+    async def until_ready(self) -> None:
+        """Wait until it can decode. Raises what loading raised."""
+        while not self.ready.is_set():
+            if self.failed is not None:
+                raise self.failed
+            await asyncio.sleep(0.05)
+
     async def stop(self) -> None:
+        """End all jobs with an error, then decoding."""
         self.give_up(shutting_down())
         if self._session is not None:
             self._session.stop()
@@ -93,6 +127,8 @@ class Worker:
         )
 
     def submit(self, requests: Sequence[Request], begun: float) -> Job:
+        """Queue all requests of a body that came at `begun`, or none. Raises ApiError if the queue is full, or could
+        never hold them."""
         job, engine = Job(begun), self.engine
         capacity = None if engine.max_queue is None else engine.max_rows + engine.max_queue
         if capacity is not None and len(requests) > capacity:
@@ -105,10 +141,8 @@ class Worker:
             raise ApiError(400, str(error), "max_tokens") from None
         return job
 
-    def cancel(self, job: Job) -> None:
-        job.close()
-
     def give_up(self, error: ApiError) -> None:
+        """End all jobs with an error."""
         for run in self._session.runs() if self._session is not None else ():
             if isinstance(run, Job):
                 run.fail(error)
