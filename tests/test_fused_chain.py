@@ -63,9 +63,14 @@ def begun(model: CausalLM, rows: int = 1) -> CausalLM:
 
 
 def rolled(model: CausalLM, pending: list[int], count: int, id: int = 0) -> tuple[list[int], list[float]]:
-    """The same tokens and their probabilities, by `roll`."""
-    best, logits = model.roll([id], [pending], count, model.vocab_size)
-    return best[0].tolist(), [float(each[0].softmax(-1).amax()) for each in logits]
+    """The same tokens and their probabilities, one by one."""
+    tokens, probs = list[int](), list[float]()
+    for _ in range(count):
+        probability, token = model.extend([id], [pending])[0][-1].softmax(-1).max(-1)
+        pending = [int(token)]
+        tokens += pending
+        probs.append(float(probability))
+    return tokens, probs
 
 
 @torch.inference_mode()
@@ -284,7 +289,7 @@ def test_drafts_are_sampled_from_the_given_distributions(sampling: SamplingDistr
         # Where a token stands among tokens is C's to say: hot tokens have an order of their own.
         order = list(range(other.vocab_size)) if other.hot is None else other.hot.tokens.tolist()
         for token, own, number in zip(tokens, probs, numbers.tolist(), strict=True):
-            _, (logits,) = other.roll([0], [before], 1, other.vocab_size)
+            logits = other.extend([0], [before])[0][-1:]
             wanted = probabilities_by(logits, sampling)[0]
             torch.testing.assert_close(own, wanted, rtol=1e-2, atol=1e-4)  # up to rounding
             assert own[token] > 0
@@ -309,7 +314,7 @@ def test_a_seed_drafts_its_streams_tokens(sampling: SamplingDistribution, scale:
         tokens, probs, _ = at_once(one, most=4, how=how)
         assert probs is None
         for before, token, stream in zip([7, *tokens], tokens, streams, strict=False):
-            _, (logits,) = other.roll([0], [[before]], 1, other.vocab_size)
+            logits = other.extend([0], [[before]])[0][-1:]
             wanted = torch.nn.functional.pad(probabilities_by(logits, sampling)[0], (0, more))
             chosen = stream.sample(wanted)
             (low if wanted[chosen] <= FLOOR else same).append(token == chosen)
@@ -325,7 +330,7 @@ def test_output_of_sampled_calls_follows_the_targets_distribution(hot: bool) -> 
     noise = torch.Generator().manual_seed(1)
 
     def after(text: list[int]) -> torch.Tensor:
-        _, (logits,) = model.roll([0], [text], 1, model.vocab_size)
+        logits = model.extend([0], [text])[0][-1:]
         model.crop([0], [len(PROMPT) - 1])
         return probabilities_by(logits, sampling)[0].double()
 

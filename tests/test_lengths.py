@@ -19,7 +19,7 @@ from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Step
 from forerun.engine.sequence import Request, Sequence
-from forerun.methods import SD, Confidence, Cumulative, Method, Parts
+from forerun.methods import Confidence, Cumulative, Method, Parts
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter
 from forerun.methods.stop import BestLength, FixedLength, LengthPolicy, StopRule, best_length
@@ -69,24 +69,16 @@ def run(drafter: ChainDrafter, asked: abc.Sequence[Request]) -> list[list[Step]]
     return rows
 
 
-class Slow(StopRule):
-    """A rule that says nothing beforehand."""
-
-    def __init__(self, rule: StopRule) -> None:
-        self.more = rule.more  # type: ignore[method-assign]
-
-
 class Watched(LengthPolicy):
     """Passes everything on and keeps, for each sequence, what each of its drafts came to and could have come to."""
 
-    def __init__(self, policy: LengthPolicy, hasty: bool = True) -> None:
-        self.policy, self.hasty = policy, hasty
+    def __init__(self, policy: LengthPolicy) -> None:
+        self.policy = policy
         self.admit, self.drop = policy.admit, policy.drop  # type: ignore[method-assign]
         self.drafts: dict[int, list[tuple[list[int], int, int]]] = {}
 
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
-        rule = self.policy.begin(seqs, rows)
-        return rule if self.hasty else Slow(rule)
+        return self.policy.begin(seqs, rows)
 
     def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
         self.policy.observe(seqs, drafts, verdicts)
@@ -195,43 +187,6 @@ def test_rules_keep_the_distribution_in_batches_of_all_lengths(
     rows = run(built(RULES[name]), asked)
     for start, prompt in enumerate(PROMPTS[:3]):
         assert fit(rows[start::3], TARGET, prompt, 2, processors) > FITS
-
-
-CERTAIN = {"sd": SD(4), "heuristic": Heuristic(3)}
-
-
-def count_rolls(drafter: ChainDrafter) -> list[tuple[int, int]]:
-    """Numbers of rows and of tokens of each call of the draft model, as they come."""
-    calls: list[tuple[int, int]] = []
-    roll = drafter.model.roll
-    drafter.model.roll = lambda *args: calls.append((len(args[0]), args[2])) or roll(*args)  # type: ignore[method-assign]
-    return calls
-
-
-@pytest.mark.parametrize("eos", [frozenset[int](), frozenset({2, 4})])
-@pytest.mark.parametrize("name", CERTAIN)
-def test_tokens_that_are_drafted_in_any_case_are_not_waited_for(name: str, eos: frozenset[int]) -> None:
-    """Drafts are those of a policy that leaves nothing certain, in a batch of rows that end at different times."""
-    found, forwards = [], []
-    for hasty in (True, False):
-        drafter = built(CERTAIN[name])
-        drafter.policy = watched = Watched(drafter.policy, hasty)
-        calls = count_rolls(drafter)
-        rows = decode(TableLM(TARGET), drafter, requests(Sampler(), eos=eos))
-        found.append(([tokens_of(steps) for steps in rows], watched.drafts))
-        counts = [count for _, count in calls]
-        assert max(counts) > 1 if hasty else set(counts) == {1}
-        forwards.append(sum(counts))
-    assert found[0] == found[1]
-    assert eos or forwards[0] == forwards[1]  # what is after an end token is run in vain
-
-
-def test_greedy_rows_are_hasty_again_when_sampled_ones_have_stopped() -> None:
-    drafter = built(Heuristic(3))
-    calls = count_rolls(drafter)
-    decode(TableLM(TARGET), drafter, [Request([0], 40), Request([0], 40, Sampler(False), seed=1)])
-    assert {count for rows, count in calls if rows == 2} == {1}
-    assert max(count for rows, count in calls if rows == 1) > 1
 
 
 def test_argmax() -> None:

@@ -103,28 +103,6 @@ def test_chains_of_even_and_ragged_rows_equal_plain_forwards(architecture: str) 
         check_logits(lm, rows, [random_tree(5, VOCAB, generator) for _ in rows])
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("chains", [[[3, 4], [5]], [[7], [8], [9]], [[6, 2, 1]]])
-def test_rolling_on_is_running_the_argmax_token_again_and_again(architecture: str, chains: list[list[int]]) -> None:
-    few = VOCAB // 2  # tokens from here on are not to be chosen
-    one, other = CausalLM(tiny(architecture)), CausalLM(tiny(architecture))
-    ids = [4, 2, 9][: len(chains)]
-    for lm in (one, other):
-        join_all(lm, dict(zip([2, 9, 4], [[1, 2, 3], [4] * 20, [5]], strict=True)))
-    tokens, logits = one.roll(ids, chains, 4, few)
-    assert tokens.shape == (len(chains), 4) and int(tokens.max()) < few
-    given = chains
-    for turn in range(4):
-        found = other.extend(ids, given)
-        for row, own in enumerate(found):
-            torch.testing.assert_close(logits[turn][row], own[-1], atol=1e-4, rtol=1e-4)
-            assert int(tokens[row, turn]) == int(own[-1][:few].argmax())
-        given = tokens[:, turn : turn + 1].tolist()
-    assert one.cache.ids == other.cache.ids and one.cache.lengths == other.cache.lengths
-    for a, b in zip(one.extend([9, 2], [[1], [1]]), other.extend([9, 2], [[1], [1]]), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
-
-
 def test_a_row_at_the_end_of_the_context_does_not_stop_its_neighbours() -> None:
     generator = torch.Generator().manual_seed(2)
     lm = CausalLM(tiny("gpt2", context=16))

@@ -155,18 +155,6 @@ def stop(rule: str, block: int | None) -> PacerStop:
     return PacerStop(random_layer(), block, 9, **how)
 
 
-def test_how_much_of_a_block_is_certain() -> None:
-    policy = PacerStop(random_layer(), 4, 10, costs=lambda mode, rows: None)
-    policy._settings["sampled", 1, False] = 3, 0.5, False
-    seqs = [Sequence(Request([1], 9, *asked), id) for id, asked in enumerate([(), (Sampler(False),)])]
-    seqs.append(Sequence(Request([1], 9, Sampler(False), seed=1), 2))
-    for seq in seqs:
-        policy.admit(seq)
-    greedy, both = policy.begin(seqs[:1], 1), policy.begin(seqs, 3)  # blocks of 4, and of 4 and 3
-    assert [greedy.min_more(depth) for depth in range(10)] == [4, 3, 2, 1, 4, 3, 2, 1, 2, 1]
-    assert [both.min_more(depth) for depth in range(10)] == [3, 2, 1, 1, 2, 1, 2, 1, 1, 1]
-
-
 RULES = ["fixed", "auto"]
 TARGET, DRAFT = random_table(4, 1), random_table(4, 1) + 0.5 * random_table(4, 2)
 

@@ -305,17 +305,6 @@ class TableLM:
             self.rows[id] += chain
         return logits
 
-    def roll(
-        self, ids: Sequence[int], chains: Sequence[Sequence[int]], count: int, vocab_size: int
-    ) -> tuple[Tensor, list[Tensor]]:
-        argmax, logits = [], []
-        for _ in range(count):
-            found = self.extend(ids, chains)
-            logits.append(torch.stack([own[-1] for own in found]))
-            argmax.append(logits[-1][:, :vocab_size].argmax(-1))
-            chains = [[int(token)] for token in argmax[-1]]
-        return torch.stack(argmax, 1), logits
-
     def commit(self, ids: Sequence[int], paths: Sequence[list[int]]) -> None:
         for id, path in zip(ids, paths, strict=True):
             self.rows[id] += [self._drafts[id].tokens[node] for node in path]

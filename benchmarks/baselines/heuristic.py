@@ -67,6 +67,3 @@ class _Lengths(StopRule):
 
     def more(self, state: DraftState) -> list[bool]:
         return [state.depth < self.lengths[seq.id] for seq in state.seqs]
-
-    def min_more(self, depth: int) -> int:
-        return min((length for length in self.lengths.values() if length > depth), default=depth + 1) - depth

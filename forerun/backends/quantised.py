@@ -249,11 +249,8 @@ class QuantisedForward:
         self, inputs: Inputs, cache: KVCache, logits: bool, capture: Capture
     ) -> tuple[Tensor | None, Tensor | None]:
         batch = lay_out(inputs, cache)
-        if inputs.tokens is not None:
-            tokens = np.fromiter((token for own in inputs.tokens for token in own), np.int32, len(batch.row))
-        else:
-            assert inputs.given is not None
-            tokens = inputs.given.to(torch.int32).contiguous().numpy()
+        assert inputs.tokens is not None
+        tokens = np.fromiter((token for own in inputs.tokens for token in own), np.int32, len(batch.row))
         return self.layers(batch, cache, tokens=tokens, logits=self.head.out if logits else 0, capture=capture)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods.base import Method, Parts, integer
-from forerun.methods.later import sampling, seeded, torch
+from forerun.methods.later import probabilities, sampling, seeded, torch
 from forerun.methods.stop import BestLength, Bounds, DraftState, FixedLength, LengthPolicy, StopRule, saving
 
 if TYPE_CHECKING:
@@ -164,11 +164,9 @@ class ChainDrafter(Drafter):
         """Return the tokens of a sequence and its draft that the model has not run yet."""
         return chain.pending(self.model.length(chain.seq.id))
 
-    def _roll(
-        self, ids: abc.Sequence[int], pending: abc.Sequence[abc.Sequence[int]], count: int
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run `CausalLM.roll`, in the target's vocabulary."""
-        return self.model.roll(ids, pending, count, self.vocab_size)
+    def _logits(self, ids: abc.Sequence[int], pending: abc.Sequence[abc.Sequence[int]]) -> Tensor:
+        """Run tokens of each sequence; return the logits [R, V] after them, in the target's vocabulary."""
+        return self._fitted(torch.stack([own[-1] for own in self.model.extend(ids, pending)]))
 
     def _at_once(self, chain: Chain, rule: StopRule) -> float | None:
         """Draft a whole chain in fused calls, each as far as the rule's bounds reach, and return the seconds of the
@@ -239,65 +237,47 @@ class ChainDrafter(Drafter):
         while going:
             assert rule is not None
             # The first forward also runs newly committed tokens; later ones run the last drafted token.
-            ids = [chain.seq.id for chain in going]
-            pending = [self._pending(chain) for chain in going]
-            # If all tokens are the argmax, several can be drafted before they are read.
-            argmax = all(chain.seq.sampler.is_argmax for chain in going)
-            done = len(going[0].tokens)
-            ahead = min(rule.min_more(done), *(chain.depth - done for chain in going)) if argmax else 1
+            ids, pending = [chain.seq.id for chain in going], [self._pending(chain) for chain in going]
             begun = perf_counter()
-            best, logits = self._roll(ids, pending, ahead)
+            logits = self._logits(ids, pending)
             forward_seconds += perf_counter() - begun
-            forwards += ahead
-            known = best.T.tolist() if argmax else None
-            live = list(range(len(going)))  # rows of this forward that still draft
-            for turn in range(ahead):
-                if not live:
-                    break
-                chosen = known[turn] if known is not None else None
-                policy_seconds += self._extend(going, live, logits[turn], chosen, rule)
-            going = [going[row] for row in live]
+            forwards += 1
+            going, seconds = self._extend(going, logits, rule)
+            policy_seconds += seconds
         return Proposal([chain.draft() for chain in chains], forwards, forward_seconds, policy_seconds)
 
-    def _extend(
-        self, chains: list[Chain], live: list[int], logits: Tensor, argmax: list[int] | None, rule: StopRule
-    ) -> float:
-        """Draft a token for each of the rows `live`, remove rows that stop, and return the seconds of the rule.
-
-        `logits` [R, V] and `argmax` [R] (if tokens are chosen by it) are of all chains.
-        """
-        fitted = self._fitted(logits if len(live) == len(chains) else logits[live])
-        if argmax is not None:
-            tokens, scores, q = [argmax[row] for row in live], fitted.float(), None
+    def _extend(self, chains: list[Chain], logits: Tensor, rule: StopRule) -> tuple[list[Chain], float]:
+        """Draft a token for each chain, from logits [R, V]. Return the chains that go on, and the seconds of the
+        rule."""
+        q: Tensor | None = None
+        if all(chain.seq.sampler.is_argmax for chain in chains):
+            tokens, scores = probabilities.argmax_of(logits).tolist(), logits.float()
         else:
-            tokens, scores, q = self._choose(chains, live, fitted)
-            if not live:
-                return 0.0
-        for i, (row, token) in enumerate(zip(live, tokens, strict=True)):
-            chains[row].add(token, None if q is None else q[i])
+            chains, tokens, scores, q = self._choose(chains, logits)
+            if not chains:
+                return [], 0.0
+        for row, (chain, token) in enumerate(zip(chains, tokens, strict=True)):
+            chain.add(token, None if q is None else q[row])
         asked = perf_counter()
-        now = [chains[row] for row in live]
-        more = rule.more(DraftState([chain.seq for chain in now], [chain.tokens for chain in now], scores))
+        more = rule.more(DraftState([chain.seq for chain in chains], [chain.tokens for chain in chains], scores))
         seconds = perf_counter() - asked
-        live[:] = [row for row, chain, on in zip(live, now, more, strict=True) if on and self._goes_on(chain)]
-        return seconds
+        return [chain for chain, on in zip(chains, more, strict=True) if on and self._goes_on(chain)], seconds
 
-    def _choose(self, chains: list[Chain], live: list[int], logits: Tensor) -> tuple[list[int], Tensor, Tensor | None]:
-        """Return `next_tokens` for the rows `live`, and remove those whose processors raise or leave no token that this
-        model has. If they raise, they will for the target too."""
-        while live:
-            now = [chains[row] for row in live]
+    def _choose(self, chains: list[Chain], logits: Tensor) -> tuple[list[Chain], list[int], Tensor, Tensor | None]:
+        """Return chains and their `next_tokens`, without those whose processors raise or leave no token that this model
+        has. If they raise, they will for the target too."""
+        while chains:
             try:
-                return sampling.next_tokens(
-                    [chain.seq.sampler for chain in now],
+                return chains, *sampling.next_tokens(
+                    [chain.seq.sampler for chain in chains],
                     logits,
-                    lambda row, now=now: now[row].text(),  # type: ignore[misc]
-                    [chain.seq.source(len(chain.tokens)) for chain in now],
+                    lambda row, now=chains: now[row].text(),  # type: ignore[misc]
+                    [chain.seq.source(len(chain.tokens)) for chain in chains],
                 )
             except sampling.RowError as error:
-                del live[error.row]
+                chains = [*chains[: error.row], *chains[error.row + 1 :]]
                 logits = torch.cat([logits[: error.row], logits[error.row + 1 :]])
-        return [], logits, None
+        return [], [], logits, None
 
     def _goes_on(self, chain: Chain) -> bool:
         # Nothing is committed after an end token; a processor may have forced a token that the draft lacks.

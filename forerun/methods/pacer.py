@@ -202,17 +202,14 @@ class BlockRule(StopRule):
         self.ids: list[int] = []  # of the rows of `state`
         self.state: QuickState | None = None
 
-    def min_more(self, depth: int) -> int:
-        return min(self.block - depth % self.block, self.policy.most - depth)
-
     def bounds(self) -> Bounds:
-        return Bounds(self.min_more(0))
+        return Bounds(min(self.block, self.policy.most))
 
     def bounds_after(self, seq: Sequence, drafted: list[int], probabilities: list[float]) -> Bounds | None:
         if len(drafted) >= self.policy.most:
             return None
         output = self._output([seq], [drafted], [probabilities])
-        return Bounds(self.min_more(len(drafted))) if self._judged(output)[0] else None
+        return Bounds(min(self.block, self.policy.most - len(drafted))) if self._judged(output)[0] else None
 
     def more(self, state: DraftState) -> list[bool]:
         self.states.append(state)
@@ -274,6 +271,3 @@ class _ByMode(StopRule):
             for row, on in zip(rows, rule.more(state.part(rows)) if rows else (), strict=True):
                 going[row] = on
         return going
-
-    def min_more(self, depth: int) -> int:
-        return min(rule.min_more(depth) for rule in self.rules.values())

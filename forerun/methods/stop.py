@@ -77,10 +77,6 @@ class StopRule(Protocol):
         stop."""
         return None
 
-    def min_more(self, depth: int) -> int:
-        """Return the number of tokens, at least 1, that rows at `depth` draft before the rule looks at any."""
-        return 1
-
 
 class LengthPolicy(Protocol):
     """Keep the state of each sequence between drafts, by its id; `begin` makes the rule of one draft."""
@@ -121,9 +117,6 @@ class FixedLength(Fixed):
 
     def more(self, state: DraftState) -> list[bool]:
         return [state.depth < self.gamma] * len(state.tokens)
-
-    def min_more(self, depth: int) -> int:
-        return self.gamma - depth
 
 
 class BestLength(LengthPolicy):

@@ -144,17 +144,9 @@ class TranslatedDrafter(ChainDrafter):
         token = chain.tokens[-1]  # a processor may have forced one that the draft lacks
         return len(chain.tokens) < chain.depth and token not in chain.seq.eos and token in self._ids
 
-    def _roll(
-        self, ids: abc.Sequence[int], pending: abc.Sequence[abc.Sequence[int]], count: int
-    ) -> tuple[Tensor, list[Tensor]]:
-        best, logits = [], []
-        for _ in range(count):
-            _, (found,) = self.model.roll(ids, pending, 1, self.model.vocab_size)
-            for id, tokens in zip(ids, pending, strict=True):
-                self._held[id] += tokens
-            found = found[:, self._theirs]
-            places = found.argmax(-1)
-            best.append(self._ours[places])
-            logits.append(found.new_full((len(ids), self.vocab_size), -torch.inf).index_copy_(1, self._ours, found))
-            pending = self._theirs[places][:, None].tolist() if len(best) < count else []
-        return torch.stack(best, 1), logits
+    def _logits(self, ids: abc.Sequence[int], pending: abc.Sequence[abc.Sequence[int]]) -> Tensor:
+        found = torch.stack([own[-1] for own in self.model.extend(ids, pending)])
+        for id, tokens in zip(ids, pending, strict=True):
+            self._held[id] += tokens
+        logits = found.new_full((len(ids), self.vocab_size), -torch.inf)
+        return logits.index_copy_(1, self._ours, found[:, self._theirs])

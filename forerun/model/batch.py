@@ -22,7 +22,7 @@ class Inputs:
     # same in all rows. None: rows are chains.
     masks: Sequence[Tensor] | None = None
     tokens: Sequence[Sequence[int]] | None = None  # [R][N_r]
-    given: Tensor | None = None  # in place of `tokens`: ids [n] or states [n, d] on the device
+    given: Tensor | None = None  # in place of `tokens`: states [n, d] on the device
 
     @property
     def size(self) -> int:

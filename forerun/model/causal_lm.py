@@ -23,7 +23,6 @@ from forerun.model.prefix_store import PrefixStore
 from forerun.model.prompts import ROW, PromptCache
 from forerun.model.rows import Rows
 from forerun.model.support import check_model, context_of, window_of
-from forerun.sampling.probabilities import argmax_of
 
 __all__ = ["CausalLM", "Rows", "context_of", "fingerprint", "same_model"]
 
@@ -240,27 +239,6 @@ class CausalLM(Rows):
         self.cache.commit(ids, inputs.depths)
         return inputs.split(logits)
 
-    @torch.inference_mode()
-    def roll(
-        self, ids: Sequence[int], chains: Sequence[Sequence[int]], count: int, vocab_size: int
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run and commit a nonempty chain of tokens for each sequence, then `count - 1` argmax tokens among the first
-        `vocab_size`, one after the other.
-
-        Return the argmax tokens [R, count], the last of which is not run, and the logits [R, V] of each forward. On a
-        GPU the next forward is launched before the last has ended.
-        """
-        inputs = self._inputs(ids, [range(len(chain)) for chain in chains], tokens=chains)
-        rows, one = inputs.rows, [range(1)] * len(ids)
-        best, logits = [], []
-        for _ in range(count):
-            found, _ = self._run(inputs, "")
-            logits.append(inputs.last(found))
-            best.append(argmax_of(logits[-1][:, :vocab_size]))
-            self.cache.commit(ids, inputs.depths)
-            inputs = Inputs(rows, one, given=best[-1])
-        return torch.stack(best, 1), logits
-
     def _run(self, inputs: Inputs, capture: Capture) -> tuple[Tensor, Tensor | None]:
         """Return logits [n, V] and captured states [n, d] of new entries of the cache."""
         if self.hot is None:
@@ -268,7 +246,7 @@ class CausalLM(Rows):
             assert logits is not None
             return logits, hidden
         ids = [self.cache.ids[row] for row in inputs.rows]
-        for id, own in zip(ids, inputs.tokens or [], strict=inputs.tokens is not None):
+        for id, own in zip(ids, inputs.tokens or [], strict=True):
             self.hot.add_context_tokens(id, own)
         _, states = self.backend(inputs, self.cache, False, "head")
         assert states is not None
