@@ -54,7 +54,7 @@ def test_a_models_own_scale_of_logits(name: str, setting: dict[str, float]) -> N
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = getattr(transformers, f"{name}Config")(vocab_size=60, intermediate_size=48, **sizes, **setting)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    whole, part = CausalLM(model), prepare_draft(model, None, 20, fast=False, in_place=False)
+    whole, part = CausalLM(model), prepare_draft(model, None, 20, fast=False)
     for each in (whole, part):
         each.add(0)
     wanted, found = (each.extend([0], [[4, 5]])[0] for each in (whole, part))

@@ -10,10 +10,8 @@ import torch
 from toys import CONTEXT, join_all, random_tree, tiny
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
-from forerun.backends import packed as packed_weights
 from forerun.backends import prepare, quantised
 from forerun.backends.costs import forward_costs
-from forerun.backends.packed import PackedLinear, pack, product
 from forerun.backends.quantised import QuantisedForward, quantised_forward
 from forerun.engine.draft import Draft
 from forerun.model.causal_lm import CausalLM
@@ -75,59 +73,12 @@ def test_what_c_does_not_have_is_left_to_transformers(
     assert quantised_forward(plain) is None
 
 
-LAYOUTS = [(64, 16, torch.float32), (64, 32, torch.float32), (50, 16, torch.float32), (24, 16, torch.bfloat16)]
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("one_row", [False, True])
-@pytest.mark.parametrize(("out", "width", "dtype"), LAYOUTS)  # 50 outputs do not fill two panels
-def test_products_equal_linear_for_any_number_of_rows(
-    out: int, width: int, dtype: torch.dtype, bias: bool, one_row: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(packed_weights, "is_amd", lambda: width > 16)
-    linear = torch.nn.Linear(width, out, bias=bias, dtype=dtype)
-    multiply = product(linear.weight.detach(), linear.bias.detach() if bias else None, one_row)
-    for rows in (1, 2, 3, 16, 200):
-        x = torch.randn(rows, width, dtype=dtype)
-        tolerance = 1e-4 if dtype == torch.float32 else 3e-2
-        torch.testing.assert_close(multiply(x), linear(x), atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "gpt2", "mistral"])
-def test_a_packed_model_gives_the_logits_of_the_model(architecture: str) -> None:
-    model = tiny(architecture)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    packed = pack(model)
-    assert any(isinstance(module, PackedLinear) for module in packed.modules())
-    ids = torch.arange(2, 12)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(packed(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
-    # The given model is as it was, and the copy shares what was not packed.
-    assert not any(isinstance(module, PackedLinear) for module in model.modules())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert packed.get_input_embeddings().weight is model.get_input_embeddings().weight
-
-
-def test_packing_in_place_keeps_no_second_copy_of_big_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_weights, "TWICE", 100)
-    model = tiny("qwen3")
-    ids = torch.arange(2, 12)[None]
-    with torch.no_grad():
-        wanted = model(ids).logits
-        inner = model.model.layers[0].mlp.up_proj.weight
-        packed = pack(model, in_place=True)
-        assert packed is model
-        torch.testing.assert_close(packed(ids).logits, wanted, atol=1e-4, rtol=1e-4)
-    assert not any(parameter is inner for parameter in model.parameters())
-
-
 def test_prepare_takes_the_fastest_forward() -> None:
     llama, qwen = families.tiny("llama"), tiny("qwen3")  # heads of 8 numbers are not C's
     assert not isinstance(prepare(llama).backend, EagerForward)
     assert isinstance(prepare(llama, fast=False).backend, EagerForward)
     assert prepare(llama, fast=False).model is llama
     assert isinstance(prepare(qwen).backend, EagerForward)
-    assert prepare(qwen).model is not qwen
     with pytest.raises(ValueError, match="encoder-decoder"):
         prepare(T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=8, d_ff=8, num_layers=1, num_heads=1)))
 

@@ -94,9 +94,7 @@ def ready(source: str | Path | PreTrainedModel, part: str, models: ModelOptions)
         device_map=models.device_map,
         trust_remote_code=models.trust_remote_code,
     )
-    # A model that nobody else holds need not survive the packing of its weights.
-    how: dict[str, bool] = {"fast": models.fast, "in_place": isinstance(source, str | Path)}
     if part == "target":
-        return prepare(model, **how)
+        return prepare(model, models.fast)
     folder = zoo.hot_folder(source) if isinstance(source, str | Path) else None
-    return prepare_draft(model, folder, models.draft_vocabulary, **how)
+    return prepare_draft(model, folder, models.draft_vocabulary, models.fast)

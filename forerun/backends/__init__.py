@@ -8,7 +8,6 @@ from functools import cache
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from forerun.backends.packed import pack
 from forerun.backends.quantised import quantised_forward
 from forerun.backends.stored import is_stored
 from forerun.csrc.library import library, missing
@@ -59,24 +58,18 @@ def warn_without_kernels() -> None:
     )
 
 
-def prepare(model: PreTrainedModel, fast: bool = True, in_place: bool = False) -> CausalLM:
-    """Return the model with its fastest forward: that of `forerun.backends.quantised` for weights in few bits and for
-    small float32 models on a CPU, else its own, in float32 on a CPU with packed weights.
+def prepare(model: PreTrainedModel, fast: bool = True) -> CausalLM:
+    """Return the model with its fastest forward: that of `forerun.backends.quantised` for the Llama family on a CPU, in
+    few bits or float32, else its own.
 
     The model's own forward runs too without `fast`, or if it is spread over devices, adapted, quantised, hooked or
-    patched. `in_place` packs the model itself, without a second copy of its weights; nothing else can use it then.
-    Raises ValueError for models that cannot run drafts (`CausalLM`).
+    patched. Raises ValueError for models that cannot run drafts (`CausalLM`).
     """
     plain = CausalLM(model)  # refuses what it must before anything is copied
-    is_few = is_stored(model)
-    if is_few:
+    if is_stored(model):
         if library() is None:
             warn_without_kernels()
     elif is_spread(model) or not is_as_made(model):
         return plain
     forward = quantised_forward(model) if fast else None
-    if forward is not None:
-        return CausalLM(model, forward)
-    if not fast or is_few:
-        return plain
-    return CausalLM(pack(model, in_place), fingerprint_=plain.fingerprint)
+    return plain if forward is None else CausalLM(model, forward)

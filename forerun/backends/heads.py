@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from forerun.backends.packed import Product, pack_linears, product
+from forerun.backends.panels import Product, product
 from forerun.backends.quantised_heads import HeadDraft, QuantisedHead, quantised_head
-from forerun.backends.stored import StoredLinear
+from forerun.backends.stored import StoredLinear, store_in_8_bits
+from forerun.csrc.library import library
 from forerun.heads.eagle3 import Eagle3Head
 from forerun.heads.heads import HiddenDrafter
 from forerun.model.batch import Inputs, causal, pad
@@ -32,8 +33,8 @@ class TorchHead:
         unused = [head.lm_head, head.embed_tokens] if isinstance(head, Eagle3Head) else []
         own: Any = copy.deepcopy(head, {id(part): None for part in unused})
         self.head: Any = own.to(device, dtype).requires_grad_(False)
-        if isinstance(head, Eagle3Head) and device.type == "cpu":
-            pack_linears(self.head, True, few)
+        if isinstance(head, Eagle3Head) and few and library() is not None:
+            store_in_8_bits(self.head)
         self._embedding = embedding
 
     def __call__(self, inputs: Inputs, cache: KVCache, tokens: Tensor | None) -> Tensor:
@@ -87,13 +88,13 @@ class HiddenLM(Rows):
         self._read: Product | None = None  # maps features to states
         if isinstance(head, Eagle3Head):
             layers = TorchHead(head, head.embed_tokens or embedding, self.device, self.dtype, few)
-            rows = product(head.lm_head.weight.to(self.device, self.dtype), one_row=True, few=few)
+            rows = product(head.lm_head.weight.to(self.device, self.dtype), few=few)
             self.logits: Product = lambda states: rows(layers.head.before_logits(states))
             self._layers: QuantisedHead | TorchHead = layers
             self._read = layers.head.read
             return
         weight, bias = head_rows(target, self.hot, self.width, self.dtype)
-        self.logits = product(weight, bias if bias.any() else None, one_row=True, few=few)
+        self.logits = product(weight, bias if bias.any() else None, few)
         self.quantised = quantised_head(head, embedding, self.logits) if few else None
         self._layers = self.quantised or TorchHead(head, embedding, self.device, self.dtype, few)
         self.information = self._layers.information if head.informed else None

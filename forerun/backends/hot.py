@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from forerun.backends import prepare
 from forerun.backends.chain import fused_chain
 from forerun.backends.heads import HeadRows
-from forerun.backends.packed import Product, product
+from forerun.backends.panels import Product, product
 from forerun.files import write_text
 from forerun.model.causal_lm import CausalLM
 from forerun.zoo import HOT_FILE
@@ -43,7 +43,7 @@ class HotHead:
         self.tokens, self.vocab_size, self._head, self._scale = tokens, vocab_size, rows, scale
         self._is_hot = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, tokens.cpu(), True).tolist()
         weight, bias = self._scaled(tokens)
-        self.product: Product = product(weight, bias if bias.any() else None, one_row=True, few=True)
+        self.product: Product = product(weight, bias if bias.any() else None, few=True)
         self._extra: dict[int, dict[int, None]] = {}  # by sequence, tokens of its text that are not hot, in order
         self._rows: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # these tokens, their weight and bias
 
@@ -99,8 +99,8 @@ class HotHead:
         return self._rows[id]
 
 
-def prepare_draft(model: PreTrainedModel, folder: str | Path | None, count: int | None, **how: bool) -> CausalLM:
-    """Return `prepare(model, **how)`, with a hot head if the draft's folder or `count` asks for it (`hot_tokens`). A
+def prepare_draft(model: PreTrainedModel, folder: str | Path | None, count: int | None, fast: bool = True) -> CausalLM:
+    """Return `prepare(model, fast)`, with a hot head if the draft's folder or `count` asks for it (`hot_tokens`). A
     hub id as `folder` does not."""
     plain = CausalLM(model)
     tokens = hot_tokens(folder if isinstance(folder, Path) else None, count, plain.vocab_size)
@@ -109,7 +109,7 @@ def prepare_draft(model: PreTrainedModel, folder: str | Path | None, count: int 
         config = model.config.get_text_config(decoder=True)
         rows = HeadRows(plain, config.hidden_size)
         hot = HotHead(rows, plain.vocab_size, tokens.to(plain.device), logit_scale(config))
-    ready = prepare(model, **how)
+    ready = prepare(model, fast)
     return ready.draft_with(hot, fused_chain(ready.backend, hot))
 
 

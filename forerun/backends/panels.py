@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -148,6 +148,21 @@ def pack(rows: Rows, is_head: bool = False) -> Panels | Dense:
 def quantise(weight: Tensor, type: Type, is_head: bool = False) -> Panels | Dense:
     """Return float weights [out, in] rounded to a format, for products."""
     return pack(Rows.quantised(weight, type), is_head)
+
+
+Product = Callable[[Tensor], Tensor]
+
+
+def product(weight: Tensor, bias: Tensor | None = None, few: bool = False) -> Product:
+    """Return the function x [n, in] -> x @ weight.T + bias [n, out] for a weight [out, in].
+
+    With `few`, for drafts, which may round, the weight is kept in 8 bits if it is on a CPU, the C library is there and
+    blocks divide its inputs. Outputs are float32 then.
+    """
+    if not few or weight.device.type != "cpu" or weight.shape[1] % BLOCK or library() is None:
+        return lambda x: functional.linear(x, weight, bias)
+    packed = quantise(weight, Type.Q8_0)
+    return packed if bias is None else lambda x: packed(x) + bias
 
 
 def check_inputs(inputs: int, name: str) -> None:

@@ -34,8 +34,7 @@ from forerun.model.batch import Inputs
 from forerun.model.kv_cache import KVCache
 
 FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM")
-# Copies of the weights of bigger float32 models would cost more than they bring.
-LARGEST = 200_000_000
+LARGEST = 1_000_000_000  # parameters of a float32 model, of whose weights copies are kept
 _KNOWN = {nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU}
 _ROPE = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on how long a text is
 

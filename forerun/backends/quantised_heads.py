@@ -13,8 +13,7 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
 from torch.nn import functional
 
-from forerun.backends.packed import Product
-from forerun.backends.panels import BLOCK, FORMATS, PLAIN, Panels, Rows, quantise
+from forerun.backends.panels import BLOCK, FORMATS, PLAIN, Panels, Product, Rows, quantise
 from forerun.backends.quantised import Layers, lay_out
 from forerun.backends.stored import StoredEmbedding
 from forerun.csrc.library import ChainArgument, LayerArgument, ModelArgument, library, run

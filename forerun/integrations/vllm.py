@@ -153,7 +153,7 @@ class Proposer:
         model = load_model(source, "draft", weights=None if on_gpu and weights == "auto" else weights, device=device)
         check_vocabularies(int(self._target.get_vocab_size()), model.config.get_text_config().vocab_size, tokenizer)
         folder = hot_folder(source)
-        return prepare_draft(model, folder, None, fast=True, in_place=True).fresh(PREFIX_BYTES)
+        return prepare_draft(model, folder, None).fresh(PREFIX_BYTES)
 
     @torch.inference_mode()
     def propose(

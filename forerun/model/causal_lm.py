@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +44,8 @@ class CausalLM(Rows):
         fused_draft: drafts whole chains in one call, or None.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, backend: Forward | None = None, fingerprint_: dict[str, Any] | None = None
-    ) -> None:
-        """Take over a model. `backend` replaces its own forward; `fingerprint_` is for a model with packed weights."""
+    def __init__(self, model: PreTrainedModel, backend: Forward | None = None) -> None:
+        """Take over a model. `backend` replaces its own forward."""
         warn_if_newer()
         check_model(model)
         self.model = model.eval()
@@ -56,7 +54,7 @@ class CausalLM(Rows):
         self.device, self.dtype = model.device, self.backend.dtype
         self.config = config = model.config.get_text_config(decoder=True)
         self.context, self.vocab_size = context_of(config), int(config.vocab_size)
-        self.fingerprint = fingerprint_ or fingerprint(model)
+        self.fingerprint = fingerprint(model)
         self.hot: DraftHead | None = None
         self.fused_draft: FusedDraft | None = None
         kinds, layers = getattr(config, "layer_types", None) or [], config.num_hidden_layers
