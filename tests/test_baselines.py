@@ -47,8 +47,7 @@ def test_greedy_output_is_the_targets(name: str) -> None:
 def test_settings_out_of_range() -> None:
     for name, options, message in (
         ("suffix", {"memory": True}, "memory must be an integer of at least 1, not True"),
-        ("ouroboros", {"window": -1}, "window must be an integer of at least 0, not -1"),
-        ("ouroboros", {"sources": "prompts"}, "sources must be of prompt+output+rejected+suffixes, not 'prompts'"),
+        ("ouroboros", {"guesses": -1}, "guesses must be an integer of at least 0, not -1"),
         ("lookahead", {"ngram": 1}, "ngram must be an integer of at least 2, not 1"),
         ("confidence", {"threshold": 1.5}, "threshold must be a number from 0 to 1, not 1.5"),
         ("cumulative", {"threshold": float("nan")}, "threshold must be a number from 0 to 1, not nan"),

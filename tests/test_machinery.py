@@ -344,24 +344,6 @@ def test_phrases_spare_draft_forwards() -> None:
         assert step.origins[10:14] == ("phrase",) * 4
 
 
-def test_phrases_of_a_drafts_window() -> None:
-    """Where the text says nothing twice, the pool has nothing but what the window found: without it each of the 21
-    tokens would take a forward."""
-    target, draft = (model(cycle(range(VOCAB))) for _ in range(2))
-    method = Ouroboros(gamma=21, window=6, ngram=4, guesses=2, suffixes=0, sources="", warm=False)
-    (step,) = run(target, method, [8] * 40 + [0], new=22, draft=draft).steps
-    assert step.drafted == 21 and step.draft_forwards <= 17
-
-
-def test_a_drafts_window_stands_where_its_text_ends() -> None:
-    """In a language of positions the window's guesses are right if they keep their places, and only then."""
-    method = Ouroboros(gamma=12, window=8, ngram=4, guesses=0, suffixes=0, sources="", warm=False)
-    done = run(counter(60), method, [7, 3, 59, 7, 31], new=50, draft=counter(60))
-    assert done.stats.accepted == done.stats.drafted > 2.5 * done.stats.draft_forwards
-    stats = sampled(counter(60, 4), method, draft=counter(60, 4))
-    assert stats.draft_forwards < 0.45 * stats.drafted
-
-
 def sampled(target: PreTrainedModel, method: Any, **parts: Any) -> Stats:
     """What eight samples of 50 tokens that do not repeat themselves come to."""
     decoder = Decoder(target, None, parts.pop("draft", None), method, guard=False)

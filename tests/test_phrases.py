@@ -1,4 +1,4 @@
-"""Pools of phrases, the lookahead window, and what drafting by phrases says and costs."""
+"""Pools of phrases, and what drafting by phrases says and costs."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from toys import (
 from benchmarks.baselines.lookahead import Lookahead, LookaheadDrafter
 from forerun import Decoder
 from forerun.engine.acceptance import Verdict
-from forerun.engine.draft import Draft, Tree
+from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request, Sequence
 from forerun.methods import Method, Ouroboros, PacerOuroboros, Parts, method, ouroboros, pools
 from forerun.methods.ar import PlainDrafter
-from forerun.methods.ouroboros import OuroborosDrafter, Window
+from forerun.methods.ouroboros import OuroborosDrafter
 from forerun.methods.pacer import PacerStop
 from forerun.methods.pools import PhrasePool
 from forerun.methods.stop import FixedLength, LengthPolicy
@@ -77,31 +77,10 @@ def test_a_text_is_learnt_as_it_grows() -> None:
     assert tuple(text[46:50]) not in whole.get(text[45])
 
 
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 9), st.integers(0, 10_000))
-def test_the_window_is_a_tree_of_its_columns(width: int, span: int, depth: int, seed: int) -> None:
-    window = Window(width, span, range(100, 200), Random(seed))
-    rows = [list(row) for row in window.rows]
-    tree = Tree(Draft.chain(1, [2]))
-    window.plant(tree, 1, 100, depth)
-    draft = tree.draft()
-    spelt = {tuple(draft.tokens[i] for i in draft.path(node)) for node in range(len(draft))}
-    columns = min(width, max(0, depth - span + 1))
-    paths = [(1, 2, *rows[0][: j + 1], *(row[j] for row in rows[1:])) for j in range(columns)]
-    assert spelt == {(1, 2)[:n] for n in (1, 2)} | {path[:n] for path in paths for n in range(3, len(path) + 1)}
-    assert max(draft.depths) <= 1 + max(depth, 0)
-    best = [1000 + node for node in range(len(draft))]
-    answers = [best[node] for node in window.nodes]
-    found = window.harvest(best)
-    assert found == [(path[2 + j], [*path[3 + j :], answers[j]]) for j, path in enumerate(paths)]
-    if columns:
-        assert window.rows[:-1] == rows[1:] and window.rows[-1][:columns] == answers
-
-
 WAYS: dict[str, Method] = {
-    "ouroboros": Ouroboros(window=2, guesses=3, ngram=3, suffixes=2, gamma=5),
-    "no window": Ouroboros(window=0, guesses=2, ngram=4, suffixes=0, gamma=7),
-    "window alone": Ouroboros(window=3, guesses=2, ngram=3, suffixes=1, gamma=4, sources=""),
-    "pacer-ouroboros": PacerOuroboros(window=2, ngram=3, suffixes=2, most=9, rows=4),
+    "ouroboros": Ouroboros(guesses=3, ngram=3, suffixes=2, gamma=5),
+    "no suffixes": Ouroboros(guesses=2, ngram=4, suffixes=0, gamma=7),
+    "pacer-ouroboros": PacerOuroboros(ngram=3, suffixes=2, most=9, rows=4),
     "pacer-ouroboros, too many rows": PacerOuroboros(most=9),
     "lookahead": Lookahead(3, 3, 3),
 }
@@ -197,7 +176,7 @@ LAYER = random_layer()
 
 
 def drafter(pacer: bool = False, pool: PhrasePool | None = None, **settings) -> OuroborosDrafter:
-    made = {"window": 2, "guesses": 3, "ngram": 3, "suffixes": 2} | settings
+    made = {"guesses": 3, "ngram": 3, "suffixes": 2} | settings
     chosen = PacerOuroboros(**made) if pacer else Ouroboros(**{"gamma": 5} | made)
     policy: LengthPolicy = FixedLength(made.get("gamma", 5))
     if pacer:
@@ -229,7 +208,7 @@ def test_sampled_sequences_have_pools_of_their_own() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_phrases_behind_a_draft_fill_all_the_room_that_is_left(count: int) -> None:
     """The draft ends `count` tokens short of what the sequence may draft; as many tokens of a phrase fit."""
-    made = drafter(window=0, guesses=0, suffixes=1, gamma=2)
+    made = drafter(guesses=0, suffixes=1, gamma=2)
     seq = Sequence(Request([0], 2 + count + 1))
     list(made.admit(seq, None, 8))
     (steps,) = decode(TableLM(DRAFT), PlainDrafter(), [Request([0], 2)])  # what the draft will say
@@ -241,8 +220,8 @@ def test_phrases_behind_a_draft_fill_all_the_room_that_is_left(count: int) -> No
 
 
 def test_the_targets_verdict_becomes_phrases() -> None:
-    made = drafter(window=0, guesses=0, suffixes=2)
-    made.sources, seen = ("rejected", "suffixes"), list[Verdict]()
+    made = drafter(guesses=0, suffixes=2)
+    seen = list[Verdict]()
     made.policy.observe = lambda seqs, drafts, verdicts: seen.extend(verdicts)  # type: ignore[method-assign]
     seq = Sequence(Request([0, 1], 38))
     list(made.admit(seq, None, 8))
@@ -273,7 +252,7 @@ def test_tokens_that_the_draft_lacks() -> None:
     pools = []
 
     def lacking() -> OuroborosDrafter:
-        made = drafter(window=0)
+        made = drafter()
         made.model, made.vocab_size, drop = TableLM(draft), 6, made.drop  # type: ignore[assignment]
         made.drop = lambda seq: pools.append(made.rows[seq.id].pool) or drop(seq)  # type: ignore[method-assign]
         return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
@@ -15,7 +16,6 @@ from forerun.engine.sequence import Sequence
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods import Method, Parts
 from forerun.methods.base import integer
-from forerun.methods.ouroboros import Window
 from forerun.methods.pools import PhrasePool
 
 
@@ -36,6 +36,56 @@ class Lookahead(Method):
     def build(self, parts: Parts) -> Drafter:
         pool = parts.pool(self.phrases) if self.warm else None
         return LookaheadDrafter(self.window, self.guesses, self.ngram - 1, pool)
+
+
+class Window:
+    """The lookahead window (arXiv 2402.02057): guesses of the tokens to come, which the model corrects in every
+    forward.
+
+    It has `span` rows of `width` guesses. Row k, column j (both from 0) is the token at j + k + 1 after the end of the
+    text. Row 0 is a chain, and each column continues below it, so the window is a tree and needs no mask of its own.
+    One forward gives a token after each column: this completes a phrase of `span` tokens after the column's first one,
+    and makes the newest row. Ours: guesses keep their places when the text grows by several tokens, or shrinks.
+    """
+
+    def __init__(self, width: int, span: int, text: Tokens[int], random: Random) -> None:
+        self.width, self.random, self.text = width, random, list(text)
+        self.rows = [self._any(width) for _ in range(span)]
+        self.end = len(text)  # of the text
+        self.nodes: list[int] = []  # of the last row in the tree it was last added to
+
+    def _any(self, count: int) -> list[int]:
+        """Return random tokens of the prompt, to begin with."""
+        return self.random.choices(self.text, k=count)
+
+    def plant(self, tree: Tree, at: int, end: int, depth: int) -> None:
+        """Add the window to a tree after the node `at`, the last of a text of `end` tokens. Leave out columns deeper
+        than `depth`."""
+        moved = max(-self.width, min(end - self.end, self.width))
+        if moved:
+            some = [self._any(abs(moved)) for _ in self.rows]
+            pairs = zip(self.rows, some, strict=True)
+            self.rows = [[*row[moved:], *any_] if moved > 0 else [*any_, *row[:moved]] for row, any_ in pairs]
+        self.end, self.nodes = end, []
+        for column in range(min(self.width, depth - len(self.rows) + 1)):
+            at = tree.add(at, self.rows[0][column], "window")
+            node = at
+            for row in self.rows[1:]:
+                node = tree.add(node, row[column], "window")
+            self.nodes.append(node)
+
+    def harvest(self, argmax: Tokens[int]) -> list[tuple[int, list[int]]]:
+        """Return (key, phrase) pairs from the argmax after every node, and move the window on by one token."""
+        if not self.nodes:
+            return []
+        newest = [argmax[node] for node in self.nodes]
+        found = [
+            (key, [*(row[column] for row in self.rows[1:]), newest[column]])
+            for column, key in enumerate(self.rows[0][: len(newest)])
+        ]
+        self.rows = [*self.rows[1:], newest + self._any(self.width - len(newest))]
+        self.end, self.nodes = self.end + 1, []
+        return found
 
 
 @dataclass

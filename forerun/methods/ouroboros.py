@@ -11,13 +11,12 @@ from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
-from random import Random
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from forerun.engine.draft import Draft, Tree
 from forerun.engine.step import Drafter, Proposal
-from forerun.methods.base import Parts, flag, integer, number, setting
+from forerun.methods.base import Parts, flag, integer, number
 from forerun.methods.chain import Chain, ChainDrafter, Drafting
 from forerun.methods.later import pools, probabilities, sampling
 from forerun.methods.pacer import Pacer
@@ -34,27 +33,20 @@ if TYPE_CHECKING:
 
 MEMORY = 0.9  # the weight of what forwards gave so far, beside one more
 AGAIN = 32  # steps without phrases after which they are tried again
-SOURCES = ("prompt", "output", "rejected", "suffixes")  # of phrases, besides the window
-
-
-def _are_sources(value: Any) -> bool:
-    return isinstance(value, str) and {*value.split("+")} <= {*SOURCES, ""}
 
 
 @dataclass(frozen=True)
 class Phrases(Drafting):
-    """Settings of drafting by phrases: a lookahead window of `window` columns (0: none), at most `guesses` phrases of
-    `ngram` - 1 tokens in a draft forward, and at most `suffixes` phrases as branches after the draft, which cost the
-    draft model nothing. `sources` of phrases are joined by +.
+    """Settings of drafting by phrases: at most `guesses` phrases of `ngram` - 1 tokens in a draft forward, and at most
+    `suffixes` phrases as branches after the draft, which cost the draft model nothing. Phrases are those of the text,
+    and the target's tokens in place of rejected ones and of phrases after a draft.
 
     If `warm`, phrases of greedy output outlive their sequence. Sampled sequences have a pool each, as phrases after a
     draft consume random numbers."""
 
-    window: int = integer(0, 0)
     guesses: int = integer(1, 0)
     ngram: int = integer(5, 2)
     suffixes: int = integer(1, 0)
-    sources: str = setting("+".join(SOURCES), _are_sources, f"of {'+'.join(SOURCES)}")
     warm: bool = flag(True)
 
     @property
@@ -109,58 +101,8 @@ class PacerOuroboros(Phrases, Pacer):
         costs = parts.costs
         if costs is None or rows > self.rows:
             return costs
-        ms = self.share * costs.drafting(1 + (self.guesses + self.window) * (self.ngram - 1))
+        ms = self.share * costs.drafting(1 + self.guesses * (self.ngram - 1))
         return replace(costs, draft={1: ms}, chained=0.0, chained_sampled=0.0)
-
-
-class Window:
-    """The lookahead window (arXiv 2402.02057): guesses of the tokens to come, which the model corrects in every
-    forward.
-
-    It has `span` rows of `width` guesses. Row k, column j (both from 0) is the token at j + k + 1 after the end of the
-    text. Row 0 is a chain, and each column continues below it, so the window is a tree and needs no mask of its own.
-    One forward gives a token after each column: this completes a phrase of `span` tokens after the column's first one,
-    and makes the newest row. Ours: guesses keep their places when the text grows by several tokens, or shrinks.
-    """
-
-    def __init__(self, width: int, span: int, text: abc.Sequence[int], random: Random) -> None:
-        self.width, self.random, self.text = width, random, list(text)
-        self.rows = [self._any(width) for _ in range(span)]
-        self.end = len(text)  # of the text
-        self.nodes: list[int] = []  # of the last row in the tree it was last added to
-
-    def _any(self, count: int) -> list[int]:
-        """Return random tokens of the prompt, to begin with."""
-        return self.random.choices(self.text, k=count)
-
-    def plant(self, tree: Tree, at: int, end: int, depth: int) -> None:
-        """Add the window to a tree after the node `at`, the last of a text of `end` tokens. Leave out columns deeper
-        than `depth`."""
-        moved = max(-self.width, min(end - self.end, self.width))
-        if moved:
-            some = [self._any(abs(moved)) for _ in self.rows]
-            pairs = zip(self.rows, some, strict=True)
-            self.rows = [[*row[moved:], *any_] if moved > 0 else [*any_, *row[:moved]] for row, any_ in pairs]
-        self.end, self.nodes = end, []
-        for column in range(min(self.width, depth - len(self.rows) + 1)):
-            at = tree.add(at, self.rows[0][column], "window")
-            node = at
-            for row in self.rows[1:]:
-                node = tree.add(node, row[column], "window")
-            self.nodes.append(node)
-
-    def harvest(self, argmax: abc.Sequence[int]) -> list[tuple[int, list[int]]]:
-        """Return (key, phrase) pairs from the argmax after every node, and move the window on by one token."""
-        if not self.nodes:
-            return []
-        newest = [argmax[node] for node in self.nodes]
-        found = [
-            (key, [*(row[column] for row in self.rows[1:]), newest[column]])
-            for column, key in enumerate(self.rows[0][: len(newest)])
-        ]
-        self.rows = [*self.rows[1:], newest + self._any(self.width - len(newest))]
-        self.end, self.nodes = self.end + 1, []
-        return found
 
 
 @dataclass
@@ -174,7 +116,6 @@ class _Row:
     """
 
     pool: PhrasePool
-    window: Window | None
     read: int
     chain: int | None = None
     suffixes: list[tuple[tuple[int, ...], list[int]]] = field(default_factory=list)
@@ -204,19 +145,16 @@ class OuroborosDrafter(ChainDrafter):
         plain chains draft more tokens a ms than forwards with phrases."""
         super().__init__(model, policy, vocab_size)
         self.table, self._found, self._without = costs, 1.0 + settings.phrases[0], 0
-        self.settings, self.pool, self.sources = settings, pool, settings.sources.split("+")
+        self.settings, self.pool = settings, pool
         self.span = settings.phrases[0]
-        self.slack, self.spread = (settings.window + settings.guesses) * self.span, settings.suffixes * self.span
+        self.slack, self.spread = settings.guesses * self.span, settings.suffixes * self.span
         self.rows: dict[int, _Row] = {}
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         yield from super().admit(seq, hidden, chunk)
         shared = self.pool if seq.greedy and seq.shares else None
         pool = shared if shared is not None else pools.PhrasePool(*self.settings.phrases)
-        width = self.settings.window
-        window = Window(width, self.span, seq.tokens, Random(0)) if width else None
-        read = pool.learn(seq.tokens) if "prompt" in self.sources else len(seq.tokens) - 1
-        self.rows[seq.id] = _Row(pool, window, read)
+        self.rows[seq.id] = _Row(pool, pool.learn(seq.tokens))
 
     def drop(self, seq: Sequence) -> None:
         super().drop(seq)
@@ -243,7 +181,7 @@ class OuroborosDrafter(ChainDrafter):
         not, they are tried again from time to time. The rule is ours."""
         if self.table is None:
             return True
-        size = 1 + self.span * (self.settings.guesses + self.settings.window)
+        size = 1 + self.span * self.settings.guesses
         if self._found * self.table.drafting(rows) > self.table.drafting(rows * size):
             return True
         self._without = (self._without + 1) % AGAIN
@@ -281,8 +219,6 @@ class OuroborosDrafter(ChainDrafter):
         left = chain.depth - len(chain.tokens) - 1  # the forward itself gives one more token
         for phrase in row.pool.get(pending[-1], self.settings.guesses):
             tree.branch(tip, self._known(phrase[:left]), "phrase")
-        if row.window is not None:
-            row.window.plant(tree, tip, len(seq.tokens) + len(chain.tokens), left)
         return tree
 
     def _known(self, phrase: abc.Sequence[int]) -> abc.Sequence[int]:
@@ -292,13 +228,13 @@ class OuroborosDrafter(ChainDrafter):
     def _walk(self, chain: _Phrased, tree: Tree, logits: Tensor) -> tuple[bool, list[int]]:
         """Draft tokens while the tree contains them; return whether to go on, and the nodes to keep. `logits` [N, V]
         are of the tree's nodes."""
-        seq, sampler, row = chain.seq, chain.seq.sampler, self.rows[chain.seq.id]
+        seq, sampler = chain.seq, chain.seq.sampler
         node = len(seq.tokens) + len(chain.tokens) - self.model.length(seq.id) - 1
         path = list(range(node + 1))
         logits = self._fitted(logits)
         at_once = sampler.greedy and sampler.prefix_free
         scores = sampler.scores(logits, lambda _: []) if at_once else logits
-        best = probabilities.argmax_of(scores).tolist() if at_once or row.window is not None else []
+        best = probabilities.argmax_of(scores).tolist() if at_once else []
         while True:
             here, q = scores[node : node + 1], None
             if at_once:
@@ -317,13 +253,9 @@ class OuroborosDrafter(ChainDrafter):
             going = more and self._goes_on(chain)
             child = tree.child(node, token)
             if not going or child is None:
-                break
+                return going, path
             node = child
             path.append(node)
-        if row.window is not None:
-            for key, phrase in row.window.harvest(best):
-                row.pool.add(key, phrase)
-        return going, path
 
     def _with_suffixes(self, chain: _Phrased) -> Draft:
         draft, row, count = chain.draft(), self.rows[chain.seq.id], len(chain.tokens)
@@ -349,10 +281,9 @@ class OuroborosDrafter(ChainDrafter):
             if row.chain is None or not verdict.argmax:  # empty if a processor raised
                 continue
             self._feed_back(row, draft, verdict.argmax)
-            if verdict.accepted < count and "rejected" in self.sources:
+            if verdict.accepted < count:
                 self._learn_rejected(row, draft, verdict)
-            if "output" in self.sources:
-                row.read = row.pool.learn(seq.tokens, row.read)
+            row.read = row.pool.learn(seq.tokens, row.read)
             row.chain, row.suffixes = None, []  # the next step may have no draft
         self.policy.observe(seqs, drafts, of_chains)
         self._crop(seqs)
@@ -367,7 +298,7 @@ class OuroborosDrafter(ChainDrafter):
         """Replace phrases after the chain by the target's tokens there, even if the chain was rejected before (unlike
         the original)."""
         assert row.chain is not None
-        for phrase, nodes in row.suffixes if "suffixes" in self.sources else ():
+        for phrase, nodes in row.suffixes:
             if len(nodes) == self.span:
                 row.pool.drop(draft.tokens[row.chain], phrase)
                 row.pool.add(draft.tokens[row.chain], [argmax[node] for node in (row.chain, *nodes[:-1])])
