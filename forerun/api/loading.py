@@ -27,7 +27,7 @@ from forerun.backends.gguf.tokenizer import UNUSED
 from forerun.backends.stored import store
 from forerun.kinds import check_kind
 from forerun.model.causal_lm import context_of
-from forerun.model.claims import check_config, check_model, lacking
+from forerun.model.claims import lacking
 from forerun.text.vocabularies import Translation, translate
 from forerun.zoo import locate
 from forerun.zoo.gguf_file import find, open_gguf
@@ -121,11 +121,9 @@ def load_model(
     small = (Path(source) / WEIGHTS).exists()
     if small and device_map is not None:
         raise ValueError(f"{part} {name!r} is small and goes to one device; give device, not device_map")
-    if isinstance(source, Path):
-        with loading(f"{part} {name!r}"):
-            check_model(source, trust_remote_code)
     if small:
-        restored: Any = load_quantised(Path(source))
+        with loading(f"{part} {name!r}"):
+            restored: Any = load_quantised(Path(source))
         return _kept(restored.to(device=device, dtype=torch.float32 if dtype == "auto" else dtype), stored)
     placed: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     with loading(f"{part} {name!r}"):
@@ -156,8 +154,6 @@ def load_config(source: str | Path, part: str, *, trust_remote_code: bool = Fals
     if (file := _gguf_file(folder)) is not None:
         return gguf_config(file)
     with loading(f"{part} {str(source)!r}"):
-        if isinstance(folder, Path):
-            check_config(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         config = config.get_text_config(decoder=True)
         context_of(config)  # raises for too long ones

@@ -13,9 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from forerun.model.claims import QUANTISED
-
-WEIGHTS = QUANTISED
+WEIGHTS = "model.quantised.safetensors"
 
 
 def unpack6(packed: Tensor) -> Tensor:
