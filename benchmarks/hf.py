@@ -135,7 +135,7 @@ def load_peers(plan: Plan, assisted: bool) -> Generate:
 def load_on_their_forward(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Decoder]:
     """The plan's methods on transformers' own forwards, on a pair of their own: what our forwards are worth."""
     draft = CausalLM(load_theirs(plan, "draft")) if plan.needs_draft else None
-    return build_decoders(plan, tokenizer, CausalLM(load_theirs(plan, "target")), draft)[0]
+    return build_decoders(plan, tokenizer, CausalLM(load_theirs(plan, "target")), draft)
 
 
 def load_theirs(plan: Plan, part: str) -> PreTrainedModel:

@@ -59,7 +59,7 @@ def check_logits(
     """Runs every method of ours greedily and compares each verified token's logits with those of a step of its own,
     behind a prompt that was read token by token. `plan.batch` prompts stand in one batch, in any mix of lengths."""
     datasets, tokenizer = load_prompts(plan, files)
-    decoders, target, _ = load_decoders(plan, tokenizer)
+    decoders, target = load_decoders(plan, tokenizer)
     found = {name: Compared() for name in decoders}
     prompts = [list(prompt.tokens or ()) for each in datasets.values() for prompt in each]
     for start in range(0, len(prompts), plan.batch):

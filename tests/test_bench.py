@@ -91,7 +91,6 @@ def test_a_run(folder: Path, tmp_path: Path) -> None:
     names = [record.method for record in parsed]
     assert names[3:6] == names[1:3] + names[:1] and names[6:9] == names[2::-1]  # each is before and after each other
     assert {path.name for path in out.iterdir()} == {"records.jsonl", "results.json"}
-    assert printed["costs"]["target"]
     assert all(str(folder) not in path.read_text() for path in out.iterdir())
     refused = run(*arguments)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1) and "holds a run already" in refused.stderr
@@ -287,7 +286,7 @@ def test_stored_settings_give_way_to_given_ones() -> None:
 
 def record(method: str, rate: float, round: int = 0, batch: int = 0, dataset: str = "d") -> Record:
     stats = Stats(10, 5, 0, 8, 6, 5, 10 / rate, (3, 3), (3, 2))
-    return Record(round, dataset, batch, ["a"], method, stats, None, None, [method != "sd"])
+    return Record(round, dataset, batch, ["a"], method, stats, None, [method != "sd"])
 
 
 def test_speedups_are_paired() -> None:
@@ -327,8 +326,7 @@ def test_prefill_is_part_of_the_time(pair: Pair, monkeypatch: pytest.MonkeyPatch
     steps = [[replace(each, seconds=0.5) for each in row] for row in outcome.steps]
     prompts = [Prompt("a"), Prompt("b")]
     (found,) = group_records((0, "d", 0), prompts, {"ar": replace(outcome, steps=steps)}, None)
-    assert found.prefill_seconds == 10.0 - 0.5 * len({each.number for row in steps for each in row})
-    assert found.stats.seconds == 10.0
+    assert found.stats.seconds == 10.0 > found.times.seconds > 0
 
 
 def test_a_row_is_sampled_by_its_own_seed(pair: Pair) -> None:
@@ -349,13 +347,12 @@ def test_a_prompt_that_comes_again_finds_no_phrases(pair: Pair) -> None:
 
 
 def test_one_preemption_does_not_set_where_the_time_goes() -> None:
-    plain = (10, 0.2, 0.1, 0.6, 0.1, 0.7), (10, 0.4, 0.2, 1.2, 0.2, 1.4), (5, 0.1, 0.05, 0.3, 50.0, 0.4)
+    plain = (0.2, 0.1, 0.6, 0.1, 0.7), (0.4, 0.2, 1.2, 0.2, 1.4), (0.1, 0.05, 0.3, 50.0, 0.4)
     records = [replace(record("ar", 10, number), times=Times(*spent)) for number, spent in enumerate(plain)]
     found = summary(records)["ar"]
     assert found["time"] == {"draft": 0.2, "policy": 0.1, "verify": 0.6, "rest": 0.1}
-    assert found["step_ms"] == {"draft": 20.0, "policy": 10.0, "verify": 60.0, "rest": 20.0}
     assert found["overhead_share"] == 0.3
-    records[1] = replace(records[1], times=Times(10, 0.6, 0.1, 0.1, 0.2, 0.4))
+    records[1] = replace(records[1], times=Times(0.6, 0.1, 0.1, 0.2, 0.4))
     assert sum(summary(records)["ar"]["time"].values()) == pytest.approx(1, abs=2e-4)
 
 
@@ -373,6 +370,6 @@ def test_statistics_add_up_and_a_step_of_a_batch_counts_once() -> None:
     assert apart.tau_without_bonus == pytest.approx(5 / 3)
     long = [step(1, 1, 0, 1.0, number=7), step(1, 1, 0, 3.0, number=8)]
     spent = times([long[1:], [replace(each, id=1) for each in long]])
-    assert spent.steps == 2 and spent.seconds == pytest.approx(4.0)
+    assert spent.seconds == pytest.approx(4.0)
     assert (spent.draft, spent.policy, spent.verify, spent.rest) == pytest.approx((0.8, 0.4, 2.0, 0.8))
     assert spent.overhead_share == pytest.approx(0.4)

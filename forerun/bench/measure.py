@@ -87,13 +87,14 @@ def bench(
     datasets, tokenizer = load_prompts(plan, files)
     make_folder(out)
     facts = facts_of_prompts(datasets)
-    decoders, target, costs = load_decoders(plan, tokenizer, measures=out is not None)
+    decoders, target = load_decoders(plan, tokenizer)
     loaded = Loaded(plan, datasets, tokenizer, target)
     runs = {
         name: each.make(loaded) if isinstance(each, Runner) else decoder_run(decoders[name], plan.params())
         for name, each in plan.methods.items()
     }
     records = measure(plan, runs, datasets, None if out is None else out / "records.jsonl", say)
+    costs = next((each.costs for each in decoders.values() if each.costs is not None), None)
     found = results(plan, facts, records, costs)
     found["models"] = {"target": facts_of(target)}
     draft = next((each.draft for each in decoders.values() if each.draft is not None), None)
@@ -166,15 +167,13 @@ def group_records(
         if reference is not None:
             pairs = zip(outcome.tokens, outcomes[reference].tokens, strict=True)
             equal = [ours == theirs for ours, theirs in pairs]
-        spent = times(outcome.steps) if outcome.steps is not None else None
         records.append(
             Record(
                 *group,
                 prompts=[prompt.id for prompt in prompts],
                 method=name,
                 stats=outcome.stats,
-                times=spent,
-                prefill_seconds=round(outcome.seconds - spent.seconds, 6) if spent else None,
+                times=times(outcome.steps) if outcome.steps is not None else None,
                 equal=equal,
             )
         )

@@ -11,13 +11,10 @@ from forerun.api.layers import load_head, load_pre_verifier
 from forerun.api.load import Decoder, ready
 from forerun.api.loading import load_config, load_tokenizer, translation_for
 from forerun.api.options import ModelOptions
-from forerun.backends.costs import head_costs, measure_costs
 from forerun.backends.heads import HiddenLM
 from forerun.bench.datasets import STDLIB, Prompt, dataset_name, front_of, stdlib_prompts, tokenised
 from forerun.bench.plan import Plan
-from forerun.engine.costs import Costs
 from forerun.heads.pre_verifier import PreVerifier
-from forerun.methods import Lyanna
 from forerun.model.causal_lm import CausalLM, context_of
 from forerun.text.vocabularies import Translation
 from forerun.zoo import companion
@@ -107,57 +104,30 @@ def load_layer(plan: Plan, target: CausalLM, draft: CausalLM | None) -> PreVerif
 def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenLM]:
     """Return the heads that the plan's methods need, by kind: those of --head, else those that come with forerun.
 
-    Raises ValueError for a head that does not fit or that no method needs, and if one is missing.
+    Raises ValueError for a head that does not fit.
     """
-    wanted = sorted({each.head for each in plan.ours.values() if each.head})
     found: dict[str | None, HiddenLM] = {}
-    for folder in plan.head if wanted else ():
-        head = load_head(folder, target)
-        if head.config.kind not in wanted:
-            kinds = " or ".join(wanted)
-            raise ValueError(f"the head {folder!r} is of the kind {head.config.kind!r}; it must be {kinds}")
-        found[head.config.kind] = HiddenLM(head, target)
-    for kind in wanted:
-        if kind not in found:
-            if (own := companion(plan.target, kind)) is None:
-                raise ValueError(
-                    f"none of --head is of the kind {kind}; `forerun train lyanna --kind {kind}` makes one"
-                )
-            found[kind] = HiddenLM(load_head(own, target, kind), target)
+    for kind in sorted({each.head for each in plan.ours.values() if each.head}):
+        folder = plan.heads.get(kind) or companion(plan.target, kind)
+        assert folder is not None  # `Plan` checks
+        found[kind] = HiddenLM(load_head(folder, target, kind), target)
     return found
 
 
-def load_decoders(
-    plan: Plan, tokenizer: PreTrainedTokenizerBase | None, measures: bool = False
-) -> tuple[dict[str, Decoder], CausalLM, Costs | None]:
-    """Return our own methods on one target and one draft; the target; and what forwards cost, as `build_decoders`."""
+def load_decoders(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[str, Decoder], CausalLM]:
+    """Return our own methods on one target and one draft, and the target."""
     target, draft = load_pair(replace(plan, methods=plan.ours))
-    decoders, costs = build_decoders(plan, tokenizer, target, draft, measures)
-    return decoders, target, costs
+    return build_decoders(plan, tokenizer, target, draft), target
 
 
 def build_decoders(
-    plan: Plan,
-    tokenizer: PreTrainedTokenizerBase | None,
-    target: CausalLM,
-    draft: CausalLM | None,
-    measures: bool = False,
-) -> tuple[dict[str, Decoder], Costs | None]:
-    """Return the plan's own methods on this target and draft, and what forwards cost, if a method needs it or it is
-    asked for by `measures`."""
+    plan: Plan, tokenizer: PreTrainedTokenizerBase | None, target: CausalLM, draft: CausalLM | None
+) -> dict[str, Decoder]:
+    """Return the plan's own methods on this target and draft."""
     translation = translation_of(replace(plan, methods=plan.ours), tokenizer)
-    layer = load_layer(plan, target, draft)
-    heads = load_heads(plan, target)
-    costs = None
-    if measures or any(each.needs_costs for each in plan.ours.values()):
-        head = heads.get(Lyanna.head)
-        costs = measure_costs(target, draft, layer=layer, head=head)
+    layer, heads = load_layer(plan, target, draft), load_heads(plan, target)
     decoders = dict[str, Decoder]()
     for name, method in plan.ours.items():
-        own = costs
-        if costs is not None and method.needs_costs and method.head not in (None, Lyanna.head):
-            # The table has those of Lyanna's head, and a state of another one takes another time.
-            own = replace(costs, head=head_costs(heads[method.head]))
         decoder = Decoder(
             target,
             tokenizer,
@@ -169,7 +139,6 @@ def build_decoders(
             translation=translation if method.needs_draft else None,
             max_rows=max(ROWS, plan.batch),
             prefix_bytes=0,  # a prompt that comes again is computed again
-            costs=own,
         )
         decoders[name] = decoder.replace(tokenizer=None)  # making text is no part of what is measured
-    return decoders, costs
+    return decoders

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forerun.api.resolve import kind_of
 from forerun.bench.datasets import check_datasets, dataset_name
 from forerun.kinds import check_kind
 from forerun.methods import METHODS, Method, is_method, method, parse_value
@@ -103,11 +105,15 @@ class Plan:
             bundled = companion(self.target, each.layer) if self.draft == own_draft(self.target) else None
             if each.layer and not self.pre_verifier and bundled is None:
                 raise ValueError(f"method {name!r} needs a pre-verifier: give --pre-verifier")
-            if each.head and not self.head and companion(self.target, each.head) is None:
-                raise ValueError(f"method {name!r} needs a head: give --head")
+            if each.head and each.head not in self.heads and companion(self.target, each.head) is None:
+                raise ValueError(f"method {name!r} needs a head of the kind {each.head}: give --head")
         for what, folder in (("pre-verifier", self.pre_verifier), *(("head", each) for each in self.head)):
             if folder is not None and not (Path(folder) / "config.json").is_file():
                 raise ValueError(f"no {what} in the folder {str(folder)!r}")
+        wanted = {each.head for each in self.ours.values() if each.head}
+        for kind, path in self.heads.items() if wanted else ():
+            if kind not in wanted:
+                raise ValueError(f"the head {path!r} is of the kind {kind!r}; it must be {' or '.join(sorted(wanted))}")
         check_datasets(self.datasets, self.data)
         locate(self.target, "target")
         if self.needs_draft:
@@ -120,6 +126,11 @@ class Plan:
     def ours(self) -> dict[str, Method]:
         """The methods that run on our decoders."""
         return {name: each for name, each in self.methods.items() if not isinstance(each, Runner)}
+
+    @cached_property
+    def heads(self) -> dict[str | None, str]:
+        """The folders of heads by their kinds."""
+        return {kind_of(folder): folder for folder in self.head}
 
     @property
     def needs_draft(self) -> bool:

@@ -19,13 +19,11 @@ class Times:
     """Where the time of decoding steps went, in seconds; a step of a batch counts once.
 
     Attributes:
-        steps: the number of steps.
         draft, policy, verify: drafting, deciding how long to draft, and the target's forward with its verdicts.
         rest: everything else in a step.
         forward: inside forwards of the target and the draft; on a GPU the time to start them.
     """
 
-    steps: int
     draft: float
     policy: float
     verify: float
@@ -49,7 +47,6 @@ class Record:
     Attributes:
         prompts: ids of the batch's prompts.
         stats, times: counts and step times of all rows; times is None if the method keeps no steps.
-        prefill_seconds: time of the call outside of steps: prefill and set-up; None likewise.
         equal: for each row whether it is the reference's greedy output; None when sampling.
     """
 
@@ -60,7 +57,6 @@ class Record:
     method: str
     stats: Stats
     times: Times | None
-    prefill_seconds: float | None
     equal: list[bool] | None
 
     @property
@@ -99,7 +95,6 @@ def times(rows: Sequence[Sequence[Step]]) -> Times:
     policy = sum(step.policy_seconds for step in steps)
     verify = sum(step.verify_seconds for step in steps)
     return Times(
-        steps=len(steps),
         draft=draft,
         policy=policy,
         verify=verify,

@@ -39,43 +39,29 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 def summary(records: Sequence[Record], one_by_one: Collection[str] = ()) -> dict[str, Any]:
     """Return statistics of each method, from records of one dataset or of several.
 
-    A speedup is a ratio to `ar` on the same prompts in the same round, and `over` has the median of such ratios to
-    every method. `one_by_one`: methods whose rows ran one after the other.
+    A speedup is a ratio to `ar` on the same prompts in the same round. `one_by_one`: methods whose rows ran one after
+    the other.
     """
-    rates: dict[str, dict[Group, float]] = {}
+    own: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda each: each.group):
-        rates.setdefault(record.method, {})[record.group] = record.stats.tokens_per_s
-    methods: dict[str, Any] = {}
-    for name in rates:
-        own = [record for record in records if record.method == name]
-        shared = {other: _ratios(rates[name], theirs) for other, theirs in rates.items()}
-        over = {other: round(median(ratios), 4) for other, ratios in shared.items() if ratios}
-        methods[name] = _method(own, rates["ar"]) | {"over": over, "rows_one_by_one": name in one_by_one}
-    return methods
-
-
-def _ratios(own: dict[Group, float], other: dict[Group, float]) -> list[float]:
-    """Of tokens/s on the same prompts in the same round."""
-    return [rate / other[group] for group, rate in own.items() if group in other]
+        own.setdefault(record.method, []).append(record)
+    plain = {record.group: record.stats.tokens_per_s for record in own["ar"]}
+    return {name: _method(each, plain) | {"rows_one_by_one": name in one_by_one} for name, each in own.items()}
 
 
 def _method(own: Sequence[Record], plain: dict[Group, float]) -> dict[str, Any]:
-    rates = spread([record.stats.tokens_per_s for record in own])
+    rate = median(record.stats.tokens_per_s for record in own)
     ratios = spread([record.stats.tokens_per_s / plain[record.group] for record in own])
     stats = total([record.stats for record in own])
     spent = [record.times for record in own if record.times is not None]
     drafting = spent and stats.tested > 0  # nothing is known of transformers' drafts but the forwards
     equal = [each for record in own for each in record.equal or []]
-    prefill = [record.prefill_seconds / record.stats.seconds for record in own if record.prefill_seconds is not None]
     return {
-        "tokens_per_s": round(rates[1], 2),
-        "tokens_per_s_p10": round(rates[0], 2),
-        "tokens_per_s_p90": round(rates[2], 2),
+        "tokens_per_s": round(rate, 2),
         "speedup": round(ratios[1], 4),
         "speedup_p10": round(ratios[0], 4),
         "speedup_p90": round(ratios[2], 4),
         "tau": round(stats.tau, 4),
-        "tau_without_bonus": round(stats.tau_without_bonus, 4) if spent else None,
         "alpha": round(stats.alpha, 4) if drafting else None,
         "utilisation": round(stats.utilisation, 4) if drafting else None,
         "acceptance_by_position": [round(share, 4) for share in stats.acceptance_by_position] if drafting else None,
@@ -84,12 +70,7 @@ def _method(own: Sequence[Record], plain: dict[Group, float]) -> dict[str, Any]:
         "target_forwards": stats.target_forwards,
         "draft_forwards": stats.draft_forwards,
         "time": _shares(spent) if spent else None,
-        "step_ms": {p: round(median(1000 * getattr(each, p) / each.steps for each in spent), 4) for p in PHASES}
-        if spent
-        else None,
-        "prefill_share": round(median(prefill), 4) if prefill else None,
         "overhead_share": round(median(each.overhead_share for each in spent), 4) if spent else None,
-        "measurements": len(own),
         "exact_match": round(sum(equal) / len(equal), 4) if equal else None,
     }
 
