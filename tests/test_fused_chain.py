@@ -21,8 +21,7 @@ from forerun.engine.sequence import Request
 from forerun.engine.sequence import Sequence as EngineSequence
 from forerun.methods import Parts, method
 from forerun.methods.chain import Chain, ChainDrafter
-from forerun.methods.confidence import ProductRule
-from forerun.methods.stop import FixedLength
+from forerun.methods.stop import Bounds, FixedLength, Within
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import ChainSampling, Drafted, Sampler, SamplingDistribution
 from forerun.sampling.seeded import FLOOR, SeededStream
@@ -261,8 +260,8 @@ def test_costs_know_what_a_token_of_a_chain_takes() -> None:
 
 
 def test_rows_that_stop_together_do_so_alone() -> None:
-    """`ProductRule.more` has rows that have ended count as 0."""
-    bounds = ProductRule(0.3, 6, together=2).bounds()
+    """`Within.more` has rows that have ended count as 0."""
+    bounds = Within(Bounds(6, product=0.3), together=2).bounds()
     assert (bounds.most, bounds.least, bounds.product) == (6, 0.0, 0.6)
 
 

@@ -26,9 +26,8 @@ from forerun.heads.quick import Array, QuickPreVerifier
 from forerun.methods import Pacer
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter
-from forerun.methods.confidence import ProductRule
 from forerun.methods.pacer import BLOCKS, BlockRule, PacerStop, best_threshold
-from forerun.methods.stop import DraftState, LengthPolicy
+from forerun.methods.stop import DraftState, LengthPolicy, Within
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler
 from forerun.train.pre_verifier import auc, survival_loss
@@ -293,8 +292,11 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
             return np.log(alive / (1 - alive))
 
         for each in rule.rules.values() if hasattr(rule, "rules") else [rule]:
-            assert isinstance(each, ProductRule if by_products else BlockRule)
-            each.threshold, each._ask = 0.5, ask
+            assert isinstance(each, Within if by_products else BlockRule)
+            if isinstance(each, Within):
+                each.limits = replace(each.limits, product=0.5)
+            else:
+                each.threshold, each._ask = 0.5, ask
         scores = torch.tensor([[1 - each, each, 1e-30] for each in survival], dtype=torch.float64).log()
         return rule.more(DraftState(seqs, [[1]] * len(seqs), scores))
 

@@ -176,18 +176,6 @@ def test_a_broken_rule_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch) -
     assert any(fit(DRAFTS[kind], trials) < BROKEN for trials in (TRIALS // 4, TRIALS))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_numbers_are_gathered_as_they_are_read(seed: int) -> None:
-    """Those of any tree, with and without sampled nodes."""
-    maker = torch.Generator().manual_seed(seed)
-    draft = random_tree(1 + seed % 7, V, maker)
-    q = torch.rand(min(seed % 3, draft.drafted), V, generator=maker).softmax(-1)
-    draft = replace(draft, q=q if len(q) else None)
-    p = torch.rand(len(draft), V, generator=maker).softmax(-1)
-    read, gathered = (each(draft, p, maker.manual_seed(seed)) for each in (acceptance._read, acceptance._gathered))
-    assert read == gathered
-
-
 def test_a_draft_that_lies_about_its_distributions_is_seen() -> None:
     assert fit(partial(tree, tell="first"), trials=3 * TRIALS) < BROKEN
 

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, ClassVar
 from forerun.heads.echo import SIZES, Echo
 from forerun.methods.base import Parts, integer, number
 from forerun.methods.chain import Drafting
-from forerun.methods.confidence import ProductRule
 from forerun.methods.later import np, pre_verifier, quick, torch
 from forerun.methods.later import probabilities as probs
-from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
+from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule, Within
 
 if TYPE_CHECKING:
     from forerun.engine.acceptance import Verdict
@@ -147,7 +146,7 @@ class PacerStop(LengthPolicy):
     def _rule(self, mode: Mode, count: int, is_alone: bool) -> StopRule:
         block, threshold, together = self.settings(mode, count, is_alone)
         if not block:
-            return ProductRule(threshold, self.most, count if together else 1)
+            return Within(Bounds(self.most, product=threshold), count if together else 1)
         return BlockRule(self, block, threshold, count if together else 1)
 
     def settings(self, mode: Mode, count: int, is_alone: bool) -> tuple[int, float, bool]:

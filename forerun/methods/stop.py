@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Protocol
+
+from forerun.methods.later import probabilities
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,6 +119,39 @@ class FixedLength(Fixed):
 
     def more(self, state: DraftState) -> list[bool]:
         return [state.depth < self.gamma] * len(state.tokens)
+
+
+class Bounded(LengthPolicy):
+    """A length policy with the same bounds for every draft."""
+
+    def __init__(self, limits: Bounds) -> None:
+        self.limits = limits
+
+    def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
+        return Within(self.limits)
+
+
+class Within(StopRule):
+    """End one draft by bounds. With `together` above 1, `together` rows stop together, by their mean product, in which
+    ended rows count as 0."""
+
+    def __init__(self, limits: Bounds, together: int = 1) -> None:
+        self.limits, self.together = limits, together
+        self.products: dict[int, float] = {}
+
+    def bounds(self) -> Bounds:
+        return replace(self.limits, product=self.limits.product * self.together)
+
+    def more(self, state: DraftState) -> list[bool]:
+        if state.depth >= self.limits.most:
+            return [False] * len(state.tokens)
+        last = probabilities.last_probabilities(state.scores, state.tokens)
+        found = [self.products.get(seq.id, 1.0) * each for seq, each in zip(state.seqs, last, strict=True)]
+        self.products = {seq.id: product for seq, product in zip(state.seqs, found, strict=True)}
+        least, product = self.limits.least, self.limits.product
+        if self.together > 1:
+            return [sum(found) >= product * self.together] * len(found)
+        return [each >= least and whole >= product for each, whole in zip(last, found, strict=True)]
 
 
 class BestLength(LengthPolicy):

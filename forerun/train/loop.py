@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -98,10 +97,10 @@ def optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimi
     return chosen
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file whole or not at all."""
     temporary = path.with_suffix(".tmp")
-    save_file({name: value.contiguous() for name, value in tensors.items()}, temporary, metadata)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, temporary)
     os.replace(temporary, path)
 
 
@@ -127,30 +126,19 @@ def span(seconds: float) -> str:
 
 
 def save_checkpoint(path: Path, step: int, model: nn.Module, optims: list[torch.optim.Optimizer]) -> None:
-    """Write the model, the optimizers' state and the number of finished steps."""
-    tensors = {f"model.{name}": parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for k, optim in enumerate(optims):
-        for index, state in optim.state_dict()["state"].items():
-            tensors |= {f"optim.{k}.{index}.{name}": torch.as_tensor(value).clone() for name, value in state.items()}
-    save_tensors(path, tensors, {"step": str(step)})
+    """Write the model, the optimizers' state and the number of finished steps, whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    torch.save({"step": step, "model": model.state_dict(), "optims": [each.state_dict() for each in optims]}, temporary)
+    os.replace(temporary, path)
 
 
 def load_checkpoint(path: Path, model: nn.Module, optims: list[torch.optim.Optimizer]) -> int:
     """Restore what `save_checkpoint` wrote; return the number of finished steps."""
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        step = int(file.metadata()["step"])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[f"model.{name}"])
-    for k, optim in enumerate(optims):
-        whole = optim.state_dict()
-        for name, value in tensors.items():
-            if name.startswith(f"optim.{k}."):
-                _, _, index, key = name.split(".", 3)
-                whole["state"].setdefault(int(index), {})[key] = value
-        optim.load_state_dict(whole)
-    return step
+    found = torch.load(path, map_location="cpu", weights_only=True)
+    model.load_state_dict(found["model"])
+    for optim, state in zip(optims, found["optims"], strict=True):
+        optim.load_state_dict(state)
+    return int(found["step"])
 
 
 def claim(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -172,7 +160,7 @@ def train(
     folder: Path,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Train `model` in place for `config.steps` steps, from `folder/checkpoint.safetensors` on if it is there.
+    """Train `model` in place for `config.steps` steps, from `folder/checkpoint.pt` on if it is there.
 
     `loss(batch)` is the scalar to minimise, `batch(step)` gives its input, `evaluate()` the validation loss. Losses go
     to `folder/log.jsonl`, one object a line. The folder must be `claim`ed.
@@ -180,15 +168,11 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     device = next(model.parameters()).device
     optims = optimizers(model, config)
-    checkpoint = folder / "checkpoint.safetensors"
+    checkpoint = folder / "checkpoint.pt"
     step = load_checkpoint(checkpoint, model, optims) if checkpoint.exists() else 0
     if step:
         say(f"resuming {folder.name} at step {step} of {config.steps}")
     model.train()
-    if step < config.steps:
-        each = _seconds_of_step(loss, batch(step).to(device), optims)
-        rate = f" at {config.tokens / each:,.0f} tokens/s" if config.tokens else ""
-        say(f"{folder.name}: {config.steps - step} steps, about {span(each * (config.steps - step))}{rate}")
     started, first = time.perf_counter(), step
     with (folder / "log.jsonl").open("a") as log:
         while step < config.steps:
@@ -216,26 +200,13 @@ def train(
             log.flush()
             if step % config.save_every == 0 or last:
                 save_checkpoint(checkpoint, step, model, optims)
-            if step % 20 == 0 or last or "validation" in record:
+            if step == first + 2 or step % 20 == 0 or last or "validation" in record:
                 each = (time.perf_counter() - started) / (step - first)
                 held = f" validation {record['validation']:.3f}" if "validation" in record else ""
                 rate = f", {config.tokens / each:,.0f} tokens/s" if config.tokens else ""
                 left = f"{span(each * (config.steps - step))} left"
                 say(f"{folder.name} step {step}/{config.steps} loss {record['loss']:.3f}{held}{rate}, {left}")
     model.eval()
-
-
-def _seconds_of_step(loss: Callable[[Tensor], Tensor], given: Tensor, optims: Sequence[torch.optim.Optimizer]) -> float:
-    """Return how long a step takes, by two trials that leave weights and random state as they are."""
-    seconds = []
-    with torch.random.fork_rng():
-        for _ in range(2):  # the first is slow
-            begun = time.perf_counter()
-            loss(given).backward()
-            for optim in optims:
-                optim.zero_grad(set_to_none=True)
-            seconds.append(time.perf_counter() - begun)
-    return min(seconds)
 
 
 def save_card(out: Path, title: str, text: str, recipe: Mapping[str, Any]) -> None:
