@@ -11,11 +11,11 @@ import pytest
 import torch
 from recipes import losses, make_run, save_pair
 
+from benchmarks.chat.data import ChatRecipe, Question, apart, is_sound, make_chats
 from benchmarks.chat.questions import questions
 from forerun import load
 from forerun.api.decoder import Decoder
 from forerun.api.loading import load_model
-from forerun.train.chat_data import ChatRecipe, Question, apart, is_sound, make_chats
 from forerun.train.corpus import STRETCH
 from forerun.train.draft import DraftRecipe, train_draft
 from forerun.train.head import HeadRecipe, train_head
@@ -80,7 +80,7 @@ def test_a_stopped_run_goes_on(target: str, chats: Path, tmp_path: Path, monkeyp
 def test_questions_are_mostly_words(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unsound = "Hi", "a b " * 100, "12 + 34 = 46, 57 - 29 = 28", "What is \x00 this for anyway"
     assert is_sound("What is the capital of France?") and not any(map(is_sound, unsound))
-    monkeypatch.setattr("forerun.train.chat_data.is_sound", lambda _: False)
+    monkeypatch.setattr("benchmarks.chat.data.is_sound", lambda _: False)
     with pytest.raises(ValueError, match="asks nothing new"):
         make_chats(target, tmp_path, RECIPE, given=GIVEN[:60], say=lambda _: None)
 

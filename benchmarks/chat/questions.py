@@ -1,6 +1,6 @@
 """Questions about functions of Python's standard library, for a chat model to answer:
 python benchmarks/chat/questions.py COUNT > questions.jsonl
-forerun train chat-data --questions questions.jsonl --out chats
+python -m benchmarks.chat.data --questions questions.jsonl --out chats
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Requests for code, made of the functions of Python's standard library that have a docstring:
 python benchmarks/qwen-coder/requests.py COUNT > requests.jsonl
-forerun train chat-data --target qwen-coder --questions requests.jsonl --conversations 6000 --shard 256 --out chats
+python -m benchmarks.chat.data --target qwen-coder --questions requests.jsonl --conversations 6000 --shard 256 --out OUT
 
 The docstring is the request; the function's body is never shown. HumanEval's problems are of neither.
 """

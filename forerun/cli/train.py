@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.cli.common import quiet
-from forerun.cli.options import DeviceOption, ThreadsOption, TrustOption, WeightsOption, grouped
+from forerun.cli.options import DeviceOption, ThreadsOption, TrustOption, grouped
 from forerun.zoo import EMBEDDED, locate, own_draft
 
 app = typer.Typer(help="Train a draft, pre-verifier or head.", no_args_is_help=True)
@@ -28,7 +28,7 @@ class TrainOptions:
         list[str] | None,
         typer.Option(help="Text for prompts: files or folders (.txt .md .py .jsonl), or 'stdlib'; repeatable."),
     ] = None
-    chats: Annotated[Path | None, typer.Option(help="Folder of `forerun train chat-data`, instead of --data.")] = None
+    chats: Annotated[Path | None, typer.Option(help="Folder of conversations, instead of --data.")] = None
     target: Annotated[str, typer.Option(help="Hub id or folder of the target.")] = EMBEDDED
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 2000
     work: Annotated[Path | None, typer.Option(help="Folder that several trainings share.")] = None
@@ -84,34 +84,6 @@ def draft(
 
     recipe = DraftRecipe(sequences, length, layers, width, hot, training.steps, batch, lr, training.seed)
     train_draft(run, recipe, init)
-
-
-@app.command("chat-data")
-def chat_data(
-    out: OutOption,
-    target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file of a chat model.")] = "smollm2",
-    conversations: Annotated[int, typer.Option(min=20, help="How many.")] = 14_000,
-    questions: Annotated[
-        list[str] | None,
-        typer.Option(help='Questions to begin with: files whose lines hold a "text" (.jsonl); repeatable.'),
-    ] = None,
-    answer: Annotated[int, typer.Option(min=8, help="Most tokens of an answer.")] = 256,
-    shard: Annotated[int, typer.Option(min=2, help="Conversations of a file, between which a run can stop.")] = 512,
-    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
-    weights: WeightsOption = None,
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-) -> None:
-    """Have a chat model ask and answer questions: data for --chats."""
-    locate(target, "target")
-    quiet(threads)
-    from forerun.train.chat_data import ChatRecipe, make_chats
-    from forerun.train.texts import read_texts
-
-    given = list(read_texts(_check(questions, target)))
-    recipe = ChatRecipe(conversations, answer=answer, shard=shard, seed=seed)
-    make_chats(target, out, recipe, given=given, weights=weights, device=device, say=say)
-    say(f"the conversations are in {out}: forerun train draft --target {target} --chats {out} --out DRAFT")
 
 
 @app.command("pre-verifier")

@@ -33,7 +33,7 @@ class Run:
         target: hub id, folder or GGUF file of the target.
         out: folder of the trained weights.
         data: files or folders of text, from which prompts for the target's own output are cut.
-        chats: a folder of conversations (`forerun.train.chat_data`), which take the place of `data`.
+        chats: a folder of conversations (`benchmarks.chat.data`), which take the place of `data`.
         work: state that a stopped run continues from, and what trainings may share: own output, labels, drafts.
             By default the folder "work" in `out`.
     """

@@ -72,7 +72,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], seed: int
 
 @dataclass(frozen=True)
 class Conversation:
-    """One question with its answer, as `forerun.train.chat_data` makes them."""
+    """One question with its answer, as `benchmarks.chat.data` makes them."""
 
     question: str
     prompt: list[int]  # token ids, the template's own included
@@ -95,7 +95,7 @@ def read_chats(folder: Path, split: str) -> list[Conversation]:
     """Return the conversations of a split; raise ValueError if they have not been made."""
     path = folder / f"{split}.jsonl"
     if not path.is_file():
-        raise ValueError(f"no conversations in {folder}: `forerun train chat-data` makes them")
+        raise ValueError(f"no conversations in {folder}: `python -m benchmarks.chat.data` makes them")
     return [Conversation(**json.loads(line)) for line in read_text(path).splitlines()]
 
 

@@ -1,4 +1,6 @@
-"""Conversations of a chat model's own making, to train drafts, heads and layers on.
+"""Conversations of a chat model's own making, to train drafts, heads and layers on (`forerun train --chats`):
+
+    python -m benchmarks.chat.data --target smollm2 --out chats
 
 No data set is needed. The model writes user turns itself: it samples after its template's user header (as in Magpie,
 arXiv 2406.08464), beside questions from files. Then it answers them, half of them greedily and half at temperature 1.
@@ -15,8 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import typer
+
+from benchmarks.command import run
 from forerun.api.decoder import Decoder
 from forerun.api.load import load
 from forerun.files import read_text, write_text
@@ -24,7 +29,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.text.chat import chat_prompt, has_template, turn_ends
 from forerun.train.corpus import STRETCH, split_of
 from forerun.train.loop import claim
-from forerun.train.texts import SPLITS, Conversation
+from forerun.train.texts import SPLITS, Conversation, read_texts
 
 ROWS = 64  # decoded together
 _MARK = "\x01"
@@ -197,3 +202,27 @@ def apart(conversations: list[Conversation], questions: Sequence[Question]) -> t
 def stretches(text: str) -> Iterator[int]:
     """Return hashes of all stretches of STRETCH characters."""
     return (hash(text[start : start + STRETCH]) for start in range(len(text) - STRETCH + 1))
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder of the conversations.")],
+    target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file of a chat model.")] = "smollm2",
+    conversations: Annotated[int, typer.Option(min=20, help="How many.")] = 14_000,
+    questions: Annotated[
+        list[str] | None,
+        typer.Option(help='Questions to begin with: files whose lines hold a "text" (.jsonl); repeatable.'),
+    ] = None,
+    answer: Annotated[int, typer.Option(min=8, help="Most tokens of an answer.")] = 256,
+    shard: Annotated[int, typer.Option(min=2, help="Conversations of a file, between which a run can stop.")] = 512,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
+    weights: Annotated[str | None, typer.Option(help="What the model's weights are stored as.")] = None,
+    device: Annotated[str | None, typer.Option(help="By default a GPU if there is one.")] = None,
+) -> None:
+    """Have a chat model ask and answer questions."""
+    recipe = ChatRecipe(conversations, answer=answer, shard=shard, seed=seed)
+    make_chats(target, out, recipe, given=list(read_texts(questions or ())), weights=weights, device=device)
+    print(f"the conversations are in {out}: forerun train draft --target {target} --chats {out} --out DRAFT")
+
+
+if __name__ == "__main__":
+    run(main)
