@@ -105,8 +105,6 @@ OWN = '''
             return Proposal([Draft.chain(seq.tokens[-1], chain) for seq, chain in zip(seqs, chains, strict=True)])
 
 
-    Nameless = dataclass(frozen=True)(type("Nameless", (Method,), {"build": Again.build}))
-    Unbuilt = dataclass(frozen=True)(type("Unbuilt", (Method,), {"name": "unbuilt"}))
     Bare = dataclass(frozen=True)(type("Bare", (), {"name": "bare"}))
 
 
@@ -162,9 +160,7 @@ def test_what_is_no_method_is_refused(outside: str) -> None:
         ("my_mistake:Thing", {}, "the module 'my_mistake' cannot be imported: invalid syntax"),
         ("my_methods:Nothing", {}, "the module 'my_methods' has no 'Nothing'"),
         ("my_methods:NUMBER", {}, "'my_methods:NUMBER' is no method: it must be a frozen dataclass"),
-        ("my_methods:Nameless", {}, "is no method: it lacks name"),
-        ("my_methods:Unbuilt", {}, "is no method: it lacks build"),
-        ("my_methods:Bare", {}, "is no method: it lacks needs_draft, layer, .*, build"),
+        ("my_methods:Bare", {}, "is no method: it must be a frozen dataclass and a subclass"),
         ("my_methods:Needy", {}, "method 'my_methods:Needy' needs its setting 'size'"),
         ("my_methods:Again", {"gamma": 3}, "has no setting 'gamma'; it has count"),
         ("my_methods:Again", {"count": 0}, "count must be at least 1, not 0"),
@@ -180,7 +176,11 @@ def test_objects_that_are_no_methods_are_refused() -> None:
         def build(self, parts: Parts) -> Drafter:
             raise AssertionError
 
-    for wrong, message in ((Half(), "it lacks needs_draft"), (Lookup, r"as Lookup\(\), not as a class"), (3, "frozen")):
+    for wrong, message in (
+        (Half(), "a subclass of forerun"),
+        (Lookup, r"as Lookup\(\), not as a class"),
+        (3, "frozen"),
+    ):
         refuses(message, forerun.load, tiny("llama"), method=wrong)
 
 

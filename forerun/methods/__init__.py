@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from forerun.methods.ar import AR
-from forerun.methods.base import PARTS, Method, Parts
+from forerun.methods.base import Method, Parts
 from forerun.methods.chain import SD
 from forerun.methods.confidence import Confidence, Cumulative
 from forerun.methods.eagle import Eagle, PacerEagle
@@ -77,17 +77,12 @@ def method_class(name: str) -> type[Method]:
 
 
 def _check(cls: Any, shown: str) -> type[Method]:
-    """Return the class if it has all parts of a method, else raise ValueError."""
-    is_frozen = isinstance(cls, type) and is_dataclass(cls) and cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
-    if not is_frozen:
+    """Return the class if it is a method's, else raise ValueError."""
+    is_method_class = isinstance(cls, type) and issubclass(cls, Method) and is_dataclass(cls)
+    if not (is_method_class and cls.__dataclass_params__.frozen):  # type: ignore[attr-defined]
         raise ValueError(
-            f"{shown} is no method: it must be a frozen dataclass, best a subclass of forerun.methods.Method"
+            f"{shown} is no method: it must be a frozen dataclass and a subclass of forerun.methods.Method"
         )
-    missing = [part for part in PARTS if not hasattr(cls, part)]
-    if not missing and cls.build is Method.build:
-        missing = ["build"]
-    if missing:
-        raise ValueError(f"{shown} is no method: it lacks {', '.join(missing)} (see forerun.methods.Method)")
     return cls
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ class Parts:
         return None if self.pools is None else self.pools.setdefault(shape, new_pool(shape))
 
 
-class Method(Protocol):
+class Method:
     """A method: its settings, as a frozen dataclass, and `build`, which makes the drafter.
 
     A subclass needs a `name` and `build`. The remaining defaults are for a method without models or layers.
@@ -95,11 +95,6 @@ class Method(Protocol):
     def build(self, parts: Parts) -> Drafter:
         """Return the drafter of an engine."""
         raise NotImplementedError
-
-
-PARTS = [
-    name for name in (*Method.__annotations__, *vars(Method)) if not name.startswith("_")
-]  # attributes of every method
 
 
 # Settings are fields of a method, checked when it is made. A setting with a default of None may be None.
