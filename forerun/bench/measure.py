@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from forerun.api.decoder import Decoder
+from forerun.backends.costs import measure_costs
 from forerun.backends.facts import facts_of
 from forerun.bench.datasets import Prompt
 from forerun.bench.models import load_decoders, load_prompts
@@ -94,10 +95,12 @@ def bench(
         for name, each in plan.methods.items()
     }
     records = measure(plan, runs, datasets, None if out is None else out / "records.jsonl", say)
+    draft = next((each.draft for each in decoders.values() if each.draft is not None), None)
     costs = next((each.costs for each in decoders.values() if each.costs is not None), None)
+    if costs is None and out is not None:
+        costs = measure_costs(target, draft)
     found = results(plan, facts, records, costs)
     found["models"] = {"target": facts_of(target)}
-    draft = next((each.draft for each in decoders.values() if each.draft is not None), None)
     if draft is not None:
         found["models"]["draft"] = facts_of(draft)
     if out is not None:

@@ -35,11 +35,6 @@ class Stats:
         return self.tokens / max(1, self.target_forwards)
 
     @property
-    def tau_without_bonus(self) -> float:
-        """Return the mean of accepted tokens a target forward; 0 for plain decoding."""
-        return self.accepted / max(1, self.target_forwards)
-
-    @property
     def alpha(self) -> float:
         """Return accepted / tested; tokens after the first rejected one do not count as tested."""
         return self.accepted / max(1, self.tested)
