@@ -31,7 +31,7 @@ class ModelOptions:
         device: default: cuda if there is one.
         device_map: instead of device, as in transformers, for target and draft; needs the package accelerate.
         trust_remote_code: passed on to transformers.
-        fast: False runs transformers' own forwards, without packed weights or C (see forerun/backends).
+        fast: False runs transformers' own forwards, without C (see forerun/backends).
     """
 
     dtype: str | torch.dtype | None = None
