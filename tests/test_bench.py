@@ -18,6 +18,7 @@ from toys import noisy_copy, refuses, save_lines, save_models, tiny, tiny_tokeni
 from transformers import PreTrainedModel
 
 from benchmarks.embedded.tokenizer import END_OF_TEXT
+from benchmarks.records import parse
 from forerun.api import resolve
 from forerun.api.load import Decoder
 from forerun.bench import measure, report
@@ -25,7 +26,7 @@ from forerun.bench.datasets import Prompt, check_datasets, front_of, read_prompt
 from forerun.bench.measure import Loaded, Outcome, Run, bench, decoder_run, group_records
 from forerun.bench.models import load_prompts
 from forerun.bench.plan import Plan, Runner, parse_methods
-from forerun.bench.records import Record, Times, parse, times, total
+from forerun.bench.records import Record, Times, times, total
 from forerun.bench.report import results, spread, summary
 from forerun.engine.engine import Step
 from forerun.engine.stats import Stats, summarise

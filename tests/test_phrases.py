@@ -80,8 +80,7 @@ def test_a_text_is_learnt_as_it_grows() -> None:
 WAYS: dict[str, Method] = {
     "ouroboros": Ouroboros(guesses=3, ngram=3, suffixes=2, gamma=5),
     "no suffixes": Ouroboros(guesses=2, ngram=4, suffixes=0, gamma=7),
-    "pacer-ouroboros": PacerOuroboros(ngram=3, suffixes=2, most=9, rows=4),
-    "pacer-ouroboros, too many rows": PacerOuroboros(most=9),
+    "pacer-ouroboros": PacerOuroboros(ngram=3, suffixes=2, most=9),
     "lookahead": Lookahead(3, 3, 3),
 }
 
@@ -104,12 +103,19 @@ def test_equality_on_real_models(architecture: str, way: str) -> None:
     assert len(pool) > 20
 
 
+def few(most: int) -> OuroborosDrafter:
+    """One whose phrases pay for few greedy rows alone."""
+    made = drafter(pacer=True)
+    made._phrases_pay = lambda rows: rows <= most  # type: ignore[method-assign]
+    return made
+
+
 def test_steps_with_many_greedy_rows_go_without_phrases() -> None:
     """Which is decided at each step; sampled and seeded rows go by phrases always."""
     sampler = Sampler(False)
     requests = [Request(PROMPT, new) for new in (9, 18, 30)]
     requests += [Request(PROMPT, 40, sampler, seed=1), Request(PROMPT, 40, sampler)]
-    made, steps = drafter(pacer=True, rows=2), list[tuple[list[str], list[str]]]()
+    made, steps = few(2), list[tuple[list[str], list[str]]]()
     propose = made.propose
     made.propose = lambda seqs: steps.append(([], [])) or propose(seqs)  # type: ignore[method-assign]
     for way, grow in enumerate((made._grow_by_phrases, made._grow)):
@@ -127,14 +133,14 @@ def test_steps_with_many_greedy_rows_go_without_phrases() -> None:
     assert {by_phrases.count("greedy") for by_phrases, _ in steps} == {0, 1, 2}
     # Greedy rows say what the target says, and a seeded row what it says alone.
     plain = decode(TableLM(TARGET), PlainDrafter(), requests[:3])
-    alone = decode(TableLM(TARGET), drafter(pacer=True, rows=2), requests[3:4])
+    alone = decode(TableLM(TARGET), few(2), requests[3:4])
     assert outputs[:4] == [tokens_of(steps) for steps in (*plain, *alone)]
     assert not made.rows and not made.policy.past and not made.model.rows
 
 
 def test_a_row_keeps_its_state_between_both_ways() -> None:
     """Echoes, runs of accepted tokens and the draft's cache are those of one sequence, however it is drafted."""
-    made = drafter(pacer=True, rows=1)
+    made = few(1)
     engine = Engine(TableLM(TARGET), made, max_rows=2)
     first = engine.add(Request(PROMPT, 60))
     ways = []
@@ -151,8 +157,7 @@ def test_a_row_keeps_its_state_between_both_ways() -> None:
 
 
 def test_the_policy_of_pacer_ouroboros_is_priced_by_how_rows_are_drafted() -> None:
-    chosen, parts = PacerOuroboros(rows=3), Parts(TableLM(TARGET), TableLM(DRAFT), LAYER, COSTS)
-    assert chosen.costs(parts, "greedy", 4) == COSTS
+    chosen, parts = PacerOuroboros(), Parts(TableLM(TARGET), TableLM(DRAFT), LAYER, COSTS)
     few = chosen.costs(parts, "greedy", 1)
     assert few is not None and few.draft == {1: 0.3 * COSTS.drafting(1 + 1 * 8)} and few.target == COSTS.target
     assert chosen.costs(parts, "sampled", 1) == few

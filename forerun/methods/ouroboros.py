@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
@@ -57,11 +56,6 @@ class Phrases(Drafting):
     def phrases(self) -> tuple[int, int]:
         return self.ngram - 1, max(self.guesses, self.suffixes, 1)
 
-    @property
-    def most_greedy(self) -> float:
-        """Return the most greedy sequences of a step that use phrases; with more, none does."""
-        return inf
-
     def build(self, parts: Parts) -> Drafter:
         assert parts.draft is not None
         pool = parts.pool(self.phrases) if self.warm else None
@@ -81,26 +75,17 @@ class Ouroboros(Phrases):
 
 @dataclass(frozen=True)
 class PacerOuroboros(Phrases, Pacer):
-    """Pacer's rule on drafts by phrases. Its costs assume `share` forwards a drafted token.
-
-    Steps of more than `rows` greedy sequences use no phrases: rows save forwards at different places, and checking
-    phrases makes forwards larger.
-    """
+    """Pacer's rule on drafts by phrases. Its costs assume `share` forwards a drafted token."""
 
     ngram: int = integer(9, 2)
     suffixes: int = integer(0, 0)  # a draft that the layer ended is hardly ever accepted whole
     share: float = number(0.3, 0, 1)
-    rows: int = integer(3)
     name: ClassVar[str] = "pacer-ouroboros"
-
-    @property
-    def most_greedy(self) -> float:
-        return self.rows
 
     def costs(self, parts: Parts, mode: Mode, rows: int) -> Costs | None:
         costs = parts.costs
-        if costs is None or rows > self.rows:
-            return costs
+        if costs is None:
+            return None
         ms = self.share * costs.drafting(1 + self.guesses * (self.ngram - 1))
         return replace(costs, draft={1: ms}, chained=0.0, chained_sampled=0.0)
 
@@ -162,7 +147,7 @@ class OuroborosDrafter(ChainDrafter):
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         greedy = sum(seq.greedy for seq in seqs)
-        wide = greedy > self.settings.most_greedy or not self._phrases_pay(max(1, greedy))
+        wide = not self._phrases_pay(max(1, greedy))
         for seq in seqs:
             self.rows[seq.id].chain, self.rows[seq.id].suffixes = None, []
         plain = [Chain(seq, self._depth(seq)) for seq in seqs if wide and seq.greedy]
