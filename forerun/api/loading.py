@@ -130,7 +130,8 @@ def load_model(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **placed
         )
-    model, found = loaded
+        model, found = loaded
+        context_of(model.config.get_text_config(decoder=True))  # raises for too long ones
     if found["missing_keys"]:  # transformers fills these with random numbers
         raise ValueError(f"cannot load {part} {name!r}: {lacking(found['missing_keys'])}")
     return model if placed else _kept(model.to(device), stored)

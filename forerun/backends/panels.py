@@ -160,6 +160,7 @@ def product(weight: Tensor, bias: Tensor | None = None, few: bool = False) -> Pr
     blocks divide its inputs. Outputs are float32 then.
     """
     if not few or weight.device.type != "cpu" or weight.shape[1] % BLOCK or library() is None:
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
         return lambda x: functional.linear(x, weight, bias)
     packed = quantise(weight, Type.Q8_0)
     return packed if bias is None else lambda x: packed(x) + bias
