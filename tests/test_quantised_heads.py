@@ -21,6 +21,7 @@ from forerun.methods.lyanna import LyannaDrafter
 from forerun.model.causal_lm import CausalLM
 
 FORMS: dict[str, dict[str, Any]] = {"today's": {}, "two layers": {"num_hidden_layers": 2}, "uninformed": {"rank": 0}}
+FORMS["biases, a narrow MLP"] = {"bias": True, "intermediate_size": 32}
 CASES = [("lyanna", form) for form in FORMS] + [("eagle", form) for form in ("today's", "two layers")]
 TEXTS = {4: [5, 6, 7, 8, 9, 1, 2], 2: [3, 4, 5], 9: list(range(2, 30))}
 

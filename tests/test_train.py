@@ -306,6 +306,20 @@ def test_a_head_learns_and_decodes(form: dict[str, Any], target: str, tmp_path: 
         assert done.tokens == wanted.tokens and done.stats.drafted > 0
 
 
+def test_a_copied_head_begins_as_the_targets_last_layer(target: str, tmp_path: Path) -> None:
+    """Behind the linear map of least squares, which drafts better than random weights before any step."""
+    runs = {copied: make_run(target, tmp_path / str(copied), work=tmp_path / "work") for copied in (True, False)}
+    for copied, run in runs.items():
+        train_head(run, replace(RECIPE, steps=1, lr=0.0, linear=0, copied=copied, inner=20, sequences=256))
+    assert losses(runs[True])[-1] < losses(runs[False])[-1]
+    own, last = load_head(runs[True].out, judge()).layers[0], judge().model.model.layers[-1]
+    parts = [getattr(last.self_attn, f"{name}_proj").weight for name in "qkv"]
+    assert torch.equal(own.qkv.weight, torch.cat(parts)) and not own.out.weight.any() and not own.down.weight.any()
+    gate, up = own.gate_up.weight.chunk(2)
+    places = [int((last.mlp.gate_proj.weight == row).all(1).nonzero()) for row in gate]
+    assert len(set(places)) == 20 and torch.equal(up, last.mlp.up_proj.weight[places])
+
+
 @pytest.mark.parametrize("rank", [0, 8])
 def test_heads_of_both_kinds_are_of_one_size(rank: int, target: str, tmp_path: Path) -> None:
     def size(kind: str) -> int:
@@ -319,6 +333,7 @@ def test_training_refuses_at_once(target: str, tmp_path: Path) -> None:
     for changes, message in (
         ({"kind": "medusa"}, "kind must be one of lyanna, eagle, not 'medusa'"),
         ({"rank": -1}, "rank must be at least 0, not -1"),
+        ({"inner": 0}, "inner must be at least 1, not 0"),
         ({"hot": 0.0}, "hot must be above 0 and at most 1, not 0.0"),
         ({"held": 0.9}, "held must be above 0 and at most 0.5, not 0.9"),
         ({"unroll": 24}, "unroll must be 1 to 23, less than the output, not 24"),

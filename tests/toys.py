@@ -158,6 +158,9 @@ def random_head(target: CausalLM, hot: int = 12, **settings: Any) -> HiddenDraft
         known: dict[str, Any] = {"vocab_size": target.vocab_size, "hot_size": hot, "target": target.fingerprint}
         head = HiddenDrafter(HiddenConfig(**sizes | known | settings)).eval()
         head.hot.copy_(torch.randperm(target.vocab_size)[:hot])
+        for name, parameter in head.named_parameters():
+            if name.endswith("bias"):  # zeros until they are trained
+                torch.nn.init.normal_(parameter)
     return head
 
 

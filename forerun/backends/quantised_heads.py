@@ -51,15 +51,17 @@ class QuantisedHead:
             kept.append(_packed(weight))
             return kept[-1].argument
 
-        def gain(norm: nn.RMSNorm) -> int:
-            kept.append(norm.weight.detach().float().clone())
+        def floats(vector: Tensor) -> int:
+            kept.append(vector.detach().float().clone())
             return int(kept[-1].data_ptr())
 
         for at, layer in zip(arguments, layers, strict=True):
             at.q, at.k, at.v = map(panels, layer.qkv.weight.split((queries, keys, keys)))
+            if layer.qkv.bias is not None:
+                at.q_bias, at.k_bias, at.v_bias = map(floats, layer.qkv.bias.split((queries, keys, keys)))
             at.gate, at.up = map(panels, layer.gate_up.weight.chunk(2))
             at.o, at.down, at.turned = panels(layer.out.weight), panels(layer.down.weight), config.head_dim
-            at.first, at.second = gain(layer.before_attention), gain(layer.before_mlp)
+            at.first, at.second = floats(layer.before_attention.weight), floats(layer.before_mlp.weight)
         argument = ModelArgument(
             d=config.hidden_size,
             heads=config.num_attention_heads,
@@ -69,7 +71,7 @@ class QuantisedHead:
             vocabulary=min(embedding.out, config.vocab_size),
             embed_format=FORMATS.index(embedding.type),
             layer=ctypes.addressof(arguments),
-            norm=gain(head.norm),
+            norm=floats(head.norm.weight),
             embed=embedding.rows.ctypes.data,
             embed_row=embedding.rows.shape[1],
             fuse=panels(head.fuse.weight),

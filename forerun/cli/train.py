@@ -118,7 +118,15 @@ def lyanna(
     kind: Annotated[str, typer.Option(help="lyanna, or eagle to compare with.")] = "lyanna",
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the head.")] = 1,
     rank: Annotated[int, typer.Option(min=0, help="Rank of the token information; 0 for a head without it.")] = 64,
-    hot: Annotated[float, typer.Option(help="Share of the vocabulary that it drafts from.")] = 0.25,
+    hot: Annotated[
+        float | None,
+        typer.Option(help="Share of the vocabulary that it drafts from; default: 1/4, at most 8,192."),
+    ] = None,
+    inner: Annotated[
+        int | None, typer.Option(help="Neurons of its MLP; default: as the target, as many as fit 24 MB in 6 bits.")
+    ] = None,
+    copied: Annotated[bool, typer.Option(help="Begin with the target's last layer.")] = True,
+    linear: Annotated[int, typer.Option(min=0, help="Steps of a copied head before --steps, without its layer.")] = 150,
     sequences: Annotated[int, typer.Option(min=4, help="Windows of the target's own output.")] = 2048,
     prompt: PromptOption = 64,
     output: Annotated[int, typer.Option(min=8, help="Tokens of output a window goes on with.")] = 192,
@@ -132,4 +140,5 @@ def lyanna(
     from forerun.train.head import HeadRecipe, train_head
 
     shape: dict[str, Any] = {"kind": kind, "layers": layers, "rank": rank, "hot": hot, "seed": training.seed}
+    shape |= {"inner": inner, "copied": copied, "linear": linear}
     train_head(run, HeadRecipe(sequences, prompt, output, training.steps, batch, lr, unroll, **shape), start)

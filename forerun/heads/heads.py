@@ -30,6 +30,7 @@ class HiddenConfig(PreTrainedConfig):
         hidden_size, num_attention_heads, num_key_value_heads, head_dim, rope_theta, rms_norm_eps: the target's.
         num_hidden_layers, intermediate_size: of the head's decoder layers.
         rank: of the token information (lyanna); 0 for a head without it.
+        bias: whether its queries, keys and values have biases, as Qwen2's.
         known, feature, fusion: of old forms, which are refused.
         vocab_size, hot_size: sizes of the target's vocabulary and of the hot set.
         max_position_embeddings: the target's.
@@ -58,6 +59,7 @@ class HiddenConfig(PreTrainedConfig):
         rms_norm_eps: float = 1e-6,
         num_hidden_layers: int = 1,
         rank: int = 32,
+        bias: bool = False,
         known: bool = True,
         feature: str = "head",
         fusion: str = "every",
@@ -72,7 +74,7 @@ class HiddenConfig(PreTrainedConfig):
         self.kind, self.hidden_size, self.intermediate_size = kind, hidden_size, intermediate_size
         self.num_attention_heads, self.num_key_value_heads = num_attention_heads, num_key_value_heads
         self.head_dim, self.rope_theta, self.rms_norm_eps = head_dim, rope_theta, rms_norm_eps
-        self.num_hidden_layers, self.rank = num_hidden_layers, rank
+        self.num_hidden_layers, self.rank, self.bias = num_hidden_layers, rank, bias
         self.known, self.feature, self.fusion = known, feature, fusion
         self.vocab_size, self.hot_size, self.max_position_embeddings = vocab_size, hot_size, max_position_embeddings
         self.curves = curves or [[0.0, 1.0, 0.7]]
@@ -119,6 +121,8 @@ class HiddenDrafter(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=module.weight.shape[1] ** -0.5)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight)
 
@@ -181,7 +185,7 @@ class HeadLayer(nn.Module):
         size, self.size = config.hidden_size, config.head_dim
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
         self.before_attention = nn.RMSNorm(size, config.rms_norm_eps)
-        self.qkv = nn.Linear(size, (self.heads + 2 * self.groups) * self.size, bias=False)
+        self.qkv = nn.Linear(size, (self.heads + 2 * self.groups) * self.size, bias=config.bias)
         self.out = nn.Linear(self.heads * self.size, size, bias=False)
         self.before_mlp = nn.RMSNorm(size, config.rms_norm_eps)
         self.gate_up = nn.Linear(size, 2 * config.intermediate_size, bias=False)

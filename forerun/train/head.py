@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,19 +15,26 @@ from torch.nn import functional
 from transformers import PreTrainedConfig
 
 from forerun.api.layers import load_head
+from forerun.backends import prepare
 from forerun.backends.heads import head_rows
+from forerun.backends.hot import hot_tokens
 from forerun.backends.panels import BLOCK
+from forerun.backends.quantised import FAMILY
+from forerun.backends.stored import StoredLinear, is_stored
 from forerun.heads.eagle3 import Eagle3Head
-from forerun.heads.heads import KINDS, HiddenConfig, HiddenDrafter, hot_set
+from forerun.heads.heads import KINDS, HeadLayer, HiddenConfig, HiddenDrafter, hot_set
 from forerun.model.causal_lm import CausalLM, context_of
 from forerun.train.labels import Labels, cross_entropy, in_parts, label
 from forerun.train.loop import TrainConfig, mixed_precision, product_dtype, save_card, train
 from forerun.train.run import Run, check_context
 from forerun.train.texts import load_train_val, split_windows
+from forerun.zoo import hot_folder, own_draft
 
 SEED = 9000  # of the output; no draft is distilled with it
 EVALUATED = 128  # texts, while a head is trained
 LONGEST = 65536  # context of a head whose target names none
+HOT = 8192
+LARGEST = 31_000_000  # parameters, which take 24 MB in 6 bits
 
 
 @dataclass(frozen=True)
@@ -46,14 +53,18 @@ class HeadRecipe:
     kind: str = "lyanna"  # one of KINDS
     layers: int = 1
     rank: int = 64  # of the token information; 0 trains a head without it
-    hot: float = 0.25  # the hot set's share of the vocabulary
+    hot: float | None = None  # the hot set's share of the vocabulary; by default a quarter, at most HOT tokens
+    inner: int | None = None  # neurons of its MLP; by default the target's, as many as LARGEST allows
+    copied: bool = True  # begin with the target's last layer
+    linear: int = 150  # steps before `steps` that train a copied head without its layers, whose output is 0 then
 
     def check(self) -> None:
         """Raise ValueError for a setting out of range."""
         for name, is_right, allowed in (
             ("kind", self.kind in KINDS, f"one of {', '.join(KINDS)}"),
             ("rank", self.rank >= 0, "at least 0"),
-            ("hot", 0 < self.hot <= 1, "above 0 and at most 1"),
+            ("hot", self.hot is None or 0 < self.hot <= 1, "above 0 and at most 1"),
+            ("inner", self.inner is None or self.inner > 0, "at least 1"),
             ("held", 0 < self.held <= 0.5, "above 0 and at most 0.5"),
             ("unroll", 1 <= self.unroll < self.output, f"1 to {self.output - 1}, less than the output"),
         ):
@@ -72,11 +83,12 @@ def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[
         raise ValueError(f"start and out are one folder, {str(run.out)!r}: give another out")
     _, stream = run.prompts(4 * recipe.prompt)
     parts = None if run.chats is None else load_train_val(run.chats)
-    model = run.load(run.target, "target")
+    model = run.load(run.target, "target", frozen=True)
     check_context(model.config, parts, recipe.prompt + recipe.output, "target")
-    target, embed = CausalLM(model.requires_grad_(False)), model.get_input_embeddings()
-    size = target.head.get_parameter("weight").shape[-1]
-    if embed.get_parameter("weight").shape[-1] != size:
+    target = prepare(model) if is_stored(model) else CausalLM(model.requires_grad_(False))
+    embed: Any = model.get_input_embeddings()
+    size = cast(Any, target.head).in_features
+    if embed.embedding_dim != size:
         raise ValueError(f"the target's embeddings and its LM head are of other widths; its head reads {size}")
     config = _config(model.config.get_text_config(decoder=True), size, recipe)
     config.target, config.recipe = target.fingerprint, asdict(recipe) | run.provenance
@@ -95,12 +107,15 @@ def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[
     texts, val = parts
     if start is None:
         output = texts if stream is None else replace(texts, begins=torch.full_like(texts.begins, recipe.prompt))
-        drafter.hot.copy_(hot_set(output.frequencies(target.vocab_size), config.hot_size)[0])
+        drafter.hot.copy_(_hot(run.target, output.frequencies(target.vocab_size), config.hot_size))
     wanted = val.frequencies(target.vocab_size)
     coverage = float(wanted[drafter.hot].sum() / wanted.sum())
     nn.Module.to(drafter, model.device)
     labels, val_labels = (label(run, target, each, states=True) for each in (texts, val))
     head = head_rows(target, drafter.hot, size)
+    is_copied = start is None and recipe.copied and _is_copyable(target)
+    if is_copied:
+        initialise(drafter, target, labels, embed)
 
     def loss(rows: Tensor) -> Tensor:
         return head_loss(drafter, head, labels, rows, embed, recipe.unroll)
@@ -108,11 +123,20 @@ def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[
     def evaluate() -> float:
         asked = val.spread(EVALUATED).split(recipe.batch)
         losses = [head_loss(drafter, head, val_labels, rows, embed, recipe.unroll) for rows in asked]
+        with mixed_precision(model.device):
+            survival, _ = measure(drafter, head, val_labels, embed, recipe.unroll)
+        run.say(f"acceptance: a greedy chain's first 1, 2, ... tokens {survival}")
         return float(torch.stack(losses).mean())
 
-    every: dict[str, Any] = {"evaluate_every": 250, "save_every": 100, "tokens": recipe.batch * texts.mean_length}
+    every: dict[str, Any] = {"evaluate_every": 50, "tokens": recipe.batch * texts.mean_length}
     settings = TrainConfig(recipe.steps, recipe.lr, warmup=50, cooldown=0.5, **every)
-    train(drafter, loss, partial(texts.batch, recipe.seed, size=recipe.batch), evaluate, settings, run.folder, run.say)
+    batch = partial(texts.batch, recipe.seed, size=recipe.batch)
+    if is_copied and recipe.linear:
+        layers, drafter.layers = drafter.layers, nn.ModuleList()
+        first = replace(settings, steps=recipe.linear, warmup=5)
+        train(drafter, loss, batch, evaluate, first, run.folder / "linear", run.say)
+        drafter.layers = layers
+    train(drafter, loss, batch, evaluate, settings, run.folder, run.say)
     survival, drafter.config.curves = measure(drafter, head, val_labels, embed, recipe.unroll)
     found: dict[str, Any] = {"survival": survival, "coverage": round(coverage, 4)}
     found["parameters"] = sum(parameter.numel() for parameter in drafter.parameters())
@@ -136,11 +160,17 @@ def _config(text: PreTrainedConfig, size: int, recipe: HeadRecipe) -> HiddenConf
 
     Both kinds are of one size: lyanna has the factors of a table, eagle has a wider MLP instead.
     """
-    heads = text.num_attention_heads
-    inner = getattr(text, "intermediate_size", None) or 4 * size
-    hot = max(1, round(recipe.hot * text.vocab_size))
+    heads, head_dim = text.num_attention_heads, getattr(text, "head_dim", None) or size // text.num_attention_heads
+    groups = getattr(text, "num_key_value_heads", None) or heads
+    hot = max(1, min(HOT, text.vocab_size // 4) if recipe.hot is None else round(recipe.hot * text.vocab_size))
+    inner = own = getattr(text, "intermediate_size", None) or 4 * size
+    table = recipe.rank * (text.vocab_size + hot)
+    if recipe.inner is None:
+        left = LARGEST - table - 2 * size**2 - recipe.layers * 2 * size * head_dim * (heads + groups)
+        inner = min(own, max(BLOCK, left // (3 * size * recipe.layers * BLOCK) * BLOCK))
+    inner = recipe.inner or inner
     if recipe.kind == "eagle":
-        inner += recipe.rank * (text.vocab_size + hot) // (3 * size * recipe.layers)
+        inner += table // (3 * size * recipe.layers)
         if inner >= 20 * BLOCK:  # whole blocks, which our product in 8 bits needs, where they are a small part
             inner = round(inner / BLOCK) * BLOCK
     rope = getattr(text, "rope_parameters", None) or {}
@@ -149,8 +179,9 @@ def _config(text: PreTrainedConfig, size: int, recipe: HeadRecipe) -> HiddenConf
         hidden_size=size,
         intermediate_size=inner,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or size // heads,
+        num_key_value_heads=groups,
+        head_dim=head_dim,
+        bias=text.model_type == "qwen2",
         rope_theta=float(rope.get("rope_theta", 10000.0)),
         rms_norm_eps=getattr(text, "rms_norm_eps", 1e-6),
         num_hidden_layers=recipe.layers,
@@ -160,6 +191,64 @@ def _config(text: PreTrainedConfig, size: int, recipe: HeadRecipe) -> HiddenConf
         hot_size=hot,
         max_position_embeddings=context_of(text) or LONGEST,
     )
+
+
+def _hot(target: str, counts: Tensor, size: int) -> Tensor:
+    """Return the hot set [S]: the first of the tokens that are named for the target's own draft, if these are enough,
+    else the most frequent ones."""
+    draft = own_draft(target)
+    folder = None if draft is None else hot_folder(draft)
+    known = hot_tokens(folder if isinstance(folder, Path) else None, None, len(counts))
+    return known[:size] if known is not None and len(known) >= size else hot_set(counts, size)[0]
+
+
+def _is_copyable(target: CausalLM) -> bool:
+    model: Any = target.model
+    return type(model).__name__ in FAMILY and "q_norm" not in dict(model.model.layers[-1].self_attn.named_children())
+
+
+@torch.no_grad()
+def initialise(drafter: HiddenDrafter, target: CausalLM, labels: Labels, embed: nn.Module) -> None:
+    """Begin a head as the target's last layer, whose output does not count yet, after the linear map from features and
+    tokens to the next feature that least squares find. So the first drafts are those of this map.
+
+    Of the MLP's neurons those with the largest weights are kept. Token information begins with the principal components
+    of the target's embeddings.
+    """
+    model: Any = target.model
+    layer, own, size = model.model.layers[-1], cast(HeadLayer, drafter.layers[-1]), drafter.config.hidden_size
+    attention, inner = layer.self_attn, drafter.config.intermediate_size
+    linears = [getattr(attention, f"{name}_proj") for name in "qkv"]
+    own.qkv.weight.copy_(torch.cat([_weight(linear) for linear in linears]))
+    if own.qkv.bias is not None:
+        own.qkv.bias.copy_(torch.cat([linear.bias for linear in linears]))
+    gate, up, down = (_weight(getattr(layer.mlp, f"{name}_proj")) for name in ("gate", "up", "down"))
+    kept = (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).topk(min(inner, len(gate))).indices
+    own.gate_up.weight[: len(kept)] = gate[kept]
+    own.gate_up.weight[inner : inner + len(kept)] = up[kept]
+    own.before_attention.weight.copy_(layer.input_layernorm.weight)
+    own.before_mlp.weight.copy_(layer.post_attention_layernorm.weight)
+    gain = model.model.norm.weight.float().clamp(min=0.1)
+    drafter.norm.weight.copy_(gain)
+    both, wanted = (torch.zeros(2 * size, width, device=target.device) for width in (2 * size, size))
+    for rows in labels.texts.spread(512).split(8):
+        part, features = labels.texts.take(rows), labels.states(rows)
+        after = functional.rms_norm(embed(part.tokens).float(), (size,)).roll(-1, 1)
+        seen = torch.arange(features.shape[1], device=target.device) < labels.texts.ends[rows][:, None] - 1
+        x, y = torch.cat([features, after], -1)[seen], (features.roll(-1, 1) / gain)[seen]
+        both += x.T @ x
+        wanted += x.T @ y
+    both.diagonal().add_(3e-3 * both.diagonal().mean())
+    drafter.fuse.weight.copy_(torch.linalg.solve(both, wanted).T)
+    if drafter.informed and drafter.config.rank <= size:
+        known = embed(drafter.hot).float()
+        axes = torch.linalg.eigh(known.T @ known).eigenvectors[:, -drafter.config.rank :]
+        for tokens in torch.arange(drafter.config.vocab_size, device=target.device).split(8192):
+            drafter.embed.weight[tokens] = functional.rms_norm(embed(tokens).float() @ axes, (drafter.config.rank,))
+
+
+def _weight(linear: Any) -> Tensor:
+    return linear.stored.floats() if isinstance(linear, StoredLinear) else linear.weight
 
 
 def _continue(drafter: HiddenDrafter, start: Path, target: CausalLM) -> str:

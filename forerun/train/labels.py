@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from forerun.model.causal_lm import CausalLM
-from forerun.model.eager import capture_hidden_states
 from forerun.train.loop import save_missing
 from forerun.train.run import Run
 from forerun.train.texts import Texts
@@ -97,18 +96,19 @@ def label(run: Run, target: CausalLM, texts: Texts, states: bool = False) -> Lab
 
 def _labelled(target: CausalLM, texts: Texts, states: bool) -> dict[str, Tensor]:
     """Return the tensors of a file."""
-    found: list[dict[str, Tensor]] = [{}] * len(texts)
-    for rows in texts.ends.argsort(stable=True).split(together(texts, target)):
-        part = texts.take(rows)
-        with capture_hidden_states(target.model) as captured:
-            logits = target.model(input_ids=part.tokens.to(target.device), use_cache=False).logits
-        for i, row in enumerate(rows.tolist()):
-            begin, end = int(part.begins[i]), int(part.ends[i])
-            top = top_probs(logits[i, begin:end])
-            found[row] = {"tokens": top.tokens.int().cpu(), "probs": top.probs.bfloat16().cpu()}
-            if states:
-                found[row]["states"] = captured[0][i, :end].bfloat16().cpu()
-    return {name: torch.cat([each[name] for each in found]) for name in found[0]}
+    found: dict[str, list[Tensor]] = {"tokens": [], "probs": []}
+    best: list[TopProbs] = []
+    for tokens, begin, end in zip(texts.tokens.tolist(), texts.begins.tolist(), texts.ends.tolist(), strict=True):
+        best.clear()
+        list(target.prefill(tokens[:end], ROWS, "", "head", lambda logits: best.append(top_probs(logits))))
+        for name, parts in zip(found, zip(*best, strict=True), strict=False):
+            found[name].append(torch.cat(parts)[begin:].cpu())
+        if states:
+            assert target.prompt_hidden is not None
+            found.setdefault("states", []).append(target.prompt_hidden.bfloat16().cpu())
+    target.forget_prompt()
+    types = {"tokens": torch.int32, "probs": torch.bfloat16, "states": torch.bfloat16}
+    return {name: torch.cat(each).to(types[name]) for name, each in found.items()}
 
 
 def together(texts: Texts, target: CausalLM) -> int:

@@ -23,6 +23,8 @@ from transformers import PreTrainedModel
 from forerun.files import write_text
 
 BIG = 200_000_000  # parameters
+LARGE = 1 << 21  # numbers of a matrix, beyond which Muon's products take longer on a CPU than the step itself
+LARGE_SHARE = 0.02  # of the learning rate: large matrices are not new, and AdamW changes them by the whole of it
 
 
 @dataclass(frozen=True)
@@ -83,17 +85,20 @@ def mixed_precision(device: torch.device) -> torch.autocast:
 
 
 def optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """Make Muon (with AdamW's update size) for inner matrices, AdamW for embeddings, heads, gains and biases."""
-    groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+    """Make Muon (with AdamW's update size) for inner matrices, AdamW for embeddings, heads, gains, biases and LARGE
+    matrices."""
+    inner: list[nn.Parameter] = []
+    large: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():  # tied parameters come once
         if parameter.requires_grad:
-            groups[parameter.ndim == 2 and "embed" not in name and "lm_head" not in name].append(parameter)
+            is_inner = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+            (others if not is_inner else large if parameter.numel() > LARGE else inner).append(parameter)
     chosen: list[torch.optim.Optimizer] = []
-    if groups[False]:
-        chosen.append(torch.optim.AdamW(groups[False], lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0))
-    if groups[True]:
-        decay = config.weight_decay
-        chosen.append(torch.optim.Muon(groups[True], config.lr, decay, adjust_lr_fn="match_rms_adamw"))
+    if groups := [{"params": own, "share": share} for own, share in ((others, 1.0), (large, LARGE_SHARE)) if own]:
+        chosen.append(torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0))
+    if inner:
+        chosen.append(torch.optim.Muon(inner, config.lr, config.weight_decay, adjust_lr_fn="match_rms_adamw"))
     return chosen
 
 
@@ -180,7 +185,7 @@ def train(
             for optim in optims:
                 optim.zero_grad(set_to_none=True)
                 for group in optim.param_groups:
-                    group["lr"] = config.lr * config.rate(step)
+                    group["lr"] = config.lr * config.rate(step) * group.get("share", 1.0)
             value = loss(given)
             value.backward()
             nn.utils.clip_grad_norm_(model.parameters(), config.clip)

@@ -61,9 +61,10 @@ class Run:
         source: dict[str, Any] = {"data": list(self.data)} if self.chats is None else {"chats": self.chats.name}
         return {"target": self.target} | source
 
-    def load(self, source: str, part: str, dtype: str | None = None) -> PreTrainedModel:
-        """Load a model as training needs it."""
-        how: dict[str, Any] = {"trust_remote_code": self.trust_remote_code, "dtype": dtype, "plain": True}
+    def load(self, source: str, part: str, dtype: str | None = None, frozen: bool = False) -> PreTrainedModel:
+        """Load a model as training needs it; a `frozen` one that is a GGUF file in its own bits if it is for a CPU."""
+        plain = not frozen or (self.device or ("cuda" if torch.cuda.is_available() else "cpu")) != "cpu"
+        how: dict[str, Any] = {"trust_remote_code": self.trust_remote_code, "dtype": dtype, "plain": plain}
         return load_model(source, part, device=self.device, **how)
 
     def prompts(self, least: int) -> tuple[PreTrainedTokenizerBase, np.ndarray | None]:
