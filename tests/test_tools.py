@@ -30,7 +30,7 @@ from forerun.sampling.grammar import compiled
 from forerun.sampling.response_format import form_of
 from forerun.sampling.sampler import Sampler
 from forerun.text.chat import checked
-from forerun.text.tool_calls import FORMS, CallPiece, ToolStream, form_of_template
+from forerun.text.tool_calls import FORMS, ToolCall, ToolStream, form_of_template
 from forerun.text.tools import checked_choice, checked_tools, tools_for
 
 CALL = '{"name": "f", "arguments": {"x": "a\\"}{[", "y": [1, {}]}}'
@@ -43,18 +43,12 @@ BROKEN = ['{"name": "f", "a', '{"name": "f", "arguments": {"x": nope}}', '{"name
 BROKEN += ["é <|", "{}", '"}', "}"]
 
 
-def read(form: str, pieces: list[str], most: int | None = None) -> tuple[ToolStream, str, list[list[str]]]:
-    """What reads these pieces; the text that it gave, and the calls as [name, arguments]."""
-    stream, text, calls = ToolStream(FORMS[form], ("f", "g"), most), "", list[list[str]]()
-    for event in chain(*(stream.push(piece, False) for piece in pieces), stream.push("", True)):
-        if isinstance(event, str):
-            text += event
-        elif event.name is not None:
-            assert event.index == len(calls)
-            calls.append([event.name, event.arguments])
-        else:
-            calls[event.index][1] += event.arguments
-    return stream, text, calls
+def read(form: str, pieces: list[str], most: int | None = None) -> tuple[ToolStream, str, list[Any]]:
+    """What reads these pieces; the text and the calls that it gave."""
+    stream = ToolStream(FORMS[form], ("f", "g"), most)
+    given = [*chain(*(stream.push(piece, False) for piece in pieces), stream.push("", True))]
+    texts = [each for each in given if isinstance(each, str)]
+    return stream, "".join(texts), [each for each in given if not isinstance(each, str)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -64,10 +58,8 @@ def test_any_split_of_a_text_gives_the_same(form: str, data: st.DataObject) -> N
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     whole, *streamed = read(form, [text])
     cut, *cut_streamed = read(form, [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)])
-    assert streamed == cut_streamed
+    assert streamed == cut_streamed == [whole.text, whole.calls]
     assert (cut.text, cut.calls, cut.broken) == (whole.text, whole.calls, whole.broken)
-    if not whole.broken:  # else the stream has the beginning of a call that became text
-        assert streamed == [whole.text, [[call.name, call.arguments] for call in whole.calls]]
     if not whole.calls:
         assert whole.text == text
 
@@ -77,6 +69,7 @@ WANTED: list[tuple[str, str, str, list[str], int]] = [  # form, text, what is le
     ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL} </tool_call>\nDone.\n", "\nDone.", ["f", "f"], 0),
     ("hermes", '<tool_call>{"arguments": {"name": 1}, "name": "g"}</tool_call>', "", ["g"], 0),
     ("hermes", '<tool_call>{"name": "unheard"}', "", ["unheard"], 0),
+    ("hermes", '<tool_call>{"name": "f"', '<tool_call>{"name": "f"', [], 1),
     ("hermes", '<tool_call>\n{"name": "f", "arguments": {"x": 1}\n</tool_call>', "", ["f"], 0),  # a brace forgotten
     ("hermes", '<tool_call>\n{"name": "f", "arguments": {"x', '<tool_call>\n{"name": "f", "arguments": {"x', [], 1),
     ("hermes", "a <tool_call> is\n", "a <tool_call> is\n", [], 1),
@@ -99,13 +92,18 @@ def test_what_is_read(form: str, text: str, left: str, names: list[str], broken:
     assert (found.text, [call.name for call in found.calls], found.broken) == (left, names, broken)
 
 
-def test_texts_wait_no_longer_than_a_marker_may_begin_and_arguments_come_as_they_are_written() -> None:
+def test_texts_wait_no_longer_than_a_marker_may_begin_and_calls_come_whole() -> None:
     stream = ToolStream(FORMS["hermes"], ())
     said = [stream.push(piece, False) for piece in ("So <", "b> <tool_ca", "n ", "x\n<tool_call>", '{"name": "f", ')]
     assert said == [["So"], [" <b>"], [" <tool_can"], [" x"], []]
-    said = [stream.push(piece, False) for piece in ('"arguments": {"x', '": "1', '23"', "}", "}\n</tool")]
-    assert said[0] == [CallPiece(0, "f", ""), CallPiece(0, None, '{"x')]
-    assert said[1:] == [[CallPiece(0, None, piece)] for piece in ('": "1', '23"', "}")] + [[]]
+    said = [stream.push(piece, False) for piece in ('"arguments": {"x', '": "1', '23"', "}", "}\n</tool", "_call> ")]
+    assert said == [[], [], [], [], [], [ToolCall("f", '{"x": "123"}')]]
+    bare = ToolStream(FORMS["llama3"], ("f",))
+    assert [bare.push(piece, False) for piece in ('{"na', 'me": "fx"', ', "a": ')] == [
+        [],
+        ['{"name": "fx"'],
+        [', "a":'],
+    ]
     many = f"<tool_call>{CALL}</tool_call>\n" * 3 + "end"
     stream, text, calls = read("hermes", [many], 1)
     assert len(stream.calls) == len(calls) == 1 and text == "\nend"
@@ -323,10 +321,8 @@ def test_forced_calls_whole_and_streamed(server: Live, more: dict[str, Any], tem
     assert answers[0]["metrics"]["tool_calls"] == 1 and answers[0]["metrics"]["unparsed_tool_calls"] == 0
     chunks = events(post(server, CHAT, body | {"stream": True}))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    pieces = [piece for delta in deltas for piece in delta.get("tool_calls", [])]
-    assert pieces[0]["function"]["name"] == calls[0]["function"]["name"] and pieces[0]["type"] == "function"
-    assert all([*piece] == ["index", "function"] and [*piece["function"]] == ["arguments"] for piece in pieces[1:])
-    assert "".join(piece["function"]["arguments"] for piece in pieces) == calls[0]["function"]["arguments"]
+    (piece,) = [piece for delta in deltas for piece in delta.get("tool_calls", [])]
+    assert (piece["index"], piece["type"], piece["function"]) == (0, "function", calls[0]["function"])
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 

@@ -16,7 +16,7 @@ from forerun.server.metrics import AnswerCounts
 from forerun.server.requests import Prepared
 from forerun.server.schemas import ChatBody, SamplingBody, StreamOptions
 from forerun.text.stop_strings import TextStream
-from forerun.text.tool_calls import CallPiece, ToolForm
+from forerun.text.tool_calls import ToolCall, ToolForm
 from forerun.text.tools import Tools
 
 KEEP_ALIVE = 15.0  # seconds without a chunk
@@ -29,7 +29,7 @@ class _Choice:
         self.request, self.stream = request, TextStream(texts.tokenizer, request.tokens, stop, tools.shown)
         self.logprobs = None if request.logprobs is None else LogprobsJson(texts, is_chat)
         self.tools = tools.stream()
-        self.calls: list[CallPiece] = []  # that no chunk has had
+        self.calls: list[ToolCall] = []  # that no chunk has had
         self.text = ""  # likewise
         self.begun = False
         self.finish_reason: str | None = None
@@ -76,10 +76,8 @@ class Answer:
         choices = []
         for index, choice in enumerate(self.choices):
             message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-            if choice.tools is not None:
-                message["content"] = choice.tools.text or (None if choice.tools.calls else "")
-                calls = [CallPiece(at, call.name, call.arguments) for at, call in enumerate(choice.tools.calls)]
-                message |= {"tool_calls": _tool_calls(calls, choice.tools.form, False)} if calls else {}
+            if choice.tools is not None and choice.calls:
+                message |= {"content": choice.text or None, "tool_calls": _tool_calls(choice.calls, choice.tools.form)}
             choices.append(self._choice(index, {"message": message} if self._is_chat else {"text": choice.text}))
         return self._json(choices, {"usage": self.counts.usage(), **self.counts.statistics()})
 
@@ -137,14 +135,13 @@ class Answer:
             choice.text += text
             return pieces
         for each in choice.tools.push(text, step.finish_reason is not None):
-            if isinstance(each, CallPiece):
+            if isinstance(each, ToolCall):
                 choice.calls.append(each)
             else:
                 choice.text += each
         if step.finish_reason is not None:
             self.counts.calls.update(tool_calls=len(choice.tools.calls), unparsed_tool_calls=choice.tools.broken)
-            has_calls = choice.tools.begun if self.body.stream else choice.tools.calls
-            if has_calls and step.finish_reason == "stop":
+            if choice.tools.calls and step.finish_reason == "stop":
                 choice.finish_reason = "tool_calls"
         return pieces
 
@@ -164,8 +161,8 @@ class Answer:
         """Return the events of a step: none if its text is held back, unless the request asks for steps."""
         choice, found = self.choices[index], []
         if self._is_chat and not choice.begun:
-            first = {"delta": {"role": "assistant", "content": ""}}
-            found.append(_event(self._json([self._choice(index, first, False)], {})))
+            role = {"delta": {"role": "assistant", "content": ""}}
+            found.append(_event(self._json([self._choice(index, role, False)], {})))
         pieces = await self._take(index, step, at)
         text, calls, choice.text, choice.calls = choice.text, choice.calls, "", []
         if not (text or calls or self.body.forerun or choice.logprobs or choice.finish_reason):
@@ -174,7 +171,9 @@ class Answer:
         if self._is_chat:
             content = {"delta": {"content": text} if text or not (calls or choice.finish_reason) else {}}
             if calls and choice.tools is not None:
-                content["delta"]["tool_calls"] = _tool_calls(calls, choice.tools.form, True)
+                first = len(choice.tools.calls) - len(calls)
+                told = _tool_calls(calls, choice.tools.form)
+                content["delta"]["tool_calls"] = [{"index": at} | each for at, each in enumerate(told, first)]
         more: dict[str, Any] = {}
         if self.body.forerun:
             more["forerun"] = {
@@ -210,17 +209,9 @@ def call_id(form: ToolForm) -> str:
     return (prefix + uuid4().hex)[:length]
 
 
-def _tool_calls(pieces: list[CallPiece], form: ToolForm, indexed: bool) -> list[dict[str, Any]]:
-    """Return pieces of calls as OpenAI has them, one entry a call."""
-    found: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
-        entry = found.setdefault(piece.index, {"index": piece.index} if indexed else {})
-        function = entry.setdefault("function", {"arguments": ""})
-        function["arguments"] += piece.arguments
-        if piece.name is not None:
-            entry |= {"id": call_id(form), "type": "function"}
-            function["name"] = piece.name
-    return list(found.values())
+def _tool_calls(calls: list[ToolCall], form: ToolForm) -> list[dict[str, Any]]:
+    """Return calls as OpenAI has them, with new ids."""
+    return [{"id": call_id(form), "type": "function", "function": vars(call)} for call in calls]
 
 
 async def _steps(job: Job, until: float) -> AsyncIterator[list[tuple[int, Step, float]]]:

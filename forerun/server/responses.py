@@ -15,7 +15,7 @@ from forerun.server.job import Job
 from forerun.server.logprobs import TokenTexts, as_json
 from forerun.server.requests import Prepared, prepare_chat
 from forerun.server.schemas import ChatBody, ResponsesBody
-from forerun.text.tool_calls import CallPiece
+from forerun.text.tool_calls import ToolCall
 
 # Fields of a chat's body that have the same name here, and those that have another one.
 _SAME = "temperature top_p top_k min_p seed ignore_eos cache_salt forerun_method chat_template_kwargs stream"
@@ -134,7 +134,7 @@ class ResponseAnswer(Answer):
         self.id = f"resp_{uuid4().hex}"
         self._about = {"id": self.id, "object": "response", "created_at": int(time()), "model": model} | _echo(body)
         self._items: list[dict[str, Any]] = []
-        self._open: int | None = None  # the last item's call, or -1 for text; None where it has ended
+        self._is_open = False  # whether the last item is text that goes on
         self._number = 0
 
     async def whole(self, until: float) -> bytes:
@@ -144,14 +144,16 @@ class ResponseAnswer(Answer):
             raise _renamed(error) from None
 
     def _whole(self) -> bytes:
-        (choice,) = self.choices
-        text, calls = (choice.text, []) if choice.tools is None else (choice.tools.text, choice.tools.calls)
-        if text:
-            self._add(text)
-        for index, call in enumerate(calls):
-            self._add(CallPiece(index, call.name, call.arguments))
+        self._told()
         self._last()
         return as_json(self._response(self._status, True))
+
+    def _told(self) -> list[bytes]:
+        """Return the events of what was read since the last call: text, then calls."""
+        (choice,) = self.choices
+        pieces: list[str | ToolCall] = [*([choice.text] if choice.text else []), *choice.calls]
+        choice.text, choice.calls = "", []
+        return [event for piece in pieces for event in self._add(piece)]
 
     def _begin(self) -> list[bytes]:
         about = self._response("in_progress")
@@ -159,10 +161,7 @@ class ResponseAnswer(Answer):
 
     async def _chunks(self, index: int, step: Step, at: float) -> list[bytes]:
         await self._take(index, step, at)
-        choice = self.choices[index]
-        pieces: list[str | CallPiece] = [*([choice.text] if choice.text else []), *choice.calls]
-        choice.text, choice.calls = "", []
-        return [event for piece in pieces for event in self._add(piece)]
+        return self._told()
 
     def _end(self, error: ApiError | None = None) -> list[bytes]:
         if error is not None:
@@ -181,55 +180,52 @@ class ResponseAnswer(Answer):
         found["incomplete_details"] = reason
         return found | {"usage": _usage(self.counts.usage()), **self.counts.statistics()} if has_ended else found
 
-    def _add(self, piece: str | CallPiece) -> list[bytes]:
-        """Return the events of a piece of text or of a call: of the item that is open, or of a new one."""
-        index, found = -1 if isinstance(piece, str) else piece.index, list[bytes]()
-        if index != self._open:
-            found = [*self._close("completed"), *self._new(piece)]
-            self._open = index
-        item = self._items[-1]
-        if isinstance(piece, str):
-            item["content"][0]["text"] += piece
-            return [*found, self._event("response.output_text.delta", **self._text, delta=piece, logprobs=[])]
-        item["arguments"] += piece.arguments
-        if not piece.arguments:
-            return found
-        where = {"item_id": item["id"], "output_index": len(self._items) - 1}
-        return [*found, self._event("response.function_call_arguments.delta", **where, delta=piece.arguments)]
-
-    def _new(self, piece: str | CallPiece) -> list[bytes]:
-        is_text, name = isinstance(piece, str), uuid4().hex
-        if isinstance(piece, str):
-            item: dict[str, Any] = {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": []}
-        else:
-            stream = self.choices[0].tools
-            assert stream is not None
-            item = {"type": "function_call", "id": f"fc_{name}", "call_id": call_id(stream.form)}
-            item |= {"name": piece.name, "arguments": ""}
-        self._items.append(item | {"status": "in_progress"})
-        place = len(self._items) - 1
-        found = [self._event("response.output_item.added", output_index=place, item=self._items[-1])]
-        if is_text:
+    def _add(self, piece: str | ToolCall) -> list[bytes]:
+        """Return the events of a call, or of text: of the item that is open, or of a new one."""
+        if isinstance(piece, ToolCall):
+            return [*self._close("completed"), *self._call(piece)]
+        found = list[bytes]()
+        if not self._is_open:
+            self._is_open = True
+            item = {"type": "message", "id": f"msg_{uuid4().hex}", "role": "assistant", "content": []}
+            found = [self._new(item)]
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             self._items[-1]["content"] = [part]
             found.append(self._event("response.content_part.added", **self._text, part=part))
-        return found
+        self._items[-1]["content"][0]["text"] += piece
+        return [*found, self._event("response.output_text.delta", **self._text, delta=piece, logprobs=[])]
+
+    def _call(self, call: ToolCall) -> list[bytes]:
+        stream, kind = self.choices[0].tools, "response.function_call_arguments"
+        assert stream is not None
+        item = {"type": "function_call", "id": f"fc_{uuid4().hex}", "call_id": call_id(stream.form)}
+        begun = self._new(item | {"name": call.name, "arguments": ""})
+        item, where = self._items[-1], {"item_id": item["id"], "output_index": len(self._items) - 1}
+        item |= {"arguments": call.arguments, "status": "completed"}
+        return [
+            begun,
+            self._event(f"{kind}.delta", **where, delta=call.arguments),
+            self._event(f"{kind}.done", **where, **vars(call)),
+            self._done(),
+        ]
+
+    def _new(self, item: dict[str, Any]) -> bytes:
+        """Return the event that begins an item."""
+        self._items.append(item | {"status": "in_progress"})
+        return self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
+
+    def _done(self) -> bytes:
+        return self._event("response.output_item.done", output_index=len(self._items) - 1, item=self._items[-1])
 
     def _close(self, status: str) -> list[bytes]:
-        """Return the events that end the open item, if there is one."""
-        if self._open is None:
+        """Return the events that end the text that is open, if there is one."""
+        if not self._is_open:
             return []
-        item, place = self._items[-1], len(self._items) - 1
+        self._is_open, item = False, self._items[-1]
         item["status"] = status
-        if self._open < 0:
-            (part,) = item["content"]
-            found = [self._event("response.output_text.done", **self._text, text=part["text"], logprobs=[])]
-            found.append(self._event("response.content_part.done", **self._text, part=part))
-        else:
-            told = {"item_id": item["id"], "name": item["name"], "arguments": item["arguments"]}
-            found = [self._event("response.function_call_arguments.done", output_index=place, **told)]
-        self._open = None
-        return [*found, self._event("response.output_item.done", output_index=place, item=item)]
+        (part,) = item["content"]
+        found = [self._event("response.output_text.done", **self._text, text=part["text"], logprobs=[])]
+        return [*found, self._event("response.content_part.done", **self._text, part=part), self._done()]
 
     def _last(self) -> list[bytes]:
         """Return the events that end the last item. An answer has one, be it empty."""

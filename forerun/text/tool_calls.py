@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,207 +65,134 @@ class ToolCall:
     arguments: str
 
 
-@dataclass(frozen=True)
-class CallPiece:
-    """A piece of a call in a stream: the first one has the name, all have a piece of the arguments."""
-
-    index: int
-    name: str | None
-    arguments: str
+class _MoreTextError(Exception):
+    """What comes next decides."""
 
 
-def _header(key: str) -> list[str]:
-    """Return what stands before the members of a call's arguments: expressions for one character each, or for many."""
-    space, name = r"\s*", r'([^"\\]*)'
-    before, after = ["{", space, *'"name"', space, ":", space, '"'], ['"', space, ",", space, *f'"{key}"', space, ":"]
-    atoms = [*before, name, *after, space, "{"]
-    return [atom if atom in (space, name) else re.escape(atom) for atom in atoms]
-
-
-def _beginnings(atoms: list[str]) -> str:
-    """Return an expression for every beginning of what the atoms describe."""
-    return f"(?:{atoms[0]}{_beginnings(atoms[1:])})?" if atoms else ""
-
-
-_HEADER = re.compile("|".join("".join(_header(key)) for key in _KEYS))
-_BEGINNINGS = re.compile("|".join(_beginnings(_header(key)) for key in _KEYS))
-
-
-class _Depth:
-    """The depth of JSON that is read from a `{` on."""
-
-    def __init__(self) -> None:
-        self.depth, self._quoted, self._escaped = 0, False, False
-
-    def until(self, least: int, text: str, at: int) -> int:
-        """Read a text from a place on, up to where its depth falls to `least`. Return the place after that, or -1."""
-        for place in range(at, len(text)):
-            char = text[place]
-            if self._escaped:
-                self._escaped = False
-            elif self._quoted:
-                self._escaped, self._quoted = char == "\\", char != '"'
-            elif char == '"':
-                self._quoted = True
-            elif char in "{[":
-                self.depth += 1
-            elif char in "}]":
-                self.depth -= 1
-                if self.depth <= least:
-                    return place + 1
-        return -1
+_DECODER = json.JSONDecoder()
+_NAMED = '{"name":"'  # how a call without a marker begins, without spaces
+_UNSURE = 12  # characters after an error in JSON that more text may mend, as in "nul"
 
 
 class ToolStream:
-    """Separates one answer's text, which comes in pieces, into text and calls.
+    """Separates one answer's text, which comes in pieces, into text and calls, each of which comes whole.
 
-    How the text was cut into pieces changes nothing. A call's name is given as soon as its arguments begin, and these
-    as they come. What is no call stays text: `text` has all of a call that turned out to be broken, although its
-    beginning may have been given. Whitespace around calls is dropped, as chat templates write their own.
+    How the text was cut into pieces changes nothing. What is no call stays text. Whitespace around calls is dropped, as
+    chat templates write their own.
 
     Attributes:
-        calls: those that are complete.
-        begun, broken: how many were begun to be given, and how many could not be read.
+        text, calls: all that was given so far.
+        broken: how many calls were begun and could not be read.
     """
 
     def __init__(self, form: ToolForm, names: Collection[str], most: int | None = None) -> None:
         """`names`: of the functions; `most`: how many calls are given; those after them are left out."""
-        self.form, self.calls, self.begun, self.broken = form, list[ToolCall](), 0, 0
-        self._names, self._most, self._index = names, most, -1  # the index of the present call, if it is given
-        self._rest, self._before = "", ""  # text that is not read, and what was read and stands before an object
-        self._said, self._given, self._finished = list[str](), list[str | CallPiece](), False
-        self._reading = self._read()
+        self.form, self.text, self.calls, self.broken = form, "", list[ToolCall](), 0
+        self._names, self._most, self._is_bare = names, most, form.is_bare
+        self._markers = {form.begin: form.close} | dict([FENCE] if form.is_fenced else [])
+        self._rest, self._given, self._finished = "", list[str | ToolCall](), False
 
-    @property
-    def text(self) -> str:
-        """All text beside the complete calls."""
-        return "".join(self._said)
-
-    def push(self, text: str, finished: bool) -> list[str | CallPiece]:
-        """Return texts and pieces of calls that are certain now; with `finished`, all that is left."""
+    def push(self, text: str, finished: bool) -> list[str | ToolCall]:
+        """Return texts and calls that are certain now; with `finished`, all that is left."""
         self._rest, self._given, self._finished = self._rest + text, [], finished
-        next(self._reading, None)
+        try:
+            while self._rest:
+                self._step()
+        except _MoreTextError:
+            pass
         return self._given
 
-    # Each `yield` waits for more text.
-
-    def _read(self) -> Iterator[None]:
-        if self.form.is_bare:
-            at = yield from self._match(["{"])
-            if at >= 0:
-                yield from self._objects(at - 1, True, "")
-        markers = {self.form.begin: self.form.close} | dict([FENCE] if self.form.is_fenced else [])
-        beginnings = [marker[:n] for marker in markers for n in range(len(marker))]
-        while True:
-            rest = self._rest
-            places = [(rest.find(each), each) for each in markers if each in rest]
-            if places:
-                at, marker = min(places)
-                start = len(rest[:at].rstrip(_SPACE))
-                self._say(start)
-                self._skip(at - start + len(marker))
-                is_bare = marker == FENCE[0]
-                at = yield from self._match(["" if is_bare else self.form.open, "{"])
-                if at >= 0:
-                    yield from self._objects(at - 1, is_bare, markers[marker])
-                else:
-                    self.broken += not is_bare
-                    self._say(0)
-            elif self._finished:
-                return self._say(len(rest.rstrip(_SPACE) if self.calls else rest))
+    def _step(self) -> None:
+        """Take something of the rest. Raises _MoreTextError if that is not certain yet."""
+        rest = self._rest
+        if self._is_bare:
+            self._read(0, True, "")
+            self._is_bare = False
+            return
+        places = [(rest.find(each), each) for each in self._markers if each in rest]
+        if places:
+            at, marker = min(places)
+            if before := len(rest[:at].rstrip(_SPACE)):
+                self._say(before)
             else:
-                part = max(map(len, filter(rest.endswith, beginnings)))
-                self._say(len(rest[: len(rest) - part].rstrip(_SPACE)))
-                yield
+                self._read(at + len(marker), marker == FENCE[0], self._markers[marker])
+        elif self._finished:
+            self._say(len(rest.rstrip(_SPACE) if self.calls else rest))
+            self._rest = ""
+        else:
+            beginnings = (marker[:n] for marker in self._markers for n in range(len(marker)))
+            part = max(len(each) for each in beginnings if rest.endswith(each))
+            self._say(len(rest[: len(rest) - part].rstrip(_SPACE)))
+            raise _MoreTextError
 
-    def _objects(self, at: int, is_bare: bool, close: str) -> Generator[None, None, None]:
-        """Read the object after that much of the rest, those that follow it, and what stands after them."""
-        while at >= 0:
-            self._skip(at)
-            if not (yield from self._object(is_bare)):
-                return
-            at = (yield from self._match([self.form.between, "{"])) - 1 if self.form.between else -1
-        at = yield from self._match([close])
-        self._rest = self._rest[max(at, 0) :]
+    def _read(self, at: int, is_bare: bool, close: str) -> None:
+        """Take the calls after a marker, which ends at that place of the rest, with what closes them; or the marker as
+        text, if there are none. Without a marker, or in a block of JSON, they must name a function."""
+        found, end = list[ToolCall](), at
+        place = self._after(at, "" if is_bare else self.form.open)
+        while place >= 0:
+            call, place = (None, place) if is_bare and not self._names_function(place) else self._call(place)
+            if call is None:
+                break
+            found, end = [*found, call], place
+            place = self._after(end, self.form.between) if self.form.between else -1
+        is_broken = place >= 0 or not found
+        self.broken += is_broken and not is_bare
+        if not found:
+            return self._say(at)
+        self._rest = self._rest[max(end, self._after(end, close) if close else end) :]
+        found = found[: None if self._most is None else max(0, self._most - len(self.calls))]
+        self.calls += found
+        self._given += found
 
-    def _object(self, is_bare: bool) -> Generator[None, None, bool]:
-        """Read an object; return whether it is a call. Without a marker it must name a function."""
-        while not (head := _HEADER.match(self._rest)) and not self._finished and _BEGINNINGS.fullmatch(self._rest):
-            yield
-        name, begin, depth = head and (head[1] or head[2] or ""), head.end() - 1 if head else 0, _Depth()
-        if is_bare and name not in self._names:
-            self._say(1)
+    def _call(self, at: int) -> tuple[ToolCall | None, int]:
+        """Return the call at a place and where it ends, or None and any place."""
+        at = self._after(at, "")
+        if not self._rest.startswith("{", at):
+            return None, at
+        try:
+            found, end = _DECODER.raw_decode(self._rest, at)
+        except RecursionError:
+            return None, at
+        except json.JSONDecodeError as error:
+            left = len(self._rest.rstrip(_SPACE)) - error.pos
+            if not self._finished and (left < _UNSURE or error.msg.startswith("Unterminated string")):
+                raise _MoreTextError from None
+            end = error.pos  # models forget the last brace
+            found = json_object(self._rest[at:end] + "}") or {}
+            found = found if any(key in found for key in _KEYS) else {}
+        name = found.get("name")
+        arguments: Any = next((found[key] for key in _KEYS if key in found), {})
+        is_call = isinstance(name, str) and isinstance(arguments, dict)
+        return ToolCall(name, json.dumps(arguments, ensure_ascii=False)) if is_call else None, end
+
+    def _names_function(self, at: int) -> bool:
+        """Return whether the object at a place begins with the name of a function."""
+        flat = re.sub(r"\s", "", self._rest[at:])
+        if not flat.startswith(_NAMED[: len(flat)]):
             return False
-        if name is not None:
-            self._give(name, "")
-        end = yield from self._end(depth, begin, name is not None)
-        upto = end if end >= 0 else len(self._rest)
-        call = _call(name, self._rest[begin:upto])
-        if end < 0 or call is None:
-            self.broken += 1
-            self._say(upto)
-            return False
-        if name is None:
-            self._give(call.name, call.arguments)
-        self.calls += [call] if self._index >= 0 else []
-        self._rest, self._before, self._index = self._rest[end:], "", -1
-        if name is not None:  # the end of the object, which models forget to write
-            at = yield from self._match(["}"])
-            if (yield from self._match([","])) >= 0:
-                depth.depth = 1
-                at = yield from self._end(depth, 0, False)
-            self._rest = self._rest[max(at, 0) :]
-        return True
+        name, quote, _ = flat[len(_NAMED) :].partition('"')
+        if not quote and not self._finished:
+            raise _MoreTextError
+        return name in self._names
 
-    def _end(self, depth: _Depth, at: int, given: bool) -> Generator[None, None, int]:
-        """Return where the JSON from a place on ends, or -1 if the text does. It may be given as arguments."""
-        while True:
-            end = depth.until(0, self._rest, at)
-            upto = end if end >= 0 else len(self._rest)
-            if given:
-                self._give(None, self._rest[at:upto])
-            if end >= 0 or self._finished:
-                return end
-            at = upto
-            yield
-
-    def _match(self, literals: list[str]) -> Generator[None, None, int]:
-        """Return where literals end, which may have whitespace before them, or -1 if they do not stand there."""
-        at = 0
-        for literal in filter(None, literals):
-            while not (rest := self._rest[at:].lstrip(_SPACE)).startswith(literal):
-                if self._finished or not literal.startswith(rest):
-                    return -1
-                yield
-            at = len(self._rest) - len(rest) + len(literal)
-        return at
-
-    def _skip(self, length: int) -> None:
-        self._before, self._rest = self._before + self._rest[:length], self._rest[length:]
+    def _after(self, at: int, literal: str) -> int:
+        """Return where a literal ends that follows on a place, after whitespace, or -1 if another text does."""
+        body = self._rest[at:].lstrip(_SPACE)
+        if body.startswith(literal):
+            if not body and not self._finished:
+                raise _MoreTextError
+            return len(self._rest) - len(body) + len(literal)
+        if not self._finished and literal.startswith(body):
+            raise _MoreTextError
+        return -1
 
     def _say(self, length: int) -> None:
-        """Take that much of the rest as text, after what stands before it. A stream may have given it as a call."""
-        self._skip(length)
-        if self._before:
-            self._said.append(self._before)
-            self._given += [self._before] if self._index < 0 else []
-        self._before, self._index = "", -1
-
-    def _give(self, name: str | None, arguments: str) -> None:
-        """Give a piece of a call, unless there are enough calls."""
-        if name is not None and (self._most is None or self.begun < self._most):
-            self._index, self.begun = self.begun, self.begun + 1
-        if self._index >= 0 and (name is not None or arguments):
-            self._given.append(CallPiece(self._index, name, arguments))
-
-
-def _call(name: str | None, text: str) -> ToolCall | None:
-    """Return the call of a name with its arguments, or, without a name, of an object with both; None if it is none."""
-    found = json_object(text)
-    if name is None and found is not None:
-        name, found = found.get("name"), next((found[key] for key in _KEYS if key in found), {})
-        text = json.dumps(found, ensure_ascii=False)
-    return ToolCall(name, text) if isinstance(name, str) and isinstance(found, dict) else None
+        """Take that much of the rest as text."""
+        if length:
+            self.text += self._rest[:length]
+            self._given.append(self._rest[:length])
+            self._rest = self._rest[length:]
 
 
 def json_object(text: str) -> dict[str, Any] | None:
