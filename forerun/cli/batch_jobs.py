@@ -62,14 +62,13 @@ def batch(
             from forerun.server.worker import Loader
 
             loader = Loader(serving.model, method, options | {"max_rows": max_rows}, serving.threads)
-            folder.on_record = _progress(folder, len(source.numbers))
-            lines = source.lines(set(folder.done), defaults)
-            seconds = asyncio.run(batch_local.run(loader, serving.name, max_rows, lines, folder))
+            lines, progress = source.lines(set(folder.done), defaults), _progress(folder, len(source.numbers))
+            seconds = asyncio.run(batch_local.run(loader, serving.name, max_rows, lines, folder, progress))
         _show(folder.summarise(seconds), out)
     finally:
         folder.close()
     if folder.failed:
-        say(f"{len(folder.failed)} lines failed ({out}/failed.jsonl); run the same command again to ask them again")
+        say(f"{len(folder.failed)} lines failed; run the same command again to ask them again")
         raise typer.Exit(1)
 
 
@@ -83,7 +82,8 @@ def _progress(folder: Any, total: int) -> Callable[[], None]:
             last, lines = now, len(folder.done) + len(folder.failed)
             wrong = lines - folder.sums["answered"]
             errors = f", {wrong} errors" if wrong else ""
-            say(f"{lines} of {total} lines, {folder.tokens / (now - begun):.0f} tokens/s{errors}")
+            tokens = folder.sums["completion_tokens"] - folder.before["completion_tokens"]
+            say(f"{lines} of {total} lines, {tokens / (now - begun):.0f} tokens/s{errors}")
 
     return print_line
 
@@ -95,5 +95,6 @@ def _show(summary: dict[str, Any], out: Path) -> None:
     tokens = f"{summary['prompt_tokens']} prompt tokens, {summary['completion_tokens']} new tokens"
     print(f"{tokens}, tau {summary['tau']:.2f}")
     if run["seconds"]:
-        print(f"this run: {run['records']} lines in {run['seconds']:.1f} s, {run['tokens_per_second']:.1f} tokens/s")
+        speed = run["completion_tokens"] / run["seconds"]
+        print(f"this run: {run['answered']} answers in {run['seconds']:.1f} s, {speed:.1f} tokens/s")
     print(f"{out}/records.jsonl, {out}/summary.json")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 LONGEST_ID = 512
@@ -49,26 +46,19 @@ class Input:
 
     Attributes:
         fingerprint: of all of its bytes.
-        stamp: its size and when it was written.
         numbers: of the lines that are not blank.
     """
 
     path: Path
     fingerprint: str
-    stamp: tuple[int, int]
     numbers: frozenset[int]
 
     def lines(self, done: set[int], defaults: Mapping[str, Any]) -> Iterator[Line | BadLine]:
-        """Yield the lines that are not `done`, in their order. `defaults`: see `read_line`.
-
-        Raises ValueError if the file has changed since it was read.
-        """
+        """Yield the lines that are not `done`, in their order. `defaults`: see `read_line`."""
         ids: dict[str, int] = {}
-        with _open(self.path) as file:
+        with self.path.open("rb") as file:
             for number, raw in enumerate(file, 1):
-                if _stamp(file) != self.stamp:
-                    raise ValueError(f"{self.path} was changed while the job ran; what is answered is kept")
-                if raw.strip():
+                if number in self.numbers:
                     line = read_line(number, raw, ids, defaults)
                     if number not in done:
                         yield line
@@ -77,31 +67,17 @@ class Input:
 def scan(path: Path) -> Input:
     """Read a file once. Raises ValueError if it cannot be read, or has no lines."""
     digest, numbers = sha256(), set()
-    with _open(path) as file:
-        stamp = _stamp(file)
-        for number, raw in enumerate(file, 1):
-            digest.update(raw)
-            if raw.strip():
-                numbers.add(number)
-    if not numbers:
-        raise ValueError(f"{path} has no lines")
-    return Input(path, digest.hexdigest(), stamp, frozenset(numbers))
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ValueError(f"{path} is no plain file; it is read more than once")
-            yield file
+            for number, raw in enumerate(file, 1):
+                digest.update(raw)
+                if raw.strip():
+                    numbers.add(number)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _stamp(file: BinaryIO) -> tuple[int, int]:
-    found = os.fstat(file.fileno())
-    return found.st_size, found.st_mtime_ns
+    if not numbers:
+        raise ValueError(f"{path} has no lines")
+    return Input(path, digest.hexdigest(), frozenset(numbers))
 
 
 def read_line(number: int, raw: bytes, ids: dict[str, int], defaults: Mapping[str, Any]) -> Line | BadLine:

@@ -1,22 +1,17 @@
-"""The output of a batch job: files that only grow, so that a job which was killed goes on where it was."""
+"""The output of a batch job: a file that only grows, so that a job which was killed goes on where it was."""
 
 from __future__ import annotations
 
 import fcntl
 import json
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from time import perf_counter
 from typing import Any, BinaryIO
 
 from forerun.files import write_text
 from forerun.scale.batch_file import BadLine, Input, Line
-
-SYNC = 1.0  # seconds, at most, of records that a machine without power may lose
-
 
 SUMS = ("answered", "refused", "bad_lines", "failed", "prompt_tokens", "completion_tokens", "steps")
 
@@ -36,30 +31,24 @@ def sums_of(record: dict[str, Any]) -> Counter[str]:
 class Folder:
     """Records of a job, one for each line of its input. Only one process at a time can have it.
 
-    What is final is in records.jsonl. A record is there when `answer` or `refuse` returns, so killing the process
-    loses none. At most the last one is torn, if the process or the disk ends within it; the next run cuts it off. Lines
-    that failed are in failed.jsonl, and are asked again by the next run. All methods raise ValueError if the disk takes
-    no more.
+    A record is in records.jsonl when `answer` or `refuse` returns, so killing the process loses none. At most the last
+    one is torn, if the process or the disk ends within it; the next run cuts it off. Lines that failed have none, and
+    are asked again by the next run. All methods raise ValueError if the disk takes no more.
 
     Attributes:
-        done: numbers of the lines whose record is final; failed: of those that failed in this run.
-        sums: of all records, by SUMS; tokens, records: output tokens and records of this run.
-        on_record: called after each record.
+        done: numbers of the lines that have a record; failed: of those that failed in this run.
+        sums: of all records, by SUMS; before: as they were when this run began.
     """
 
     def __init__(self, path: Path, source: Input, settings: dict[str, Any]) -> None:
         """Raises ValueError if the folder belongs to another input, other settings or no job at all, if another process
         writes to it, and if its records are damaged."""
         self.path, self._source = path, source
-        size = len(source.numbers)
-        self._job = json.loads(json.dumps({"input": source.fingerprint, "lines": size, "settings": settings}))
+        self._job = json.loads(json.dumps({"input": source.fingerprint, "settings": settings}))
         self.done: set[int] = set()
         self.failed: set[int] = set()
-        self.sums, self.tokens, self.records = Counter[str](), 0, 0
-        self.on_record: Callable[[], None] = lambda: None
-        self._records = path / "records.jsonl"
+        self.sums = Counter[str]()
         self._file: BinaryIO | None = None
-        self._synced = perf_counter()
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file; the output goes into a folder")
         self._check()
@@ -71,15 +60,10 @@ class Folder:
         except OSError:
             self._lock.close()
             raise ValueError(f"another process is at this job: {path}") from None
-        self._check()
-        if self._records.exists():
+        if (path / "records.jsonl").exists():
             with self._writing():
-                self._read()
-
-    @property
-    def ended(self) -> bool:
-        """Whether every line has its record."""
-        return len(self.done) + len(self.failed) == len(self._source.numbers)
+                self._read(path / "records.jsonl")
+        self.before = self.sums.copy()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -92,8 +76,9 @@ class Folder:
         """Raise ValueError unless the folder is this job's, or free."""
         known = self.path / "job.json"
         if not known.exists():
-            ours = (".lock", "job.json.")
-            if self.path.exists() and not all(each.name.startswith(ours) for each in self.path.iterdir()):
+            if self.path.exists() and not all(
+                each.name.startswith((".lock", "job.json")) for each in self.path.iterdir()
+            ):
                 raise ValueError(f"{self.path} is not empty, and has no job of forerun batch: give another folder")
             return
         try:
@@ -109,10 +94,10 @@ class Folder:
             if one != other:
                 raise ValueError(f"{self.path} belongs to a job with {name} {one}, not {other}: give another folder")
 
-    def _read(self) -> None:
+    def _read(self, path: Path) -> None:
         """Count the records of earlier runs, and cut off the last one if it is torn."""
         whole = 0
-        with self._records.open("r+b") as file:
+        with path.open("r+b") as file:
             for count, raw in enumerate(file, 1):
                 try:
                     if not raw.endswith(b"\n"):
@@ -124,93 +109,58 @@ class Folder:
                     self.sums += sums_of(record)
                 except (ValueError, TypeError, KeyError):
                     if file.read(1):  # more comes after it, so it is not the end of a killed run
-                        raise ValueError(f"{self._records} is damaged in line {count}: take that line out") from None
+                        raise ValueError(f"{path} is damaged in line {count}: take that line out") from None
                     file.truncate(whole)
                     break
                 self.done.add(number)
                 whole += len(raw)
 
-    # Writing.
+    @property
+    def ended(self) -> bool:
+        """Whether every line has its record, or has failed."""
+        return len(self.done) + len(self.failed) == len(self._source.numbers)
 
     def answer(self, line: Line, status: int, request_id: str, body: bytes) -> None:
         """Keep the server's answer to a line, JSON without a line end. From status 500 on the line has failed."""
         if status >= 500:
-            self.fail(line, json.loads(body)["error"]["message"])
+            self.failed.add(line.number)
+            self.sums["failed"] += 1
             return
         response = b'{"status_code":%d,"request_id":%s,"body":%s}' % (status, json.dumps(request_id).encode(), body)
-        self._append(self._record(line, response, None), line.number)
+        self._append(line, response, None)
 
     def refuse(self, line: BadLine) -> None:
         """Keep what is wrong with a line."""
-        self._append(self._record(line, b"null", (line.code, line.message)), line.number)
+        error = {"code": line.code, "message": f"line {line.number}: {line.message}", "line": line.number}
+        self._append(line, b"null", error)
 
-    def fail(self, line: Line, why: str) -> None:
-        """Keep, until the job is run again, that a line got no answer."""
-        assert line.number not in self.done and line.number not in self.failed
-        with self._writing():
-            self._begin()
-            with (self.path / "failed.jsonl").open("ab") as file:
-                file.write(self._record(line, b"null", ("failed", f"no answer: {why}")))
-        self.failed.add(line.number)
-        self._count(Counter(failed=1))
-
-    def _record(self, line: Line | BadLine, response: bytes, why: tuple[str, str] | None) -> bytes:
-        number, id = line.number, f"batch_req_{self._source.fingerprint[:12]}_{line.number}"
-        head = {"id": id, "line": number, "custom_id": line.custom_id}
-        error = why and {"code": why[0], "message": f"line {number}: {why[1]}", "line": number}
+    def _append(self, line: Line | BadLine, response: bytes, error: dict[str, Any] | None) -> None:
+        id = f"batch_req_{self._source.fingerprint[:12]}_{line.number}"
+        head = {"id": id, "line": line.number, "custom_id": line.custom_id}
         first, last = (json.dumps(each, separators=(",", ":")).encode() for each in (head, error))
-        return b'%s,"response":%s,"error":%s}\n' % (first[:-1], response, last)
-
-    def _append(self, record: bytes, number: int) -> None:
-        assert number not in self.done and number not in self.failed
+        record = b'%s,"response":%s,"error":%s}\n' % (first[:-1], response, last)
         with self._writing():
-            self._begin()
             if self._file is None:
-                self._file = self._records.open("ab")
+                if not (self.path / "job.json").exists():
+                    write_text(self.path / "job.json", json.dumps(self._job, indent=1) + "\n")
+                self._file = (self.path / "records.jsonl").open("ab")
             self._file.write(record)
             self._file.flush()
-            if perf_counter() - self._synced > SYNC:
-                os.fsync(self._file.fileno())
-                self._synced = perf_counter()
-        self.done.add(number)
-        self._count(sums_of(json.loads(record)))
-
-    def _count(self, sums: Counter[str]) -> None:
-        self.sums += sums
-        self.tokens += sums["completion_tokens"]
-        self.records += 1
-        self.on_record()
-
-    def _begin(self) -> None:
-        """Before the first record of a run: mark the folder as the job's, and forget what failed before."""
-        if self.records:
-            return
-        if not (self.path / "job.json").exists():
-            write_text(self.path / "job.json", json.dumps(self._job, indent=1) + "\n")
-        for name in ("failed.jsonl", "summary.json"):
-            (self.path / name).unlink(missing_ok=True)
+        self.done.add(line.number)
+        self.sums += sums_of(json.loads(record))
 
     def close(self) -> None:
         """Unlock the folder, whatever the disk says."""
-        file, self._file = self._file, None
         with self._lock, self._writing():
-            if file is not None:
-                with file:
-                    os.fsync(file.fileno())
+            if self._file is not None:
+                self._file.close()
 
     def summarise(self, seconds: float) -> dict[str, Any]:
-        """Write summary.json of a job that has ended, and return it. If this run had nothing to do, it stays as it is.
-
-        `seconds`: of this run.
-        """
-        assert self.ended
-        path = self.path / "summary.json"
-        if not self.records and path.exists():
-            return dict(json.loads(path.read_bytes()))
-        run = {"records": self.records, "seconds": round(seconds, 3), "completion_tokens": self.tokens}
-        run["tokens_per_second"] = round(self.tokens / seconds, 3) if seconds else 0.0
+        """Write summary.json of a job that has ended, and return it. `seconds`: of this run."""
+        new = {name: self.sums[name] - self.before[name] for name in ("answered", "completion_tokens")}
+        run = {"seconds": round(seconds, 3), **new}
         found: dict[str, Any] = {"lines": len(self._source.numbers), **{name: self.sums[name] for name in SUMS}}
         found |= {"tau": round(self.sums["completion_tokens"] / max(1, self.sums["steps"]), 4), "last_run": run}
         with self._writing():
-            write_text(path, json.dumps(found, indent=1) + "\n")
+            write_text(self.path / "summary.json", json.dumps(found, indent=1) + "\n")
         return found

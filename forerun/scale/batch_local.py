@@ -19,7 +19,6 @@ from forerun.server.worker import Worker
 _LOG = logging.getLogger("forerun.model.batch")
 
 NO_LIMIT = 10.0**9  # seconds that an answer may take: a batch has no reader who goes away
-PAUSE = 0.1  # seconds before a line is tried again
 TRIES = 3  # answers of 500 and more that a line may get
 
 
@@ -51,38 +50,42 @@ async def _post(app: ASGIApp, url: str, body: bytes) -> tuple[int, str, bytes]:
 
 
 async def run(
-    make: Callable[[], Decoder], model: str, max_rows: int, lines: Iterator[Line | BadLine], folder: Folder
+    make: Callable[[], Decoder],
+    model: str,
+    max_rows: int,
+    lines: Iterator[Line | BadLine],
+    folder: Folder,
+    on_record: Callable[[], None],
 ) -> float:
     """Answer lines by the server's app, asked without a socket: checks, answers and errors are the server's. Return the
     seconds without loading.
 
-    A line at which the server fails is tried again, alone among such lines. Raises what `make` raises, and what ends
-    the engine's thread.
+    A line at which the server fails is asked again, alone among such lines: what failed may have been another's. Raises
+    what `make` raises, and what ends the engine's thread.
 
     Args:
         make: loads the decoder in the thread that computes.
         model: its name in answers.
+        on_record: called after each line.
     """
     worker, again = Worker(make), asyncio.Lock()
     app = create_app(worker, Settings(model=model, max_seconds=NO_LIMIT))
-
-    async def ask(line: Line) -> tuple[int, str, bytes]:
-        found = await _post(app, line.url, line.body)
-        if worker.failed is not None:
-            raise worker.failed
-        return found
 
     async def work() -> None:
         for line in lines:  # all take from the same lines
             if isinstance(line, BadLine):
                 folder.refuse(line)
-                continue
-            found, tries = await ask(line), 1
-            while found[0] >= 500 and tries < TRIES:
-                async with again:
-                    await asyncio.sleep(PAUSE)
-                    found, tries = await ask(line), tries + 1
-            folder.answer(line, *found)
+            else:
+                found, tries = await _post(app, line.url, line.body), 1
+                while found[0] >= 500 and worker.failed is None and tries < TRIES:
+                    async with again:
+                        found, tries = await _post(app, line.url, line.body), tries + 1
+                if worker.failed is not None:
+                    raise worker.failed
+                if found[0] >= 500:
+                    _LOG.error("line %d has no answer: %s", line.number, found[2].decode())
+                folder.answer(line, *found)
+            on_record()
 
     async with app.router.lifespan_context(app):
         await worker.until_ready()
