@@ -21,16 +21,14 @@ from torch import Tensor, nn
 from toys import refuses
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel
 
-from forerun.api.loading import check_draft_tokenizer, translation_for
+from forerun.api.loading import translation_for
 from forerun.backends import prepare
 from forerun.backends.gguf import gguf_config, gguf_tokenizer, load_gguf
 from forerun.backends.gguf.config import configuration
 from forerun.backends.panels import Panels, Rows
 from forerun.backends.stored import FORMATS, StoredEmbedding, StoredLinear
-from forerun.methods import AR
 from forerun.zoo import gguf_file
 from forerun.zoo.gguf_file import find, open_gguf
-from forerun.zoo.memory import loading_line
 
 OWN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # types of blocks of 32, which stay as they are
 IDS = torch.randint(ggufs.VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -259,11 +257,10 @@ def test_files_with_the_same_tokenizer(tmp_path: Path, monkeypatch: pytest.Monke
     with monkeypatch.context() as without:
         without.setattr("forerun.api.loading.load_tokenizer", None)  # it is not made
         assert translation_for(tokenizer, same) is None
-        check_draft_tokenizer(tokenizer, same)
     copied = copy.deepcopy(tokenizer)
     copied.add_tokens(["more"])  # no longer what the file says; the other has it not
     for own, other in ((tokenizer, others[0]), (copied, same)):
-        refuses("tokenizer differs", check_draft_tokenizer, own, other)
+        refuses("tokenizer, and that of .* differs", translation_for, own, other, "a test")
     assert tokenizer.backend_tokenizer.token_to_id("more") is None
 
 
@@ -280,17 +277,15 @@ def test_a_header_is_read_once_until_the_file_changes(tmp_path: Path, monkeypatc
 def test_what_a_file_needs_is_shown_without_torch(tmp_path: Path) -> None:
     path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "Q4_1", types={"token_embd.weight": "Q8_0"})
     code = (
-        "import sys; from forerun.cli.info import file_facts; from forerun.zoo.memory import loading_line; "
-        f"print([file_facts({str(path)!r}), loading_line({str(path)!r}), 'torch' in sys.modules])"
+        "import sys; from forerun.cli.info import file_facts; "
+        f"print([file_facts({str(path)!r}), 'torch' in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    facts, line, has_torch = ast.literal_eval(done.stdout)
+    facts, has_torch = ast.literal_eval(done.stdout)
     assert not has_torch
     assert facts["weights"] == open_gguf(path).bytes_by_type and list(facts["weights"]) == ["Q4_1", "Q8_0", "F32"]
     assert facts["kv_bytes_per_token"] == 2 * 2 * 16 * 2 * 2  # layers, heads, their size, keys and values, float16
     assert facts["bytes_at_full_context"] == facts["weight_bytes"] + ggufs.CONTEXT * facts["kv_bytes_per_token"]
-    assert line == f"loading {path} (0 MB, and 0 MB for each 1000 tokens) ..."
-    assert line == loading_line(str(path), str(path), AR()) != loading_line(str(path), str(path))
     # Floats of any kind take the memory of float32.
     half, whole = (open_gguf(ggufs.write(tmp_path / f"{kind}.gguf", ggufs.small(), kind)) for kind in ("F16", "F32"))
     assert half.memory == whole.memory == sum(whole.bytes_by_type.values()) > sum(half.bytes_by_type.values())

@@ -22,7 +22,7 @@ from benchmarks.embedded.quantise import save_quantised
 from forerun import Decoder
 from forerun.api import loading
 from forerun.api.layers import load_head, load_pre_verifier
-from forerun.api.loading import check_draft_tokenizer
+from forerun.api.loading import translation_for
 from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD
 from forerun.methods.chain import ChainDrafter
@@ -78,10 +78,9 @@ def test_differing_tokenizers_are_named(copies: Path, monkeypatch: pytest.Monkey
         refuses(message, forerun.load, copies / "target", draft=draft, method="ouroboros")
         target = tiny("llama", vocab=300)
         refuses(difference, forerun.load, target, draft=draft, tokenizer=tokenizer, method="ouroboros")
-        message = f"draft '.*draft': its tokenizer differs from the target's: {difference}"
-        refuses(message, check_draft_tokenizer, tokenizer, draft)
+        refuses(f"vLLM needs .* differs: {difference}", translation_for, tokenizer, draft, "vLLM")
     message = "token 300 is missing there and '<new>' in the target's"
-    refuses(message, check_draft_tokenizer, changed(more="<new>"), copies / "target")
+    refuses(message, translation_for, changed(more="<new>"), copies / "target", "vLLM")
 
 
 @pytest.mark.parametrize("own", [True, False])

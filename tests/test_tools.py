@@ -5,7 +5,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,9 +20,6 @@ from tokenizers.models import BPE
 from tools import MARKERS, TEMPLATES, make_decoder, scripted
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
-from forerun import SamplingParams
-from forerun.cli.generate import _read_tools
-from forerun.cli.talk import Talk
 from forerun.engine.sequence import Request
 from forerun.methods import AR, SD, Hybrid, Parts, Suffix
 from forerun.sampling.grammar import compiled
@@ -269,9 +265,7 @@ def test_sampled_calls_follow_the_models_distribution_restricted_to_the_grammar(
     assert toys.p_value([each[:3] for each in outcomes], joint(begin[-2], begin[-1], "", 3)) > 1e-4
 
 
-def test_calls_in_python_and_in_a_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_in_python() -> None:
     pytest.importorskip("llguidance")
     decoder = make_decoder()
     for choice in ("required", NAMED):
@@ -279,13 +273,6 @@ def test_calls_in_python_and_in_a_terminal(
         assert found.tool_calls and found.tool_calls[0].name in ("count", "get_weather")
     *_, last = decoder.stream_chat(HELLO, tools=TOOLS, tool_choice=NAMED, max_new_tokens=60)
     assert last.tool_calls == found.tool_calls
-    monkeypatch.setattr(type(decoder), "stream_chat", lambda *_, **__: (each for each in [last]))
-    Talk(decoder, SamplingParams(max_new_tokens=9), tools=TOOLS).take("hello")
-    assert f"calls count {found.tool_calls[0].arguments}" in capsys.readouterr().err
-    (file := tmp_path / "tools.json").write_text(json.dumps([{"type": "function"}]))
-    toys.refuses('tool 1 must be {"type": "function"', _read_tools, file)
-    file.write_text("no")
-    toys.refuses("--tools: .* is no JSON", _read_tools, file)
 
 
 # What clients get.

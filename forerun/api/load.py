@@ -67,7 +67,7 @@ def load(
     translation = None
     if tokenizer is not None and isinstance(found.draft, str | Path):
         both = [each for each in (found.method, found.sampling_method) if each is not None]
-        strict = next((each.name for each in both if not each.any_tokenizer), None)
+        strict = next((f"method {each.name!r}" for each in both if not each.any_tokenizer), None)
         translation = translation_for(tokenizer, found.draft, strict, trust_remote_code=models.trust_remote_code)
     return Decoder(
         ready(target, "target", models),

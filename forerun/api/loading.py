@@ -208,30 +208,6 @@ def _difference(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase)
     return None
 
 
-def check_draft_tokenizer(
-    target: PreTrainedTokenizerBase, draft: str | Path, *, trust_remote_code: bool = False
-) -> None:
-    """Raise ValueError if a draft's tokenizer differs from the target's, naming the first difference. A folder without
-    a tokenizer passes."""
-    if (other := _other_tokenizer(target, draft, trust_remote_code)) is not None:
-        raise ValueError(
-            f"draft {str(draft)!r}: its tokenizer differs from the target's: {other[1]}; a draft must share the "
-            "target's tokenizer"
-        )
-
-
-def _other_tokenizer(
-    target: PreTrainedTokenizerBase, draft: str | Path, trust_remote_code: bool
-) -> tuple[PreTrainedTokenizerBase, str] | None:
-    """Return a draft's tokenizer with its first difference from the target's; None if they are equal, and for a folder
-    without one."""
-    if _is_from_equal_file(target, draft) or not _may_have_tokenizer(locate(draft, "draft")):
-        return None
-    own = load_tokenizer(draft, "draft", trust_remote_code=trust_remote_code)
-    found = _difference(target, own)
-    return None if found is None else (own, found)
-
-
 def _is_from_equal_file(target: PreTrainedTokenizerBase, draft: str | Path) -> bool:
     """Whether both tokenizers come from GGUF files that describe them alike: then the draft's need not be made."""
     ours, theirs = Path(target.name_or_path), _gguf_file(locate(draft, "draft"))
@@ -252,19 +228,20 @@ def translation_for(
 ) -> Translation | None:
     """Return how a draft with another tokenizer than the target's drafts; None for one with the same tokenizer.
 
-    A folder without a tokenizer passes for one with the same. `strict`: a method that needs the target's tokenizer.
+    A folder without a tokenizer passes for one with the same. `strict`: what needs the target's tokenizer, if anything.
 
-    Raises ValueError for a tokenizer that shares too few tokens with the target's, and one that differs if a method is
-    strict.
+    Raises ValueError for a tokenizer that shares too few tokens with the target's, and one that differs if anything is
+    strict, naming the first difference.
     """
-    other = _other_tokenizer(target, draft, trust_remote_code)
-    if other is None:
+    if _is_from_equal_file(target, draft) or not _may_have_tokenizer(locate(draft, "draft")):
         return None
-    own, found = other
+    own = load_tokenizer(draft, "draft", trust_remote_code=trust_remote_code)
+    if (found := _difference(target, own)) is None:
+        return None
     if strict is not None:
         raise ValueError(
-            f"method {strict!r} needs a draft with the target's tokenizer, and that of {str(draft)!r} differs: "
-            f"{found}; sd, cumulative and others that draft a plain chain can do with another"
+            f"{strict} needs a draft with the target's tokenizer, and that of {str(draft)!r} differs: {found}; sd, "
+            "cumulative and others that draft a plain chain can do with another"
         )
     translation = translate(target, own, str(draft))
     share = f"{translation.overlap:.0%} of a sample's tokens"

@@ -138,8 +138,10 @@ class Plan:
 
     @property
     def strict(self) -> str | None:
-        """The name of a method that needs a draft with the target's tokenizer, or None."""
-        needy = (name for name, each in self.methods.items() if each.needs_draft and not each.any_tokenizer)
+        """A method that needs a draft with the target's tokenizer, in words, or None."""
+        needy = (
+            f"method {name!r}" for name, each in self.methods.items() if each.needs_draft and not each.any_tokenizer
+        )
         return next(needy, None)
 
     def params(self) -> SamplingParams:

@@ -15,7 +15,7 @@ from forerun.bench.datasets import PUBLIC, STDLIB, Prompt, read_files
 from forerun.bench.plan import DEFAULT_METHODS, Plan, Runner, RunnerOf, make_folder, parse_methods
 from forerun.cli import options
 from forerun.cli.common import quiet
-from forerun.cli.options import DraftOptions, MaxNewTokensOption, TemperatureOption, TopPOption, grouped
+from forerun.cli.options import LoadOptions, MaxNewTokensOption, TemperatureOption, TopPOption, grouped
 from forerun.methods import METHODS, settings_of
 from forerun.zoo import EMBEDDED, own_draft
 
@@ -49,7 +49,7 @@ def bench(
     guard: Annotated[bool, typer.Option("--guard/--no-guard", help="Leave drafts out while they do not pay.")] = False,
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
     *,
-    loading: DraftOptions,
+    loading: LoadOptions,
     as_json: options.JsonOption = False,
 ) -> None:
     """Measure methods in turns on the same prompts, in one process. Lists may be given with commas.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from math import sqrt
-from statistics import median, stdev
+from statistics import median
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -41,8 +40,8 @@ QUESTIONS = (
     "Which fruits ripen in autumn?",
 )
 USUAL = 6  # of these questions
-LEAST, MOST, SECONDS = 3, 9, 30.0  # rounds, and the time after which no further one begins
-STABLE = 0.02  # standard error of the speedup at which it is stable
+ROUNDS = 5  # after one that warms up
+SLOW = 8.0  # seconds of the first round's questions, after which no more are asked
 BUSY = 0.15  # share by which plain decoding's own speed may differ between rounds
 
 
@@ -66,8 +65,8 @@ def demo(
 ) -> None:
     """Answer questions with the chat model, plainly and faster, and compare. The model is fetched at first.
 
-    Shows medians of 3 to 9 rounds: until the speedup is stable, or 30 s are over. A first round warms up and is not
-    counted, so the guard knows what pays, as in a server. No answer helps a later one.
+    Shows medians of 5 rounds. A first round warms up and is not counted, so the guard knows what pays, as in a server.
+    No answer helps a later one.
     """
     if target not in FOLDERS:
         raise ValueError(f"--target of the demo is one of {', '.join(FOLDERS)}, not {target!r}")
@@ -83,7 +82,7 @@ def demo(
         except ValueError as error:
             say(f"{error}. Until then: the embedded pair, on code")
             target = EMBEDDED
-    say_loading(target, method=found.method)
+    say_loading(target)
     quiet(threads)
     from rich.console import Console
     from rich.table import Table
@@ -98,9 +97,7 @@ def demo(
     chosen, begun = _prompts(target, decoder.tokenizer, prompts), perf_counter()
     rounds: list[list[list[Any]]] = []
     speeds, speedups = list[float](), list[float]()  # of each round but the first: plain tokens/s, and over them
-    while len(speeds) < LEAST or (
-        len(speeds) < MOST and perf_counter() - begun < SECONDS and stdev(speedups) > STABLE * sqrt(len(speeds))
-    ):
+    for _ in range(1 + ROUNDS):
         rounds.append([])
         for number, (text, prompt) in enumerate(chosen, 1):
             rounds[-1].append(_pair(both, prompt, params, len(rounds), number))
@@ -109,7 +106,7 @@ def demo(
                 pieces = TextStream(decoder.tokenizer, prompt).push(done.tokens, done.origins, finished=True)
                 console.print(text, style="dim", markup=False)
                 console.print(tinted(pieces), end="\n\n")
-                if prompts is None and perf_counter() - begun > SECONDS / (2 * LEAST):
+                if prompts is None and perf_counter() - begun > SLOW:
                     chosen = chosen[:number]
                     break
         if len(rounds) > 1:

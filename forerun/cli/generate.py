@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +18,7 @@ from forerun.cli.options import (
     TargetOption,
     grouped,
 )
-from forerun.cli.writing import Answer, Reading, say_loading, tinted, unechoed
+from forerun.cli.writing import Answer, Reading, say_loading, tinted
 from forerun.files import read_text
 from forerun.sampling.params import SamplingParams
 from forerun.zoo import EMBEDDED, SMOLLM2
@@ -54,9 +53,6 @@ def chat(
     ] = None,
     file: FileOption = None,
     system: Annotated[str | None, typer.Option(help="The system prompt; the chat template's own by default.")] = None,
-    tools: Annotated[
-        Path | None, typer.Option(help="A JSON file with a list of tools in OpenAI's form. Calls are shown, not run.")
-    ] = None,
     target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file of a model with a chat template.")] = SMOLLM2,
     max_new_tokens: MaxNewTokensOption = 512,
     *,
@@ -73,46 +69,23 @@ def chat(
         raise ValueError("--json is for one answer: give a prompt")
     method = decoding.chosen_method(target)
     messages = _message("Hello" if talks else _read_prompt(prompt, file))  # any, to see that the template works
-    given = _read_tools(tools)
-    decoder = _loaded(target, messages, params, system, decoding, method, talks)
+    decoder = _loaded(target, messages, params, system, decoding, method)
     if talks:
         from forerun.cli.talk import Talk
 
-        Talk(decoder, params, system, given).run()
+        Talk(decoder, params, system).run()
     else:
-        _answer(decoder, messages, params, {"system": system, "tools": given}, as_json)
+        _answer(decoder, messages, params, {"system": system}, as_json)
 
 
 def _loaded(
-    target: str,
-    prompt: Any,
-    params: SamplingParams,
-    system: str | None,
-    decoding: SpreadOptions,
-    method: Any,
-    talks: bool = False,
+    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: SpreadOptions, method: Any
 ) -> Any:
     """Return the decoder for a prompt, which is checked before weights are loaded (`_checked_tokenizer`)."""
-    with unechoed() if talks else nullcontext():
-        tokenizer = _checked_tokenizer(target, prompt, params, system, decoding, method)
-        from forerun.api.load import load
+    tokenizer = _checked_tokenizer(target, prompt, params, system, decoding)
+    from forerun.api.load import load
 
-        return load(target, method=method, tokenizer=tokenizer, **decoding.for_load())
-
-
-def _read_tools(path: Path | None) -> Any:
-    """Return the tools of a file. Raises ValueError for a file without a list of them."""
-    from forerun.text.tools import checked_tools
-
-    if path is None:
-        return None
-    text = read_text(path.expanduser())
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"--tools: {path} is no JSON: {error}") from None
-    checked_tools(found)
-    return found
+    return load(target, method=method, tokenizer=tokenizer, **decoding.for_load())
 
 
 def _answer(decoder: Any, prompt: Any, params: SamplingParams, chat: dict[str, Any], as_json: bool) -> None:
@@ -126,8 +99,6 @@ def _answer(decoder: Any, prompt: Any, params: SamplingParams, chat: dict[str, A
         reading.erase()
         found = {name: vars(result)[name] for name in ("text", "tokens", "origins", "finish_reason")}
         method = decoder.method_for(greedy=not params.temperature).name
-        if chat.get("tools"):
-            found["tool_calls"] = [vars(call) for call in result.tool_calls]
         print(json.dumps(found | {"method": method, "stats": result.stats.as_dict()}))
         return
     answer, console = Answer(), Console(highlight=False, soft_wrap=True)
@@ -137,8 +108,6 @@ def _answer(decoder: Any, prompt: Any, params: SamplingParams, chat: dict[str, A
             console.print(tinted([(prompt[-ECHOED:], "prompt")]), end="")
         answer.write(chunks, console, reading)
         print(flush=True)
-        for call in answer.calls:
-            say(f"calls {call.name} {call.arguments}")
         if console.is_terminal:
             line = answer.figures(decoder.method_for(greedy=not params.temperature).name)
             Console(stderr=True, highlight=False, soft_wrap=True).print(line, style="dim")
@@ -169,14 +138,14 @@ def _message(text: str) -> list[dict[str, str]]:
 
 
 def _checked_tokenizer(
-    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: SpreadOptions, method: Any
+    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: SpreadOptions
 ) -> Any:
     """Load the target's tokenizer.
 
     Raises ValueError, without loading weights, for a template that cannot render the messages, a prompt that does not
     fit the context, and a form that cannot be used.
     """
-    say_loading(target, decoding.draft, method)
+    say_loading(target, decoding.draft)
     quiet(decoding.threads)
     from forerun.api.loading import load_config, load_tokenizer
     from forerun.api.requests import encode

@@ -84,6 +84,13 @@ class LoadOptions:
     draft_weights: Annotated[
         str | None, typer.Option(help="Likewise of the draft, for which any is lossless; int8 by default on a CPU.")
     ] = None
+    draft_vocabulary: Annotated[
+        int | None,
+        typer.Option(
+            help="The draft proposes N tokens only, the most frequent ones, and those of the text: faster, and as "
+            "lossless. Default: as the draft's folder says. 0: all tokens."
+        ),
+    ] = None
     device: DeviceOption = None
     trust_remote_code: TrustOption = False
     threads: ThreadsOption = None
@@ -98,20 +105,7 @@ class LoadOptions:
 
 
 @dataclass(frozen=True)
-class DraftOptions(LoadOptions):
-    """What the draft proposes."""
-
-    draft_vocabulary: Annotated[
-        int | None,
-        typer.Option(
-            help="The draft proposes N tokens only, the most frequent ones, and those of the text: faster, and as "
-            "lossless. Default: as the draft's folder says. 0: all tokens."
-        ),
-    ] = None
-
-
-@dataclass(frozen=True)
-class DecodeOptions(DraftOptions):
+class DecodeOptions(LoadOptions):
     """The method and its trained parts."""
 
     method: MethodOption = None

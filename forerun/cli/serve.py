@@ -62,12 +62,11 @@ def serve(
     method = serving.chosen_method(serving.model)
     from forerun.server.listening import listen
     from forerun.server.log import set_up_log
-    from forerun.zoo.memory import loading_line
 
     listening = listen(host, port)
     port = listening.getsockname()[1]
     set_up_log(log_level)
-    logging.getLogger("forerun.server").info(loading_line(serving.model, serving.draft, method))
+    logging.getLogger("forerun.server").info("loading %s ...", serving.model)
     quiet(serving.threads)
     from forerun.server.app import Settings
     from forerun.server.run import leave, serve

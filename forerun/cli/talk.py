@@ -31,8 +31,8 @@ Ctrl-C ends the answer that is being written, or takes back what is typed."""
 class Talk:
     """One conversation."""
 
-    def __init__(self, decoder: Any, params: SamplingParams, system: str | None = None, tools: Any = None) -> None:
-        self.decoder, self.params, self.system, self.tools = decoder, params, system, tools
+    def __init__(self, decoder: Any, params: SamplingParams, system: str | None = None) -> None:
+        self.decoder, self.params, self.system = decoder, params, system
         self.messages: list[dict[str, str]] = []
         self.asked = 0  # answers asked for, so that each has a seed of its own
         self.console = Console(highlight=False, soft_wrap=True)
@@ -82,7 +82,7 @@ class Talk:
     def answer(self, messages: list[dict[str, str]]) -> None:
         """Answer the last of these messages; the conversation is then these and the answer."""
         context = self.decoder.target.context
-        used = len(chat_prompt(self.decoder.tokenizer, messages, self.system, self.tools))
+        used = len(chat_prompt(self.decoder.tokenizer, messages, self.system))
         if context is not None and used >= context:
             raise ValueError(
                 f"the conversation has {used} tokens and fills the context of {context}: "
@@ -93,7 +93,7 @@ class Talk:
             params = replace(params, seed=params.seed + self.asked)
         self.asked += 1
         answer, reading = Answer(), Reading()
-        chunks = self.decoder.stream_chat(messages, params, system=self.system, tools=self.tools, progress=reading)
+        chunks = self.decoder.stream_chat(messages, params, system=self.system, progress=reading)
         try:
             answer.write(chunks, self.console, reading)
         except (Exception, KeyboardInterrupt) as error:
@@ -106,8 +106,6 @@ class Talk:
             self.say("interrupted before the first word; the conversation is as it was")
             return
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-        for call in answer.calls:
-            self.say(f"calls {call.name} {call.arguments}")
         used += sum(len(step.tokens) for step in answer.steps)
         line = f"{answer.figures(self._method())}, context {used}" + ("" if context is None else f" of {context}")
         if answer.finish_reason is None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
-from functools import partial
+from collections.abc import Iterable
+from contextlib import closing
 from time import perf_counter
 from typing import Any
 
@@ -19,33 +17,10 @@ PATIENCE = 0.5  # seconds after which a line says that the prompt is still being
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}  # they steer terminals
 
 
-def say_loading(target: str, draft: str | None = None, method: Any = None) -> None:
+def say_loading(*models: str | None) -> None:
     """Say on a terminal's stderr what is loaded, before torch is imported, which takes seconds."""
     if sys.stderr.isatty():
-        from forerun.zoo.memory import loading_line
-
-        say(loading_line(target, draft, method))
-
-
-@contextmanager
-def unechoed() -> Iterator[None]:
-    """Keep a terminal from showing what is typed: the prompt that comes shows it, and would a second time."""
-    try:
-        import termios
-    except ImportError:  # Windows
-        yield
-        return
-    kept = termios.tcgetattr(sys.stdin)
-    restore = partial(termios.tcsetattr, sys.stdin, termios.TCSANOW, kept)
-    atexit.register(restore)  # an interrupt in an import ends the process at once
-    silent = [*kept]
-    silent[3] &= ~termios.ECHO
-    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
-    try:
-        yield
-    finally:
-        restore()
-        atexit.unregister(restore)
+        say(f"loading {' and '.join(each for each in models if each)} ...")
 
 
 class Reading:
@@ -77,7 +52,6 @@ class Answer:
     def __init__(self) -> None:
         self.text, self.seconds, self.finish_reason = "", 0.0, None
         self.steps: list[Any] = []
-        self.calls: list[Any] = []
 
     def figures(self, method: str) -> str:
         """Return a line: tokens, tokens a target forward or that drafts rest, tokens/s, and the method."""
@@ -98,7 +72,6 @@ class Answer:
                     self.text += chunk.text
                     self.steps.append(chunk.step)
                     self.finish_reason = chunk.finish_reason
-                    self.calls += chunk.tool_calls
                     if console.is_terminal:
                         console.print(tinted(chunk.pieces), end="")
                     else:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from forerun import methods
-from forerun.api.loading import check_draft_tokenizer, check_vocabularies, load_model, load_tokenizer
+from forerun.api.loading import check_vocabularies, load_model, load_tokenizer, translation_for
 from forerun.backends.hot import prepare_draft
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
@@ -147,7 +147,7 @@ class Proposer:
         tokenizer = None
         if getattr(self._target, "tokenizer", None) and not getattr(self._target, "skip_tokenizer_init", False):
             tokenizer = load_tokenizer(self._target.tokenizer)
-            check_draft_tokenizer(tokenizer, source)
+            translation_for(tokenizer, source, "vLLM")
         weights, device = self._options.draft_weights, self._options.device
         on_gpu = not (device or ("cuda" if torch.cuda.is_available() else "cpu")).startswith("cpu")
         model = load_model(source, "draft", weights=None if on_gpu and weights == "auto" else weights, device=device)

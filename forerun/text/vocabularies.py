@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from forerun.text.stop_strings import StopStrings
 
 LEAST = 0.5  # of a sample's tokens: with fewer shared ones drafts seldom pay
 
-# Byte-level vocabularies spell bytes in letters like this.
-_LETTERS = {ord(letter): byte for byte, letter in bytes_to_unicode().items()}
-_BYTE = re.compile("<0x([0-9a-fA-F]{2})>")  # SentencePiece spells those that are in no other token like this
-_SPACE = "\u2581"
+_BYTE = re.compile("<0x[0-9a-fA-F]{2}>")  # SentencePiece spells bytes that are in no other token like this
 
 # What shared tokens are counted in.
 _SAMPLE = (
@@ -46,11 +41,11 @@ class Vocabulary:
         names = {id: name for name, id in tokenizer.get_vocab().items()}
         added = tokenizer.added_tokens_decoder
         hidden = {*tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
-        spelling = _spelling(tokenizer)
+        spelling = StopStrings(tokenizer, ())
         self.spelled: list[bytes | None] = [None] * (max(names, default=-1) + 1)
-        for id, name in names.items():
+        for id in names:
             if id not in hidden:
-                self.spelled[id] = str(added[id]).encode() if id in added else spelling(name, id)
+                self.spelled[id] = str(added[id]).encode() if id in added else spelling.bytes_of(id)
         self.special = {names[id]: id for id in hidden if id in names}
         self.end: int | None = tokenizer.eos_token_id
         self.front: list[int] = tokenizer("")["input_ids"]
@@ -92,37 +87,6 @@ class Vocabulary:
         if backend is None:
             return list(self.tokenizer.encode(text, add_special_tokens=False))
         return list(backend.encode(text, add_special_tokens=False).ids)
-
-
-def _spelling(tokenizer: PreTrainedTokenizerBase) -> Callable[[str, int], bytes]:
-    """Return what gives a token's bytes from its name and id. If the tokenizer's decoder is known, nothing is decoded
-    token by token."""
-    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    state = json.loads(decoder.__getstate__()) if decoder is not None else {}
-    parts = state.get("decoders", [state])
-    kinds = {part.get("type") for part in parts}
-    if kinds == {"ByteLevel"}:
-        return lambda name, id: _by_letters(name)
-    spaced = any(
-        part.get("replacement") == _SPACE or (part.get("pattern"), part.get("content")) == ({"String": _SPACE}, " ")
-        for part in parts
-    )
-    if spaced and kinds <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
-        return lambda name, id: _by_pieces(name, "ByteFallback" in kinds)
-    one_by_one = StopStrings(tokenizer, ())
-    return lambda name, id: one_by_one.bytes_of(id)
-
-
-def _by_letters(name: str) -> bytes:
-    try:
-        return name.translate(_LETTERS).encode("latin-1")
-    except UnicodeEncodeError:
-        return name.encode()
-
-
-def _by_pieces(name: str, has_bytes: bool) -> bytes:
-    found = _BYTE.fullmatch(name) if has_bytes else None
-    return bytes.fromhex(found[1]) if found else name.replace(_SPACE, " ").encode()
 
 
 def whole(text: bytes) -> tuple[bytes, bytes]:

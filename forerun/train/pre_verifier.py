@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GenerationConfig
 
-from forerun.api.loading import check_draft_tokenizer
+from forerun.api.loading import translation_for
 from forerun.heads.pre_verifier import TRACES, PreVerifier, PreVerifierConfig
 from forerun.model.causal_lm import CausalLM
 from forerun.model.support import window_of
@@ -59,7 +59,7 @@ def train_pre_verifier(run: Run, draft: str, recipe: Recipe) -> dict[str, Any]:
     if recipe.sequences < 4:
         raise ValueError(f"sequences must be at least 4, two greedy and two sampled, not {recipe.sequences}")
     tokenizer, stream = run.prompts(4 * recipe.prompt)
-    check_draft_tokenizer(tokenizer, draft, trust_remote_code=run.trust_remote_code)
+    translation_for(tokenizer, draft, "a pre-verifier", trust_remote_code=run.trust_remote_code)
     parts = None if run.chats is None else of_conversations(run.chats, recipe)
     every = None if parts is None else [part for each in parts.values() for part in each]
     length = recipe.prompt + recipe.output
