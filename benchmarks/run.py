@@ -22,7 +22,8 @@ SAMPLED = f"ar,sd,cumulative,pacer,{LOOKUP},suffix,hybrid"
 HEADS = "ar,sd,cumulative,lyanna,pacer-lyanna,eagle,pacer-eagle"
 LLAMA = "llama-cpp,llama-cpp-lookup/2/3"
 THEIRS = "hf-ar,hf-lookup/5/3,hf-assisted/constant/3/0.4,hf-forward/ar,hf-forward/sd"
-TEST = "{here}/chat/test.jsonl,humaneval,gsm8k"
+HUMANEVAL, GSM8K = "HumanEval.jsonl.gz", "gsm8k_test.jsonl"
+TEST = f"{{here}}/chat/test.jsonl,{{data}}/{HUMANEVAL},{{data}}/{GSM8K}"
 REPEATS = "{here}/suffix/agent.jsonl,{here}/suffix/edits.jsonl"
 VALIDATION = "--dataset {here}/chat/validation.jsonl --limit 24 --rounds 1"
 # What forerun/zoo/weights/smollm2/tuned.json was chosen from, by median speedup; where that is noise, in the middle.
@@ -79,7 +80,7 @@ CHAT = {
     "float32": f"--dataset {{here}}/chat/test.jsonl --limit 8 --rounds 1 --weights float32 --methods {OURS}",
 }
 
-CODE = "stdlib-test,humaneval"
+CODE = f"stdlib-test,{{data}}/{HUMANEVAL}"
 OWN = f"{OURS},pacer-ouroboros,lyanna,pacer-lyanna"
 FORWARDS = "hf-ar,hf-forward/ar,hf-forward/sd"
 # The best on validation prompts, of ours and of theirs, where runs need others than come with the pair.
@@ -121,7 +122,7 @@ EMBEDDED = {
 
 # Qwen2.5-Coder 1.5B with its 0.5B: a step takes ten times as long as smollm2's, so prompts are fewer.
 QWEN_SEARCH = "--dataset {here}/qwen-coder/validation.jsonl --limit 8 --rounds 1"
-QWEN_TEST = "{here}/qwen-coder/test.jsonl,humaneval"
+QWEN_TEST = f"{{here}}/qwen-coder/test.jsonl,{{data}}/{HUMANEVAL}"
 QWEN_OURS = "ar,sd,cumulative,pacer,pacer-ouroboros,suffix,hybrid"
 QWEN_SAMPLED = "ar,sd,cumulative,pacer,suffix,hybrid"
 QWEN_KNOBS = {
@@ -145,8 +146,8 @@ QWEN = {
     "validation-hot": f"{QWEN_SEARCH} --limit 6 --draft-vocabulary 0 --tune sd.gamma=2,3,4",
     "validation-peers": f"{QWEN_SEARCH} --limit 3 --max-new-tokens 64 --methods ar,{QWEN_LLAMA}",
     "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS},llama-cpp",
-    "greedy-avx2": "--dataset humaneval --limit 8 --rounds 1 --methods ar,sd,pacer,suffix,hybrid",
-    "peers": f"--dataset humaneval --limit 4 --rounds 1 --methods ar,suffix,hybrid,{QWEN_PEERS}",
+    "greedy-avx2": f"--dataset {{data}}/{HUMANEVAL} --limit 8 --rounds 1 --methods ar,sd,pacer,suffix,hybrid",
+    "peers": f"--dataset {{data}}/{HUMANEVAL} --limit 4 --rounds 1 --methods ar,suffix,hybrid,{QWEN_PEERS}",
     "nucleus": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 0.7 --top-p 0.9",
     "temperature-1": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 1",
     "repeats": f"--dataset {REPEATS} --limit 8 --rounds 1 --methods {QWEN_SAMPLED}",
@@ -183,9 +184,8 @@ def main() -> int:
         out, kept = given.runs / name, HERE / f"{name}.json"
         if (out / "results.json").is_file():
             continue
-        options = [*(part.format(here=HERE) for part in RUNS[name].split()), "--out", str(out.resolve())]
-        if "humaneval" in RUNS[name]:
-            options += ["--data", str(given.data.resolve())]
+        where = {"here": HERE, "data": given.data.resolve()}
+        options = [*(part.format(**where) for part in RUNS[name].split()), "--out", str(out.resolve())]
         if out.is_dir():  # of a run that was stopped
             shutil.rmtree(out)
         kernels = {"FORERUN_KERNELS": "avx2"} if name.endswith("avx2") else {}
@@ -194,7 +194,8 @@ def main() -> int:
         if done.returncode:
             return done.returncode
         kept.parent.mkdir(exist_ok=True)
-        shutil.copy(out / "results.json", kept)
+        found = (out / "results.json").read_text()
+        kept.write_text(found.replace(HUMANEVAL, "humaneval").replace(GSM8K, "gsm8k"))  # as pages call them
     return 0
 
 

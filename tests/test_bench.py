@@ -166,10 +166,7 @@ MISTAKES = {
     "bench --methods ar --method-arg sd.gamma=3": "method 'sd' is not among --methods",
     "bench --tune sd.gamma=2,three": "sd.gamma must be of type int | None, not 'three'",
     "bench --tune sd.gamma=2 --methods sd": "leave out --methods",
-    "bench --dataset mbpp": "unknown dataset 'mbpp'; there are humaneval, gsm8k, specbench",
-    "bench --dataset humaneval": "needs --data: a folder with HumanEval.jsonl or HumanEval.jsonl.gz, which",
-    "bench --dataset gsm8k --data .": "openai/grade-school-math has, in .",
-    "bench --dataset specbench --data nothing": "no file or folder nothing: dataset 'specbench' is in",
+    "bench --dataset mbpp": "unknown dataset 'mbpp'; there are stdlib-test, stdlib-validation and FILE.jsonl",
     "bench --dataset nothing.jsonl": "cannot read nothing.jsonl",
     "bench --dataset stdlib-test,stdlib-test": "dataset 'stdlib-test' is given twice",
     "bench --dataset vocabulary.jsonl": "prompt '1' has token ids outside 0..",
@@ -201,7 +198,7 @@ def test_files_without_prompts_are_refused(tmp_path: Path) -> None:
         ("\n", "own.jsonl has no prompts"),
     ):
         path.write_text(content)
-        refuses(message, read_prompts, str(path), None, None)
+        refuses(message, read_prompts, path)
 
 
 def test_public_datasets(tmp_path: Path) -> None:
@@ -209,16 +206,14 @@ def test_public_datasets(tmp_path: Path) -> None:
         file.write('{"task_id": "HumanEval/0", "prompt": "def f():"}\n')
     (tmp_path / "gsm8k_test.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n{"question": "2?"}\n')
     (tmp_path / "question.jsonl").write_text('{"question_id": 81, "category": "writing", "turns": ["a", "b"]}\n')
-    check_datasets(["humaneval", "gsm8k", "specbench"], tmp_path)
-    assert read_prompts("humaneval", tmp_path, None) == [Prompt("HumanEval/0", "def f():")]
-    assert read_prompts("humaneval", tmp_path / "HumanEval.jsonl.gz", 3) == [Prompt("HumanEval/0", "def f():")]
-    assert read_prompts("gsm8k", tmp_path, 1) == [Prompt("1", "Question: 1 + 1?\nAnswer:")]
-    assert read_prompts("specbench", tmp_path, None) == [Prompt("writing/81", "a")]
-    with (tmp_path / "question.jsonl").open("a") as file:
-        file.write('\n{"question_id": 81, "category": "writing", "turns": ["c"]}\n')
-    refuses("line 3: prompt 'writing/81' is there twice", read_prompts, "specbench", tmp_path, 1)
-    with pytest.raises(ValueError, match="--data must be a folder for 2 datasets"):
-        check_datasets(["humaneval", "gsm8k"], tmp_path / "gsm8k_test.jsonl")
+    for name, texts in (
+        ("HumanEval.jsonl.gz", ["def f():"]),
+        ("gsm8k_test.jsonl", ["Question: 1 + 1?\nAnswer:", "Question: 2?\nAnswer:"]),
+        ("question.jsonl", ["a"]),
+    ):
+        check_datasets([name])
+        assert read_prompts(tmp_path / name) == [Prompt(str(number), text) for number, text in enumerate(texts, 1)]
+    assert len(read_prompts(tmp_path / "gsm8k_test.jsonl", 1)) == 1
 
 
 def test_long_prompts_lose_their_beginning(folder: Path) -> None:
@@ -229,7 +224,7 @@ def test_long_prompts_lose_their_beginning(folder: Path) -> None:
     for most, front, kept in ((3, (), (2, 3, 4)), (3, (1,), (1, 3, 4)), (3, (9,), (2, 3, 4)), (1, (1,), (4,))):
         assert tokenised(prompt, None, most, 10, front=front) == Prompt("a", tokens=kept, cut=True)
     plan = Plan({"ar": AR()}, ("own.jsonl",), target=str(folder / "target"), max_new_tokens=90)
-    ((*prompts,),) = load_prompts(plan, {"own.jsonl": read_prompts(str(folder / "own.jsonl"), None, None)})[0].values()
+    ((*prompts,),) = load_prompts(plan, {"own.jsonl": read_prompts(folder / "own.jsonl")})[0].values()
     assert max(len(prompt.tokens or ()) for prompt in prompts) == 96 - 90
     assert [prompt.cut for prompt in prompts] == [True, False, True, False]
 

@@ -311,7 +311,7 @@ def test_a_conversation_in_a_terminal(file: Path) -> None:
 def test_data_sets_of_conversations(file: Path, tmp_path: Path, decoder: Decoder) -> None:
     path = tmp_path / "talks.jsonl"
     path.write_text(json.dumps({"messages": [SYSTEM, USER]}) + "\n" + json.dumps({"prompt": "hello"}) + "\n")
-    files = {str(path): read_prompts(str(path), None, None)}
+    files = {str(path): read_prompts(path)}
     assert files[str(path)][0] == Prompt("1", messages=(SYSTEM, USER))
     rendered, message = (tuple(chat_prompt(decoder.tokenizer, each)) for each in ([SYSTEM, USER], [USER]))
     for is_chat in (False, True):
@@ -320,7 +320,7 @@ def test_data_sets_of_conversations(file: Path, tmp_path: Path, decoder: Decoder
         assert first.tokens == rendered
         assert (second.tokens == message) is plan.arguments()["chat"] is is_chat
     path.write_text(json.dumps({"messages": [USER, ANSWER]}) + "\n")
-    refuses(r"talks.jsonl, line 1: .*the last message is from the assistant", read_prompts, str(path), None, None)
+    refuses(r"talks.jsonl, line 1: .*the last message is from the assistant", read_prompts, path)
 
 
 def test_conversations_are_not_cut(decoder: Decoder) -> None:

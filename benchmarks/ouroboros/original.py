@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--split", default="test")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--humaneval", type=Path, help="the folder of HumanEval.jsonl.gz")
+    parser.add_argument("--humaneval", type=Path, help="HumanEval.jsonl.gz")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--ours", default="{}", help="settings of ouroboros, as JSON")
     args = parser.parse_args()
@@ -142,7 +142,7 @@ def main() -> None:
     if args.humaneval is not None:
         from forerun.bench.datasets import read_files
 
-        (rows,) = read_files(["humaneval"], args.humaneval, args.prompts).values()
+        (rows,) = read_files([str(args.humaneval)], args.prompts).values()
         prompts["humaneval"] = [ar.tokenizer(row.text)["input_ids"] for row in rows]
     with tempfile.TemporaryDirectory() as name:
         export(Path(name))

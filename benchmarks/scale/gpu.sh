@@ -11,7 +11,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TRANSFORMER
 PYTHON=${PYTHON:-python3} OUT=${OUT:-runs/gpu} DEVICE=${DEVICE:-cuda} DTYPE=${DTYPE:-bfloat16}
 LIMIT=${LIMIT:-20} TOKENS=${TOKENS:-128}
 GRAPHS=--graphs; [ "$DEVICE" = cpu ] && GRAPHS=
-SETS=(--dataset stdlib-test); [ -n "${DATA:-}" ] && SETS=(--dataset "stdlib-test,humaneval" --data "$DATA")
+SETS=(--dataset stdlib-test); [ -n "${DATA:-}" ] && SETS=(--dataset "stdlib-test,$DATA/HumanEval.jsonl.gz")
 PAIR=(); [ -n "${TARGET:-}" ] && PAIR=(--target "$TARGET" --draft "$DRAFT")
 mkdir -p "$OUT"
 

@@ -67,7 +67,7 @@ def plan_of(folder: Path, *names: str, settings: tuple[str, ...] = (), **options
 
 
 def run(plan: Plan, out: Path | None = None) -> dict[str, Any]:
-    return bench(plan, read_files(plan.datasets, None, None), out)
+    return bench(plan, read_files(plan.datasets), out)
 
 
 @pytest.mark.parametrize(

@@ -19,19 +19,7 @@ if TYPE_CHECKING:
 STDLIB = {"stdlib-test": "test", "stdlib-validation": "validation"}
 
 
-@dataclass(frozen=True)
-class Source:
-    """A public dataset: the file names that it goes by, and the repository that has it."""
-
-    files: tuple[str, ...]
-    repository: str
-
-
-PUBLIC = {
-    "humaneval": Source(("HumanEval.jsonl", "HumanEval.jsonl.gz"), "openai/human-eval"),
-    "gsm8k": Source(("gsm8k_test.jsonl", "test.jsonl"), "openai/grade-school-math"),
-    "specbench": Source(("question.jsonl",), "hemingkx/Spec-Bench"),
-}
+FILES = (".jsonl", ".jsonl.gz")
 
 
 @dataclass(frozen=True)
@@ -58,58 +46,35 @@ def dataset_name(dataset: str) -> str:
     return Path(dataset).name
 
 
-def check_datasets(datasets: Sequence[str], data: Path | None) -> None:
-    """Raise ValueError for a dataset that is unknown, given twice or nowhere to be found."""
+def check_datasets(datasets: Sequence[str]) -> None:
+    """Raise ValueError for a dataset that is unknown or given twice."""
     for dataset in datasets:
-        if dataset not in STDLIB and dataset not in PUBLIC and not dataset.endswith(".jsonl"):
-            raise ValueError(f"unknown dataset {dataset!r}; there are {', '.join([*PUBLIC, *STDLIB])} and FILE.jsonl")
+        if dataset not in STDLIB and not dataset.endswith(FILES):
+            raise ValueError(
+                f"unknown dataset {dataset!r}; there are {', '.join(STDLIB)} and FILE.jsonl or FILE.jsonl.gz"
+            )
     names = [dataset_name(dataset) for dataset in datasets]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"dataset {twice[0]!r} is given twice")
-    public = [dataset for dataset in datasets if dataset in PUBLIC]
-    if len(public) > 1 and data is not None and not data.is_dir():
-        raise ValueError(f"--data must be a folder for {len(public)} datasets, and {data} is none")
-    for dataset in public:
-        find(dataset, data)
 
 
-def find(dataset: str, data: Path | None) -> Path:
-    """Return the file of a public dataset, from `data`: the file itself or its folder."""
-    source = PUBLIC[dataset]
-    wanted = f"{' or '.join(source.files)}, which the public repository {source.repository} has"
-    if data is None:
-        raise ValueError(f"dataset {dataset!r} needs --data: a folder with {wanted}")
-    if not data.is_dir():
-        if not data.exists():
-            raise ValueError(f"no file or folder {data}: dataset {dataset!r} is in {wanted}")
-        return data
-    for name in source.files:
-        if (data / name).is_file():
-            return data / name
-    raise ValueError(f"no {wanted}, in {data}")
-
-
-def read_prompts(dataset: str, data: Path | None, limit: int | None) -> list[Prompt]:
-    """Return the first prompts of a dataset that is a file. Raises ValueError naming file and line."""
-    path = find(dataset, data) if dataset in PUBLIC else Path(dataset)
-    prompts: dict[str, Prompt] = {}
+def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
+    """Return the first prompts of a file. Raises ValueError naming file and line."""
+    prompts = []
     for number, entry in _lines(path):
         try:
-            prompt = _prompt(dataset, number, entry)
-            if prompt.id in prompts:
-                raise ValueError(f"prompt {prompt.id!r} is there twice")
+            prompts.append(_prompt(number, entry))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
-        prompts[prompt.id] = prompt
     if not prompts:
         raise ValueError(f"{path} has no prompts")
-    return list(prompts.values())[:limit]
+    return prompts[:limit]
 
 
-def read_files(datasets: Sequence[str], data: Path | None, limit: int | None) -> dict[str, list[Prompt]]:
+def read_files(datasets: Sequence[str], limit: int | None = None) -> dict[str, list[Prompt]]:
     """Return the prompts of those datasets that are files."""
-    return {dataset: read_prompts(dataset, data, limit) for dataset in datasets if dataset not in STDLIB}
+    return {dataset: read_prompts(Path(dataset), limit) for dataset in datasets if dataset not in STDLIB}
 
 
 def front_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -201,29 +166,25 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, entry
 
 
-def _prompt(dataset: str, number: int, entry: dict[str, Any]) -> Prompt:
-    if dataset == "humaneval":
-        return Prompt(str(entry.get("task_id", number)), _text(entry, "prompt"))
-    if dataset == "gsm8k":
-        return Prompt(str(number), f"Question: {_text(entry, 'question')}\nAnswer:")
-    if dataset == "specbench":
-        turns = entry.get("turns")
-        if not isinstance(turns, list) or not turns:
-            raise ValueError("'turns' must be a list with at least one string")
-        return Prompt(
-            f"{entry.get('category', '')}/{entry.get('question_id', number)}", _text({"turns": turns[0]}, "turns")
-        )
+def _prompt(number: int, entry: dict[str, Any]) -> Prompt:
+    """Return the prompt of a line: its `messages`, `tokens` or `prompt` (HumanEval has that), or the `question` of
+    GSM8K, or the first of the `turns` of Spec-Bench."""
+    id = str(number)
     if "messages" in entry:
         messages = checked(entry["messages"])
         if messages[-1]["role"] == "assistant":
             raise ValueError("the last message is from the assistant; there is nothing to answer")
-        return Prompt(str(number), messages=tuple(messages))
-    if "tokens" not in entry:
-        return Prompt(str(number), _text(entry, "prompt"))
-    tokens = entry["tokens"]
-    if not isinstance(tokens, list) or not tokens or not all(type(each) is int and each >= 0 for each in tokens):
-        raise ValueError("'tokens' must be a list of token ids, at least one")
-    return Prompt(str(number), tokens=tuple(tokens))
+        return Prompt(id, messages=tuple(messages))
+    if "tokens" in entry:
+        tokens = entry["tokens"]
+        if not isinstance(tokens, list) or not tokens or not all(type(each) is int and each >= 0 for each in tokens):
+            raise ValueError("'tokens' must be a list of token ids, at least one")
+        return Prompt(id, tokens=tuple(tokens))
+    if "prompt" not in entry and "question" in entry:
+        return Prompt(id, f"Question: {_text(entry, 'question')}\nAnswer:")
+    if "prompt" not in entry and isinstance(entry.get("turns"), list) and entry["turns"]:
+        return Prompt(id, _text({"turns": entry["turns"][0]}, "turns"))
+    return Prompt(id, _text(entry, "prompt"))
 
 
 def _text(entry: dict[str, Any], field: str) -> str:

@@ -46,8 +46,7 @@ class Plan:
 
     Attributes:
         methods: what is measured, by the name that results use.
-        datasets: names and .jsonl files.
-        data: file or folder of the public datasets.
+        datasets: names and .jsonl or .jsonl.gz files.
         target, draft: hub ids, folders or "embedded"; draft is None if no method needs one.
         limit: prompts a dataset; None for all.
         prompt_tokens: length of the prompts from the standard library.
@@ -63,7 +62,6 @@ class Plan:
 
     methods: Mapping[str, Method | Runner]
     datasets: tuple[str, ...] = ("stdlib-test",)
-    data: Path | None = None
     target: str = EMBEDDED
     draft: str | None = None
     dtype: str | None = None
@@ -114,7 +112,7 @@ class Plan:
         for kind, path in self.heads.items() if wanted else ():
             if kind not in wanted:
                 raise ValueError(f"the head {path!r} is of the kind {kind!r}; it must be {' or '.join(sorted(wanted))}")
-        check_datasets(self.datasets, self.data)
+        check_datasets(self.datasets)
         locate(self.target, "target")
         if self.needs_draft:
             if self.draft is None:
@@ -161,7 +159,6 @@ class Plan:
                 name: each.settings if isinstance(each, Runner) else asdict(each) for name, each in self.methods.items()
             },
             "datasets": [dataset_name(dataset) for dataset in self.datasets],
-            "data": self.data.name if self.data else None,
             "pre_verifier": model_name(str(self.pre_verifier)) if self.pre_verifier else None,
             "head": [model_name(folder) for folder in self.head],
             "target": model_name(self.target),

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.api.resolve import shipped
-from forerun.bench.datasets import PUBLIC, STDLIB, Prompt, read_files
+from forerun.bench.datasets import STDLIB, Prompt, read_files
 from forerun.bench.plan import DEFAULT_METHODS, Plan, Runner, RunnerOf, make_folder, parse_methods
 from forerun.cli import options
 from forerun.cli.common import quiet
@@ -23,8 +23,7 @@ from forerun.zoo import EMBEDDED, own_draft
 @grouped
 def bench(
     methods: Annotated[list[str] | None, typer.Option(help=f"{', '.join(METHODS)}; ar always runs.")] = None,
-    dataset: Annotated[list[str] | None, typer.Option(help=f"{', '.join([*PUBLIC, *STDLIB])} or FILE.jsonl.")] = None,
-    data: Annotated[Path | None, typer.Option(help="File of the public dataset, or the folder of several.")] = None,
+    dataset: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STDLIB)} or FILE.jsonl, also .gz.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts of each dataset.")] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Prompts are messages, rendered by the target's chat template.")
@@ -85,7 +84,7 @@ def planned(
     datasets = tuple(split(given["dataset"])) or ("stdlib-test",)
     plan = Plan(**chosen | {"methods": methods, "datasets": datasets})
     make_folder(given["out"])
-    files = read_files(plan.datasets, plan.data, plan.limit)
+    files = read_files(plan.datasets, plan.limit)
     quiet(plan.threads)
     return plan, files
 
