@@ -21,7 +21,7 @@ from benchmarks.embedded.tokenizer import END_OF_TEXT
 from benchmarks.records import parse
 from forerun.api import resolve
 from forerun.api.load import Decoder
-from forerun.bench import measure, report
+from forerun.bench import measure
 from forerun.bench.datasets import Prompt, check_datasets, front_of, read_prompts, stdlib_prompts, tokenised
 from forerun.bench.measure import Loaded, Outcome, Run, bench, decoder_run, group_records
 from forerun.bench.models import load_prompts
@@ -256,23 +256,6 @@ def test_padded_vocabularies_are_fine(folder: Path, tmp_path: Path) -> None:
     assert load_prompts(plan, files)[1] is None
     (tmp_path / "draft" / "config.json").write_text(json.dumps(config | {"hidden_size": "many"}))
     refuses("cannot load target", load_prompts, plan, files)
-
-
-def test_the_commit_is_of_a_repository_that_has_this_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, other = tmp_path / "forerun/bench/report.py", tmp_path / "other"
-    source.parent.mkdir(parents=True)
-    monkeypatch.setattr(report, "__file__", str(source))
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run([*git, "init"], check=True, capture_output=True)
-    for added, length in ((other, 0), (source, 12)):
-        added.touch()
-        for command in (["add", str(added)], ["commit", "-m", added.name]):
-            subprocess.run([*git, *command], check=True, capture_output=True)
-        other.write_text("changed")
-        commit = report.versions()["commit"]
-        assert len(commit or "") == length
-    source.write_text("changed")
-    assert report.versions()["commit"] == f"{commit}+"
 
 
 def test_stored_settings_give_way_to_given_ones() -> None:

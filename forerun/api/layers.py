@@ -18,7 +18,6 @@ from forerun.heads.heads import HiddenDrafter
 from forerun.heads.pre_verifier import OLDER, PreVerifier
 from forerun.methods import Method
 from forerun.model.causal_lm import CausalLM, context_of
-from forerun.model.claims import check_shapes
 from forerun.model.eager import decoder_layers
 from forerun.model.fingerprint import same_model
 from forerun.zoo import ROLES, check_role
@@ -112,12 +111,23 @@ def load_eagle3(folder: Path, name: str, target: CausalLM) -> Eagle3Head:
         config = read_config(settings, frozenset(weights), target.config.num_hidden_layers)
         with torch.device("meta"):
             head = Eagle3Head(config)
-        check_shapes(head, {own: tuple(each.shape) for own, each in weights.items()})
+        _check_shapes(head, {own: tuple(each.shape) for own, each in weights.items()})
         head.load_state_dict(weights, assign=True)
     own, given = head.embed_tokens, target.model.get_input_embeddings()
     if own is not None and isinstance(given, nn.Embedding) and torch.equal(own.weight.to(given.weight), given.weight):
         head.embed_tokens = None  # one copy is enough
     return head
+
+
+def _check_shapes(module: nn.Module, stored: dict[str, tuple[int, ...]]) -> None:
+    """Raise ValueError unless these are exactly the tensors of a module."""
+    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    for name in sorted(wanted.keys() & stored.keys()):
+        if wanted[name] != stored[name]:
+            sizes = f"{name} is {list(wanted[name])}, and in its file {list(stored[name])}"
+            raise ValueError(f"by its config.json {sizes}")
+    if wanted.keys() != stored.keys():
+        raise ValueError(f"its weights do not fit its configuration ({min(wanted.keys() ^ stored.keys())})")
 
 
 def _check_eagle3(head: Eagle3Head, name: str, target: CausalLM) -> None:

@@ -27,7 +27,6 @@ from forerun.backends.gguf.tokenizer import UNUSED
 from forerun.backends.stored import store
 from forerun.kinds import check_kind
 from forerun.model.causal_lm import context_of
-from forerun.model.claims import lacking
 from forerun.text.vocabularies import Translation, translate
 from forerun.zoo import locate
 from forerun.zoo.gguf_file import find, open_gguf
@@ -133,7 +132,9 @@ def load_model(
         model, found = loaded
         context_of(model.config.get_text_config(decoder=True))  # raises for too long ones
     if found["missing_keys"]:  # transformers fills these with random numbers
-        raise ValueError(f"cannot load {part} {name!r}: {lacking(found['missing_keys'])}")
+        first, *rest = sorted(found["missing_keys"])
+        more = f" and {len(rest)} more" if rest else ""
+        raise ValueError(f"cannot load {part} {name!r}: no weights for {first}{more}")
     return model if placed else _kept(model.to(device), stored)
 
 
