@@ -291,12 +291,11 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
             alive = np.array([[survival[seq.id]] for seq in state.seqs])
             return np.log(alive / (1 - alive))
 
-        for each in rule.rules.values() if hasattr(rule, "rules") else [rule]:
-            assert isinstance(each, Within if by_products else BlockRule)
-            if isinstance(each, Within):
-                each.limits = replace(each.limits, product=0.5)
-            else:
-                each.threshold, each._ask = 0.5, ask
+        assert isinstance(rule, Within if by_products else BlockRule)
+        if isinstance(rule, Within):
+            rule.limits = replace(rule.limits, product=0.5)
+        else:
+            rule.threshold, rule._ask = 0.5, ask  # type: ignore[method-assign]
         scores = torch.tensor([[1 - each, each, 1e-30] for each in survival], dtype=torch.float64).log()
         return rule.more(DraftState(seqs, [[1]] * len(seqs), scores))
 
@@ -308,10 +307,10 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
         alone = [each >= 0.5 for each in survival]
         assert more(survival, [greedy] * count, threshold=0.5) == alone
         assert more(survival, [sampled] * count, **given) == alone
-    # In one draft: the greedy rows by their own mean, of which there are two, or three with one that has no draft.
-    for third, rows, going in ((0.35, 4, True), (0.25, 4, False), (0.35, 5, False)):
-        found = more([0.7, 0.9, third, 0.2], [greedy, sampled] * 2, rows, **given)
-        assert found == [going, True, going, False]
+    # Of two rows, or of three with one that has no draft; and beside sampled ones each on its own.
+    for other, rows, going in ((0.35, 2, True), (0.25, 2, False), (0.35, 3, False)):
+        assert more([0.7, other], [greedy] * 2, rows, **given) == [going] * 2
+    assert more([0.7, 0.9, 0.35, 0.2], [greedy, sampled] * 2, **given) == [True, True, False, False]
 
 
 def test_files_come_back_and_each_mistake_has_its_own_message(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ class PacerStop(LengthPolicy):
     Without a threshold it uses the best one for the layer's traces, greedy or sampled, by the table of costs and the
     number of rows (`best_threshold`); without costs 0.5. Without a block too, it uses the best of BLOCKS or, if the
     layer does not pay, the product of the draft's own probabilities, token by token. Then greedy rows stop together,
-    and sampled rows stop as they would alone. No clock is read.
+    and sampled rows, and those beside them, stop as they would alone. No clock is read.
     """
 
     def __init__(
@@ -135,15 +135,11 @@ class PacerStop(LengthPolicy):
         self.past.pop(seq.id, None)
 
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
-        modes: list[Mode] = list(dict.fromkeys(seq.mode for seq in seqs))
-        # Greedy rows that do not draft cost time too.
-        together = rows - sum(not seq.greedy for seq in seqs)
         # Whether fused drafts are possible.
         is_alone = len(seqs) == 1 and (seqs[0].sampler.is_argmax or seqs[0].sampler.distribution is not None)
-        rules = {mode: self._rule(mode, together if mode == "greedy" else 1, is_alone) for mode in modes}
-        return rules[modes[0]] if len(modes) == 1 else _ByMode(rules)
-
-    def _rule(self, mode: Mode, count: int, is_alone: bool) -> StopRule:
+        # Beside sampled rows greedy ones stop as those do, each on its own.
+        mode: Mode = "greedy" if all(seq.greedy for seq in seqs) else "sampled"
+        count = rows if mode == "greedy" else 1
         block, threshold, together = self.settings(mode, count, is_alone)
         if not block:
             return Within(Bounds(self.most, product=threshold), count if together else 1)
@@ -255,18 +251,3 @@ class BlockRule(StopRule):
         text, echo, reach = seq.tokens, self.policy.past[seq.id].echo, max(SIZES)
         echo.read(text)
         return echo.answers([*text[-reach:], *drafted[:-new]][-reach:], drafted[-new:])
-
-
-class _ByMode(StopRule):
-    """A stop rule for rows of both modes, with one rule for each mode."""
-
-    def __init__(self, rules: dict[Mode, StopRule]) -> None:
-        self.rules = rules
-
-    def more(self, state: DraftState) -> list[bool]:
-        going = [False] * len(state.tokens)
-        for mode, rule in self.rules.items():
-            rows = [row for row, seq in enumerate(state.seqs) if seq.mode == mode]
-            for row, on in zip(rows, rule.more(state.part(rows)) if rows else (), strict=True):
-                going[row] = on
-        return going

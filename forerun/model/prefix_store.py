@@ -88,11 +88,6 @@ class PrefixStore:
         self._entries.append(Prefix(whole, copies, None if hidden is None else hidden.clone(), size, salt, capture))
         self.bytes += size
 
-    def clear(self) -> None:
-        """Forget all texts."""
-        self._entries.clear()
-        self.bytes = 0
-
     def _touch(self, entry: Prefix) -> None:
         self._remove(entry)
         self._entries.append(entry)
