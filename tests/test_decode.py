@@ -60,7 +60,7 @@ METHODS: dict[str, Method] = {
     "cumulative": Cumulative(0.2, 4),
     "svip": SVIP(0.6, most=4),
     "adaedl": AdaEDL(0.55, step=1.0, most=4),
-    "ouroboros": Ouroboros(window=2, guesses=3, ngram=3, suffixes=2, gamma=4),
+    "ouroboros": Ouroboros(guesses=3, ngram=3, suffixes=2, gamma=4),
     "lookahead": Lookahead(2, 2, 3),
 }
 

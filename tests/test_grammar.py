@@ -123,7 +123,7 @@ DRAFTERS = {
     "suffix": lambda: build(Suffix()),
     "hybrid": lambda: build(Hybrid(threshold=2.0)),
     "lookahead": lambda: build(Lookahead(2, 2, 3)),
-    "ouroboros": lambda: build(Ouroboros(window=2, guesses=3, ngram=3, suffixes=2, gamma=4)),
+    "ouroboros": lambda: build(Ouroboros(guesses=3, ngram=3, suffixes=2, gamma=4)),
     "random trees": lambda: toys.RandomTrees(6),
     "a draft without the grammar": lambda: Blind(TableLM(DRAFT)),
 }
@@ -198,7 +198,7 @@ METHODS: dict[str, Method] = {
     "suffix": Suffix(),
     "hybrid": Hybrid(threshold=2.0, other="sd"),
     "lookahead": Lookahead(3, 3, 3),
-    "ouroboros": Ouroboros(window=2, guesses=2, ngram=3, suffixes=2, gamma=5),
+    "ouroboros": Ouroboros(guesses=2, ngram=3, suffixes=2, gamma=5),
     "lyanna": Lyanna(depth=4, width=2, nodes=7),
 }
 
