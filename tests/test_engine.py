@@ -35,7 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "suffix": {"most": 6, "memory": 50},
     "hybrid": {"threshold": 2.0, "memory": 50},
     "ouroboros": {"gamma": 4, "guesses": 2, "ngram": 3, "suffixes": 2},
-    "pacer-ouroboros": {"guesses": 2, "ngram": 3, "suffixes": 1, "rows": 2},
+    "pacer-ouroboros": {"guesses": 2, "ngram": 3, "suffixes": 1},
     "lyanna": {"depth": 3, "width": 2, "nodes": 5},
     "pacer-lyanna": {"depth": 4, "nodes": 5, "block": 2},
     "eagle": {"depth": 3, "width": 2, "nodes": 5},
