@@ -19,7 +19,6 @@ from openai.types.completion_choice import Logprobs
 from serving import CHAT, HELLO, PLAIN, Live, events, figures, live, make_decoder, post, until
 from toys import tiny_tokenizer
 
-from forerun.engine.sequence import Sequence
 from forerun.engine.step import Step
 from forerun.sampling.logprobs import Logprob
 from forerun.server import answers, logprobs, requests
@@ -129,22 +128,19 @@ def test_no_large_answer_is_made_in_one_go(server: Live, monkeypatch: pytest.Mon
     assert len(found.content) > 200_000 > 5 * max(map(len, written))
 
 
-def test_a_prompt_is_scored_once_for_all_its_choices(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    scored: list[int] = []
-    score = Sequence.score_prompt
-    monkeypatch.setattr(Sequence, "score_prompt", lambda seq, logits: scored.append(seq.id) or score(seq, logits))
+def test_every_choice_begins_with_its_scored_prompt(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.worker.engine.target, "fresh", None)  # there is no second cache
     body = {"prompt": ["the cat", "def add(a"], "n": 3, "max_tokens": 3, "logprobs": 2, "echo": True, "seed": 1}
     whole = post(server, PLAIN, body).json()["choices"]
-    assert len(set(scored)) == 2
     tokenizer = make_decoder().tokenizer
     for at, choice in enumerate(whole):
         prompt = ("the cat", "def add(a")[at // 3]
         size = len(tokenizer(prompt)["input_ids"])
         found, first = choice["logprobs"], whole[at // 3 * 3]["logprobs"]
-        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        for name in ("tokens", "text_offset"):
             assert found[name][:size] == first[name][:size] and len(found[name]) == size + 3
-        assert found["token_logprobs"][0] is None and found["text_offset"][size] == len(prompt)
+        assert found["token_logprobs"][0] is None and None not in found["token_logprobs"][1:]
+        assert found["text_offset"][size] == len(prompt)
         assert "".join(found["tokens"][:size]) == prompt == choice["text"][: len(prompt)]
     streamed: list[dict[str, list[Any]]] = [{} for _ in whole]
     for event in events(post(server, PLAIN, body | {"stream": True})):

@@ -244,6 +244,7 @@ class Decoder:
         prompts: Any,
         params: SamplingParams | None,
         tools: Tools = NO_TOOLS,
+        ends: frozenset[int] = frozenset(),
         /,
         logits_processor: LogitsProcessorList | None = None,
         stopping_criteria: StoppingCriteriaList | None = None,
@@ -258,6 +259,8 @@ class Decoder:
         if tools.grammar is not None:
             params = replace(params, response_format=tools.grammar)
         asked = requests(rows, params, self.target, tokenizer, logits_processor, stopping_criteria)
+        if not params.ignore_eos:
+            asked = [replace(each, eos=each.eos | ends) for each in asked]
         if progress is not None:
             asked = [replace(each, progress=progress) for each in asked]
         texts = [
@@ -281,11 +284,7 @@ class Decoder:
         single = not (isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple))
         many = [messages] if single else messages
         rows = [chat_prompt(self.tokenizer, each, system, use.given, **template_args or {}) for each in many]
-        call = replace(self._call(rows, params, use, **options), is_single=single)
-        if call.requests[0].params is not None and call.requests[0].params.ignore_eos:
-            return call
-        ends = turn_ends(self.tokenizer)
-        return replace(call, requests=[replace(each, eos=each.eos | ends) for each in call.requests])
+        return replace(self._call(rows, params, use, turn_ends(self.tokenizer), **options), is_single=single)
 
     # The engine.
 

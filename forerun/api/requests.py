@@ -116,7 +116,6 @@ def requests(
                 criteria=StoppingCriteriaList(criteria) if criteria else None,
                 seed=params.seed,
                 stream=i,
-                params=params,
             )
         )
     return found

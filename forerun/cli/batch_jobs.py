@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 from dataclasses import asdict
 from pathlib import Path
-from time import perf_counter
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +13,7 @@ from forerun.cli.common import quiet, say
 from forerun.cli.options import MaxRowsOption, ServingOptions, check_packages, grouped
 from forerun.sampling.params import SamplingParams
 
-EVERY = 10.0  # seconds between two lines about the progress
+EVERY = 10.0  # seconds between two lines about the progress, where stderr is no terminal
 KINDS = ("answered", "refused", "bad_lines", "failed")
 
 
@@ -58,34 +57,22 @@ def batch(
             quiet()
             import asyncio
 
+            from tqdm import tqdm
+
             from forerun.scale import batch_local
             from forerun.server.worker import Loader
 
             loader = Loader(serving.model, method, options | {"max_rows": max_rows}, serving.threads)
-            lines, progress = source.lines(set(folder.done), defaults), _progress(folder, len(source.numbers))
-            seconds = asyncio.run(batch_local.run(loader, serving.name, max_rows, lines, folder, progress))
+            lines = source.lines(set(folder.done), defaults)
+            pause = 0.1 if sys.stderr.isatty() else EVERY
+            with tqdm(total=len(source.numbers), initial=len(folder.done), unit=" lines", mininterval=pause) as bar:
+                seconds = asyncio.run(batch_local.run(loader, serving.name, max_rows, lines, folder, bar.update))
         _show(folder.summarise(seconds), out)
     finally:
         folder.close()
     if folder.failed:
         say(f"{len(folder.failed)} lines failed; run the same command again to ask them again")
         raise typer.Exit(1)
-
-
-def _progress(folder: Any, total: int) -> Callable[[], None]:
-    """Return a function that prints a line about the progress, not too often."""
-    begun = last = perf_counter()
-
-    def print_line() -> None:
-        nonlocal last
-        if (now := perf_counter()) - last > EVERY:
-            last, lines = now, len(folder.done) + len(folder.failed)
-            wrong = lines - folder.sums["answered"]
-            errors = f", {wrong} errors" if wrong else ""
-            tokens = folder.sums["completion_tokens"] - folder.before["completion_tokens"]
-            say(f"{lines} of {total} lines, {tokens / (now - begun):.0f} tokens/s{errors}")
-
-    return print_line
 
 
 def _show(summary: dict[str, Any], out: Path) -> None:

@@ -14,7 +14,6 @@ from transformers import StoppingCriteriaList
 
 from forerun.failures import UNATTRIBUTABLE
 from forerun.sampling.logprobs import Logprob, logprobs_of
-from forerun.sampling.params import SamplingParams
 from forerun.sampling.sampler import Sampler
 from forerun.sampling.seeded import SeededSampler, SeededStream
 
@@ -49,7 +48,6 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: bool = False  # those of the prompt too, which then runs without the prefix store
     salt: str = ""
-    params: SamplingParams | None = None  # to build it again elsewhere (`forerun.scale`)
 
     def __post_init__(self) -> None:
         if not self.tokens:

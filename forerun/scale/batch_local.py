@@ -55,7 +55,7 @@ async def run(
     max_rows: int,
     lines: Iterator[Line | BadLine],
     folder: Folder,
-    on_record: Callable[[], None],
+    on_record: Callable[[], object],
 ) -> float:
     """Answer lines by the server's app, asked without a socket: checks, answers and errors are the server's. Return the
     seconds without loading.

@@ -51,7 +51,6 @@ class Answer:
         self.counts = AnswerCounts(begun=job.begun, queued=job.queued, prompt_tokens=prompt_tokens)
         self.ended_by = "abort"
         self.choices = [_Choice(each, self.body.stop, texts, self._is_chat, prepared.tools) for each in requests]
-        self._scored: dict[int, LogprobsJson] = {}  # of each prompt, from its first choice for the next ones
         self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid4().hex}"
         kind = "text_completion"
         if self._is_chat:
@@ -123,7 +122,9 @@ class Answer:
         if not choice.begun:
             choice.begun = True
             if self._echo is not None:
-                await self._begin_with_prompt(choice, step, index // (self.body.n or 1), self._echo)
+                choice.text = self._echo[index // (self.body.n or 1)]
+                if choice.logprobs is not None and step.prompt_logprobs is not None:
+                    await choice.logprobs.add([choice.request.tokens[0], *step.prompt_logprobs])
         if choice.logprobs is not None:
             await choice.logprobs.add(step.logprobs)
         pieces = choice.stream.push(step.tokens, step.origins, step.finish_reason is not None)
@@ -144,18 +145,6 @@ class Answer:
             if choice.tools.calls and step.finish_reason == "stop":
                 choice.finish_reason = "tool_calls"
         return pieces
-
-    async def _begin_with_prompt(self, choice: _Choice, step: Step, prompt: int, texts: list[str]) -> None:
-        """The engine takes requests in order, so the first choice of a prompt comes first. Only its step has the
-        prompt's log probabilities."""
-        choice.text = texts[prompt]
-        if choice.logprobs is None:
-            return
-        if step.prompt_logprobs is not None:
-            await choice.logprobs.add([choice.request.tokens[0], *step.prompt_logprobs])
-            self._scored[prompt] = choice.logprobs.copy()
-        else:
-            choice.logprobs = self._scored[prompt].copy()
 
     async def _chunks(self, index: int, step: Step, at: float) -> list[bytes]:
         """Return the events of a step: none if its text is held back, unless the request asks for steps."""

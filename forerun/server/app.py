@@ -90,7 +90,7 @@ class Service:
         self.draining = False
         self.open = 0
         self.began = int(time())
-        self.metrics = Metrics(worker.load)
+        self.metrics = Metrics(worker)
         worker.on_step = self.metrics.step
         self._texts: TokenTexts | None = None
 

@@ -79,12 +79,6 @@ class LogprobsJson:
                 top[self._texts.text(token)] = max(LEAST, best)
         return text, logprob, top, offset
 
-    def copy(self) -> LogprobsJson:
-        """Return the same for another choice."""
-        other = LogprobsJson(self._texts, self._is_chat)
-        other._offset, other._parts = self._offset, {name: list(each) for name, each in self._parts.items()}
-        return other
-
     def take(self) -> bytes:
         """Return what was added since the last call."""
         found = [b'"%s":[%s]' % (name.encode(), b",".join(each)) for name, each in self._parts.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 
 from forerun.engine.engine import Step
-from forerun.server.worker import Load
+from forerun.server.worker import Worker
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -150,10 +150,10 @@ def _rate(tokens: int, seconds: float) -> float:
 
 
 class Metrics:
-    """Figures for Prometheus, in the app's own registry. `load` is called when they are read."""
+    """Figures for Prometheus, in the app's own registry. The engine is asked when they are read."""
 
-    def __init__(self, load: Callable[[], Load]) -> None:
-        self.registry, self._load = prometheus.CollectorRegistry(), load
+    def __init__(self, worker: Worker) -> None:
+        self.registry, self._worker = prometheus.CollectorRegistry(), worker
         self._counts = Counts()  # plain numbers, as a server has hundreds of steps a second
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> prometheus.Histogram:
@@ -199,12 +199,15 @@ class Metrics:
             self._queued.observe(counts.waited)
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        load, counts = self._load(), self._counts
-        used = load.used / max(1, load.allocated)
-        yield GaugeMetricFamily("forerun:num_requests_running", "Sequences that have a row.", load.running)
-        yield GaugeMetricFamily("forerun:num_requests_waiting", "Sequences in the queue.", load.waiting)
+        counts, running, waiting, used, hits = self._counts, 0, 0, 0.0, 0
+        if self._worker.ready.is_set():
+            engine, memory = self._worker.engine, self._worker.engine.target.memory()
+            running, waiting, hits = len(engine.running) + engine.prefilling, len(engine.waiting), memory.hits
+            used = memory.used / max(1, engine.kv_memory or memory.allocated)
+        yield GaugeMetricFamily("forerun:num_requests_running", "Sequences that have a row.", running)
+        yield GaugeMetricFamily("forerun:num_requests_waiting", "Sequences in the queue.", waiting)
         yield GaugeMetricFamily("forerun:kv_cache_usage_perc", "Share of the memory for keys and values in use.", used)
-        yield CounterMetricFamily("forerun:prefix_cache_hits", "Prompt tokens that were not computed again.", load.hits)
+        yield CounterMetricFamily("forerun:prefix_cache_hits", "Prompt tokens that were not computed again.", hits)
         yield CounterMetricFamily("forerun:generation_tokens", "Tokens generated.", counts.tokens)
         for prefix in ("forerun:spec_decode_num", "vllm:spec_decode_num"):  # vLLM's bench reads its own names
             yield CounterMetricFamily(f"{prefix}_drafts", "Steps of the target, with or without a draft.", counts.steps)

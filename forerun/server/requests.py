@@ -99,9 +99,8 @@ def prepare_completion(body: CompletionBody, decoder: Decoder) -> Prepared:
         return Prepared(found)
     given = zip(prompts, rows, strict=True)
     echo = [each if isinstance(each, str) else text_of(decoder, row) for each, row in given]
-    if body.logprobs is not None:  # of each prompt once
-        copies = body.n or 1
-        found[::copies] = [replace(each, prompt_logprobs=True) for each in found[::copies]]
+    if body.logprobs is not None:
+        found = [replace(each, prompt_logprobs=True) for each in found]
     return Prepared(found, echo)
 
 

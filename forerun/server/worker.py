@@ -22,23 +22,6 @@ _LOG = logging.getLogger("forerun.server")
 
 
 @dataclass(frozen=True)
-class Load:
-    """Work and memory of the engine at one moment.
-
-    Attributes:
-        running, waiting: sequences with a row, and in the queue.
-        used, allocated: bytes of keys and values, in use and in all.
-        hits: prompt tokens that were not computed again.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    used: int = 0
-    allocated: int = 0
-    hits: int = 0
-
-
-@dataclass(frozen=True)
 class Loader:
     """Loads a decoder in the thread, or on the node, that computes.
 
@@ -112,19 +95,6 @@ class Worker:
     @property
     def engine(self) -> Engine:
         return self.session.engine
-
-    def load(self) -> Load:
-        if not self.ready.is_set():
-            return Load()
-        engine = self.engine
-        memory = engine.target.memory()
-        return Load(
-            running=len(engine.running) + engine.prefilling,
-            waiting=len(engine.waiting),
-            used=memory.used,
-            allocated=engine.kv_memory or memory.allocated,
-            hits=memory.hits,
-        )
 
     def submit(self, requests: Sequence[Request], begun: float) -> Job:
         """Queue all requests of a body that came at `begun`, or none. Raises ApiError if the queue is full, or could
