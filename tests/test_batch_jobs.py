@@ -20,7 +20,7 @@ from forerun.api.load import load
 from forerun.cli.batch_jobs import batch
 from forerun.scale.batch_file import CHAT, COMPLETION, BadLine, read_line, scan
 from forerun.scale.batch_folder import Folder
-from forerun.server.worker import Loader
+from forerun.server import worker
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +55,14 @@ def test_a_bad_line_is_named() -> None:
         (3, "invalid_line", "must be an object"),
         ({}, "invalid_line", "must have prompt or messages, or custom_id"),
         ({"prompt": "a", "messages": []}, "invalid_line", "must have prompt or messages"),
-        ({"prompt": "a", "id": 3}, "invalid_id", "id must be a string of 1 to 512 characters"),
-        ({"prompt": "a", "stream": True}, "unsupported_parameter", "stream is not supported in a batch"),
-        ({"custom_id": "a"}, "missing_method", "method is missing"),
-        ({"body": {}}, "missing_custom_id", "custom_id is missing"),
-        ({**asked("a"), "method": "GET"}, "invalid_method", "must be POST, not 'GET'"),
-        (asked("a", "/v1/embeddings"), "invalid_url", "must be /v1/chat/completions or /v1/completions, not '/v1/emb"),
-        ({**asked("a"), "body": []}, "invalid_body", "body must be an object"),
-        (asked(""), "invalid_custom_id", "custom_id must be a string"),
+        ({"prompt": "a", "id": 3}, "invalid_line", "id must be a string of 1 to 512 characters"),
+        ({"prompt": "a", "stream": True}, "invalid_line", "stream is not supported in a batch"),
+        ({"custom_id": "a"}, "invalid_line", "method is missing"),
+        ({"body": {}}, "invalid_line", "custom_id is missing"),
+        ({**asked("a"), "method": "GET"}, "invalid_line", "must be POST, not 'GET'"),
+        (asked("a", "/v1/embeddings"), "invalid_line", "must be /v1/chat/completions or /v1/completions, not '/v1/emb"),
+        ({**asked("a"), "body": []}, "invalid_line", "body must be an object"),
+        (asked(""), "invalid_line", "custom_id must be a string"),
     ):
         found = read_line(7, line if isinstance(line, bytes) else json.dumps(line).encode(), {}, {})
         assert found.code == code and message in found.message and found.number == 7
@@ -150,28 +150,29 @@ def test_a_seed_decides_what_is_said_and_rows_do_not(model: Path, tmp_path: Path
     assert texts[0] == texts[1] and len(set(texts[0].values())) == 6
 
 
-class Breaking(Loader):
-    """Its engine fails in each step while it has a prompt of 100 times "!"."""
+LOADED = worker.loaded
 
-    def __call__(self) -> Decoder:
-        decoder = super().__call__().replace(kv_memory=2**28)  # else a worker would replace it
-        engine, fatal = decoder.engine, set[int]()
-        add, abort, advance = engine.add, engine.abort, engine.advance
-        fails = decoder.tokenizer.encode("!" * 100)[-8:]  # type: ignore[union-attr]
 
-        def breaking_add(request: Any, id: int) -> Any:
-            if request.tokens[-8:] == fails:
-                fatal.add(id)
-            return add(request, id)
+def breaking(*how: Any) -> Decoder:
+    """One whose engine fails in each step while it has a prompt of 100 times "!"."""
+    decoder = LOADED(*how).replace(kv_memory=2**28)  # else a worker would replace it
+    engine, fatal = decoder.engine, set[int]()
+    add, abort, advance = engine.add, engine.abort, engine.advance
+    fails = decoder.tokenizer.encode("!" * 100)[-8:]  # type: ignore[union-attr]
 
-        def breaking_advance() -> None:
-            if fatal:
-                raise RuntimeError("no memory")
-            advance()
+    def breaking_add(request: Any, id: int) -> Any:
+        if request.tokens[-8:] == fails:
+            fatal.add(id)
+        return add(request, id)
 
-        engine.add, engine.advance = breaking_add, breaking_advance  # type: ignore[method-assign,assignment]
-        engine.abort = lambda id: fatal.discard(id) or abort(id)  # type: ignore[method-assign,func-returns-value]
-        return decoder
+    def breaking_advance() -> None:
+        if fatal:
+            raise RuntimeError("no memory")
+        advance()
+
+    engine.add, engine.advance = breaking_add, breaking_advance  # type: ignore[method-assign,assignment]
+    engine.abort = lambda id: fatal.discard(id) or abort(id)  # type: ignore[method-assign,func-returns-value]
+    return decoder
 
 
 def test_what_failed_is_asked_again(
@@ -182,7 +183,7 @@ def test_what_failed_is_asked_again(
     source = write(tmp_path / "in.jsonl", [*({"prompt": each, "max_tokens": 4} for each in prompts), "x"])
     out, run = tmp_path / "out", {"target": str(model), "method": "suffix", "max_rows": 2}
     with monkeypatch.context() as patch:
-        patch.setattr("forerun.server.worker.Loader", Breaking)
+        patch.setattr(worker, "loaded", breaking)
         for _ in range(2):  # the second time the one line is asked again, and fails again
             with pytest.raises(typer.Exit) as ended:
                 batch(source, out, **run)  # type: ignore[arg-type]

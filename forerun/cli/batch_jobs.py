@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,13 +61,13 @@ def batch(
             from tqdm import tqdm
 
             from forerun.scale import batch_local
-            from forerun.server.worker import Loader
+            from forerun.server import worker
 
-            loader = Loader(serving.model, method, options | {"max_rows": max_rows}, serving.threads)
+            make = partial(worker.loaded, serving.model, method, options | {"max_rows": max_rows}, serving.threads)
             lines = source.lines(set(folder.done), defaults)
             pause = 0.1 if sys.stderr.isatty() else EVERY
             with tqdm(total=len(source.numbers), initial=len(folder.done), unit=" lines", mininterval=pause) as bar:
-                seconds = asyncio.run(batch_local.run(loader, serving.name, max_rows, lines, folder, bar.update))
+                seconds = asyncio.run(batch_local.run(make, serving.name, max_rows, lines, folder, bar.update))
         _show(folder.summarise(seconds), out)
     finally:
         folder.close()

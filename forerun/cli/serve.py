@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -70,7 +71,7 @@ def serve(
     quiet(serving.threads)
     from forerun.server.app import Settings
     from forerun.server.run import leave, serve
-    from forerun.server.worker import Loader, Worker
+    from forerun.server.worker import Worker, loaded
 
     settings = Settings(
         serving.name, api_key, tuple(allow_origin or ()), max_body, max_seconds=max_seconds, tool_parser=tool_parser
@@ -78,13 +79,13 @@ def serve(
     how: dict[str, Any] = {"begun": begun, "drain": drain}
     options = serving.for_load() | {"max_rows": max_rows, "max_queue": max_queue}
     options["share_outputs"] = any(each.startswith("warm=") for each in serving.method_arg or [])
-    loader = Loader(serving.model, method, options, serving.threads)
+    make = partial(loaded, serving.model, method, options, serving.threads)
     if ray is None:
-        serve(Worker(loader), settings, listening, **how)
+        serve(Worker(make), settings, listening, **how)
     else:
         from forerun.scale.replicas import run
 
         listening.close()  # it was to see that the address is free
         how |= {"host": host, "port": port, "replicas": replicas or 2, "room": max_rows + max_queue}
-        run(ray, loader, settings, **how, cpus=serving.threads or 1, device=serving.device)
+        run(ray, make, settings, **how, cpus=serving.threads or 1, device=serving.device)
     leave()

@@ -93,41 +93,47 @@ def read_line(number: int, raw: bytes, ids: dict[str, int], defaults: Mapping[st
     except (ValueError, RecursionError) as error:
         where = f" (column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
         return BadLine(number, None, "invalid_json", f"the line is not JSON{where}")
-    if not isinstance(found, dict):
-        return BadLine(number, None, "invalid_line", "the line must be an object")
-    is_plain = not any(key in found for key in _ENVELOPE)
-    name = "id" if is_plain else "custom_id"
-    custom_id = found.get(name)
-    if custom_id is not None:
-        if not (isinstance(custom_id, str) and 0 < len(custom_id) <= LONGEST_ID):
-            return BadLine(number, None, f"invalid_{name}", f"{name} must be a string of 1 to {LONGEST_ID} characters")
-        first = ids.setdefault(custom_id, number)
-        if first != number:
+    custom_id = None
+    try:
+        if not isinstance(found, dict):
+            raise ValueError("the line must be an object")
+        name = "custom_id" if any(key in found for key in _ENVELOPE) else "id"
+        if (custom_id := _id(found, name)) is not None and (first := ids.setdefault(custom_id, number)) != number:
             message = f"{name} {ascii(custom_id)[:80]} stands on line {first} already"
             return BadLine(number, None, f"duplicate_{name}", message)
-    if is_plain:
-        url = CHAT if "messages" in found else COMPLETION
-        found = {"url": url, "body": {key: value for key, value in found.items() if key != "id"}}
-    if (wrong := _wrong(found, is_plain)) is not None:
-        return BadLine(number, custom_id, *wrong)
-    return Line(number, custom_id, found["url"], json.dumps(_fill_in(found["body"], number, defaults)).encode())
+        url, body = _plain(found) if name == "id" else _enveloped(found)
+        if body.get("stream"):
+            raise ValueError("stream is not supported in a batch")
+    except ValueError as error:
+        return BadLine(number, custom_id, "invalid_line", str(error))
+    return Line(number, custom_id, url, json.dumps(_fill_in(body, number, defaults)).encode())
 
 
-def _wrong(found: dict[str, Any], is_plain: bool) -> tuple[str, str] | None:
-    """Return the code and message of what is wrong with a request, or None."""
-    if is_plain:
-        if ("prompt" in found["body"]) == ("messages" in found["body"]):
-            return "invalid_line", "the line must have prompt or messages, or custom_id, method, url and body"
-    else:
-        for key in _ENVELOPE:
-            if found.get(key) is None:
-                return f"missing_{key}", f"{key} is missing"
-        for key, allowed in (("method", ("POST",)), ("url", (CHAT, COMPLETION))):
-            if found[key] not in allowed:
-                return f"invalid_{key}", f"{key} must be {' or '.join(allowed)}, not {ascii(found[key])[:80]}"
-        if not isinstance(found["body"], dict):
-            return "invalid_body", "body must be an object"
-    return ("unsupported_parameter", "stream is not supported in a batch") if found["body"].get("stream") else None
+def _id(found: dict[str, Any], name: str) -> str | None:
+    id = found.get(name)
+    if id is not None and not (isinstance(id, str) and 0 < len(id) <= LONGEST_ID):
+        raise ValueError(f"{name} must be a string of 1 to {LONGEST_ID} characters")
+    return id
+
+
+def _plain(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return where a plain prompt or conversation goes, and its body. Raises ValueError."""
+    if ("prompt" in found) == ("messages" in found):
+        raise ValueError("the line must have prompt or messages, or custom_id, method, url and body")
+    return CHAT if "messages" in found else COMPLETION, {key: each for key, each in found.items() if key != "id"}
+
+
+def _enveloped(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return where a line of OpenAI's format goes, and its body. Raises ValueError."""
+    for key in _ENVELOPE:
+        if found.get(key) is None:
+            raise ValueError(f"{key} is missing")
+    for key, allowed in (("method", ("POST",)), ("url", (CHAT, COMPLETION))):
+        if found[key] not in allowed:
+            raise ValueError(f"{key} must be {' or '.join(allowed)}, not {ascii(found[key])[:80]}")
+    if not isinstance(found["body"], dict):
+        raise ValueError("body must be an object")
+    return found["url"], found["body"]
 
 
 def _fill_in(body: dict[str, Any], number: int, defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from threading import Thread
 from time import perf_counter
 from typing import Any
@@ -21,29 +20,15 @@ from forerun.server.memory import default_kv_memory
 _LOG = logging.getLogger("forerun.server")
 
 
-@dataclass(frozen=True)
-class Loader:
-    """Loads a decoder in the thread, or on the node, that computes.
+def loaded(target: str, method: Any, options: Mapping[str, Any], threads: int | None) -> Decoder:
+    """Load a decoder in the thread, or on the node, that computes with that many of torch's threads."""
+    import torch
 
-    Attributes:
-        method: a name, its settings, or None for `forerun.load`'s choice.
-        options: other arguments of `forerun.load`.
-        threads: of torch, for the thread that calls.
-    """
+    from forerun.api.load import load
 
-    target: str
-    method: Any = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    threads: int | None = None
-
-    def __call__(self) -> Decoder:
-        import torch
-
-        from forerun.api.load import load
-
-        if self.threads:
-            torch.set_num_threads(self.threads)
-        return load(self.target, method=self.method, **self.options)
+    if threads:
+        torch.set_num_threads(threads)
+    return load(target, method=method, **options)
 
 
 class Worker:
