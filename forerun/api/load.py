@@ -91,7 +91,6 @@ def ready(source: str | Path | PreTrainedModel, part: str, models: ModelOptions)
         dtype=models.dtype,
         weights=models.weights if part == "target" else models.draft_weights or "auto",
         device=models.device,
-        device_map=models.device_map,
         trust_remote_code=models.trust_remote_code,
     )
     if part == "target":

@@ -20,7 +20,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from forerun.api.options import DeviceMap
 from forerun.backends import is_as_made
 from forerun.backends.gguf import gguf_config, gguf_tokenizer, load_gguf
 from forerun.backends.gguf.tokenizer import UNUSED
@@ -51,7 +50,6 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     weights: str | None = None,
     device: str | None = None,
-    device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
     plain: bool = False,
 ) -> PreTrainedModel:
@@ -63,11 +61,10 @@ def load_model(
         weights: what they are stored as on a CPU, in place of a dtype: one of `forerun.kinds.WEIGHT_FORMATS`. None: as
             a GGUF file has them, else by `dtype`. "auto": the same, but a draft in 8 bits.
         plain: ordinary modules, as training and transformers' own decoding need them: a GGUF file in float32.
-        device_map: transformers places the weights. Without one they go to `device`.
 
     Raises:
         ValueError: no such folder, device or dtype; a configuration or weights that are missing, broken or do not
-            belong together; a device map without the package it needs; weights in few bits that are not for a CPU, or
+            belong together; weights in few bits that are not for a CPU, or
             whose blocks do not fit.
     """
     check_kind(weights)
@@ -84,7 +81,7 @@ def load_model(
     if device.partition(":")[0] == "meta":
         raise ValueError("cannot use device 'meta': it computes nothing")
     auto, weights = weights == "auto", None if weights == "auto" else weights
-    on_cpu = device.partition(":")[0] == "cpu" and device_map is None
+    on_cpu = device.partition(":")[0] == "cpu"
     if weights is not None and dtype is not None:
         raise ValueError(f"give dtype or weights, not both ({dtype} and {weights})")
     file = _gguf_file(source)
@@ -92,16 +89,13 @@ def load_model(
         weights, dtype = "float32", None
     few = weights in ("int4", "int8") or (file is not None and weights is None)
     if few and not on_cpu:
-        where = device if device_map is None else f"device_map {device_map!r}"
         raise ValueError(
-            f"the {part} {name!r} in {weights or 'the bits of its file'} needs a CPU: there is no kernel for {where}; "
+            f"the {part} {name!r} in {weights or 'the bits of its file'} needs a CPU: there is no kernel for {device}; "
             "choose weights float32 or bfloat16"
         )
     if file is not None:
         if dtype is not None:
             raise ValueError(f"{part} {name!r} is a GGUF file: give weights, not dtype")
-        if device_map is not None:
-            raise ValueError(f"{part} {name!r} is a GGUF file and goes to one device; give device, not device_map")
         model, note = load_gguf(file, weights if on_cpu else "float32")
         if note is not None:
             _LOG.warning(note)
@@ -111,23 +105,20 @@ def load_model(
         dtype = torch.float32 if on_cpu else weights
     elif dtype is None and auto and part == "draft" and on_cpu:
         stored = "auto"
-    dtype = dtype or (torch.float32 if "cpu" in (device, str(device_map)) else "auto")
+    dtype = dtype or (torch.float32 if on_cpu else "auto")
     if isinstance(dtype, str) and dtype != "auto":
         named = getattr(torch, dtype, None)
         if not isinstance(named, torch.dtype) or not named.is_floating_point:
             raise ValueError(f"unknown dtype {dtype!r}; there are float32, bfloat16, float16 and auto")
         dtype = named
     small = (Path(source) / WEIGHTS).exists()
-    if small and device_map is not None:
-        raise ValueError(f"{part} {name!r} is small and goes to one device; give device, not device_map")
     if small:
         with loading(f"{part} {name!r}"):
             restored: Any = load_quantised(Path(source))
         return _kept(restored.to(device=device, dtype=torch.float32 if dtype == "auto" else dtype), stored)
-    placed: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
     with loading(f"{part} {name!r}"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **placed
+            source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
         model, found = loaded
         context_of(model.config.get_text_config(decoder=True))  # raises for too long ones
@@ -135,7 +126,7 @@ def load_model(
         first, *rest = sorted(found["missing_keys"])
         more = f" and {len(rest)} more" if rest else ""
         raise ValueError(f"cannot load {part} {name!r}: no weights for {first}{more}")
-    return model if placed else _kept(model.to(device), stored)
+    return _kept(model.to(device), stored)
 
 
 def _kept(model: PreTrainedModel, kind: str | None) -> PreTrainedModel:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from forerun.kinds import check_kind
 
 if TYPE_CHECKING:
     import torch
-
-DeviceMap: TypeAlias = "str | dict[str, Any] | int | torch.device"
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,6 @@ class ModelOptions:
             else by their ids, in which BPE has the frequent ones first. Default: all of that list, if the draft has
             one. 0: all tokens.
         device: default: cuda if there is one.
-        device_map: instead of device, as in transformers, for target and draft; needs the package accelerate.
         trust_remote_code: passed on to transformers.
         fast: False runs transformers' own forwards, without C (see forerun/backends).
     """
@@ -39,7 +36,6 @@ class ModelOptions:
     draft_weights: str | None = None
     draft_vocabulary: int | None = None
     device: str | None = None
-    device_map: DeviceMap | None = None
     trust_remote_code: bool = False
     fast: bool = True
 
@@ -48,13 +44,11 @@ class ModelOptions:
             check_kind(weights)
         if self.draft_vocabulary is not None and self.draft_vocabulary < 0:
             raise ValueError(f"draft_vocabulary must be at least 0, not {self.draft_vocabulary}")
-        if self.device is not None and self.device_map is not None:
-            raise ValueError("give device or device_map, not both")
 
     @property
     def are_usual(self) -> bool:
         """Whether models run as those did that settings which come with forerun were chosen on."""
-        return self.fast and self.device_map is None and self.draft_vocabulary is None
+        return self.fast and self.draft_vocabulary is None
 
 
 @dataclass(frozen=True)

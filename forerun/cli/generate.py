@@ -11,10 +11,10 @@ import typer
 
 from forerun.cli.common import quiet, say
 from forerun.cli.options import (
+    DecodeOptions,
     JsonOption,
     MaxNewTokensOption,
     SamplingOptions,
-    SpreadOptions,
     TargetOption,
     grouped,
 )
@@ -35,7 +35,7 @@ def generate(
     max_new_tokens: MaxNewTokensOption = 256,
     *,
     sampling: SamplingOptions,
-    decoding: SpreadOptions,
+    decoding: DecodeOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Generate from a prompt. On a terminal: green is drafted, cyan looked up, magenta a phrase, yellow reused, red
@@ -57,7 +57,7 @@ def chat(
     max_new_tokens: MaxNewTokensOption = 512,
     *,
     sampling: SamplingOptions,
-    decoding: SpreadOptions,
+    decoding: DecodeOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Talk with a model. With a prompt or text on stdin: one answer. Else a conversation; /help lists its commands.
@@ -79,7 +79,7 @@ def chat(
 
 
 def _loaded(
-    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: SpreadOptions, method: Any
+    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: DecodeOptions, method: Any
 ) -> Any:
     """Return the decoder for a prompt, which is checked before weights are loaded (`_checked_tokenizer`)."""
     tokenizer = _checked_tokenizer(target, prompt, params, system, decoding)
@@ -138,7 +138,7 @@ def _message(text: str) -> list[dict[str, str]]:
 
 
 def _checked_tokenizer(
-    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: SpreadOptions
+    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: DecodeOptions
 ) -> Any:
     """Load the target's tokenizer.
 

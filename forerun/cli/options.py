@@ -30,7 +30,7 @@ PANELS = {
     "Method": "methods method gamma method_arg tune pre_verifier head guard",
     "Sampling": "max_new_tokens temperature top_k top_p min_p repetition_penalty seed stop ignore_eos stop_at_eos "
     "json_schema regex grammar",
-    "Machine": "device device_map threads max_rows kv_memory",
+    "Machine": "device threads max_rows kv_memory",
 }
 PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names.split()}
 TargetOption = Annotated[
@@ -129,15 +129,6 @@ class DecodeOptions(LoadOptions):
             if source is not None:
                 zoo.locate(source, part)
         return found.method if self.method is not None or settings else None
-
-
-@dataclass(frozen=True)
-class SpreadOptions(DecodeOptions):
-    """Several devices. For `forerun generate` and `forerun chat`."""
-
-    device_map: Annotated[
-        str | None, typer.Option(help="Instead of --device: auto, balanced, ..., as in transformers.")
-    ] = None
 
 
 @dataclass(frozen=True)
