@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.embedded.tokenizer import END_OF_TEXT
 from benchmarks.records import parse
+from forerun import ModelOptions
 from forerun.api import resolve
 from forerun.api.load import Decoder
 from forerun.bench import measure
@@ -148,15 +149,14 @@ def test_shipped_settings_are_of_the_embedded_pair(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(resolve.FOLDERS, "embedded", tmp_path)
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").touch()
-    assert resolve.shipped("embedded", "embedded") is None
+    assert resolve.shipped("embedded", "embedded") == {}
     stored = {"greedy": {"sd": {"gamma": 7}}, "sampling": {"sd": {"gamma": 3}}}
-    for default, sampling in (({}, None), ({"default": {"sampling": "sd"}}, SD(gamma=3))):
+    for default, sampling in (({}, SD()), ({"default": {"sampling": "sd"}}, SD(gamma=3))):
         (tmp_path / "tuned.json").write_text(json.dumps(stored | default))
-        ours = resolve.shipped("embedded", "embedded")
-        assert ours is not None and ours == resolve.shipped("embedded", None)
-        assert ours.methods == stored and ours.costs is ours.choice("greedy") is None
-        assert ours.choice("sampling") == sampling
-    assert resolve.shipped("some/model", "embedded") is resolve.shipped("embedded", "some/model") is None
+        assert resolve.shipped("embedded", None) == resolve.shipped("embedded", "embedded") == stored | default
+        found = resolve.resolve("embedded", models=ModelOptions())
+        assert (found.method, found.sampling_method, found.costs) == (SD(), sampling, None)
+    assert resolve.shipped("some/model", "embedded") == resolve.shipped("embedded", "some/model") == {}
 
 
 MISTAKES = {

@@ -93,7 +93,6 @@ def test_greedy_decoding_and_sampling_have_methods_of_their_own() -> None:
 
 
 def test_the_embedded_pair_has_costs_of_its_own() -> None:
-    ours = shipped("embedded", None)
-    assert ours is not None and ours.costs is not None
-    assert 0 < ours.costs.c < 1
-    assert ours.costs.verify(1) <= ours.costs.verify(8) <= ours.costs.verify(32)
+    costs = costs_of(shipped("embedded", None)["costs"])
+    assert 0 < costs.c < 1
+    assert costs.verify(1) <= costs.verify(8) <= costs.verify(32)

@@ -19,35 +19,17 @@ if TYPE_CHECKING:
     from forerun.api.options import ModelOptions
 
 
-@dataclass(frozen=True)
-class Shipped:
-    """What comes with a model that forerun knows by name: chosen on one machine and validation prompts.
+def shipped(target: object, draft: object) -> dict[str, Any]:
+    """Return what comes with forerun for a target and its own draft, chosen on one machine and validation prompts; {}
+    for other models.
 
-    Attributes:
-        methods: {"greedy" or "sampling": {method: {setting: value}}}.
-        default: the method of each of the two, if none is named.
-        costs: of forwards. With these the pair's methods do the same things everywhere.
+    It has {"greedy" or "sampling": {method: {setting: value}}}; "default": the method of each of the two; and "costs"
+    of forwards, with which the pair's methods do the same things everywhere.
     """
-
-    methods: dict[str, dict[str, dict[str, Any]]]
-    default: dict[str, str]
-    costs: Costs | None
-
-    def choice(self, mode: str) -> Method | None:
-        """Return the default method with its settings."""
-        name = self.default.get(mode)
-        return methods.method(name, **self.methods.get(mode, {}).get(name, {})) if name is not None else None
-
-
-def shipped(target: object, draft: object) -> Shipped | None:
-    """Return what comes with forerun for a target and its own draft; None for other models."""
     own = own_draft(target)  # None if it is not fetched
     folder = FOLDERS.get(str(target)) if own is not None and draft in (None, own) else None
-    if folder is None or not (path := folder / "tuned.json").is_file():
-        return None
-    found = json.loads(read_text(path))
-    costs = costs_of(found["costs"]) if "costs" in found else None
-    return Shipped({mode: found.get(mode, {}) for mode in ("greedy", "sampling")}, found.get("default", {}), costs)
+    path = folder / "tuned.json" if folder is not None else None
+    return dict(json.loads(read_text(path))) if path is not None and path.is_file() else {}
 
 
 @dataclass(frozen=True)
@@ -109,11 +91,11 @@ def resolve(
     is_named = method is not None or bool(settings)
     sampling: Method | None = None
     costs: Costs | None = None
-    ours = shipped(target, draft) if models is not None and models.are_usual else None
-    if ours is not None and (not is_named or chosen.needs_costs):
-        costs = ours.costs
+    ours = shipped(target, draft) if models is not None and models.are_usual else {}
+    if ours and (not is_named or chosen.needs_costs):
+        costs = costs_of(ours["costs"]) if "costs" in ours else None
         if not is_named and pre_verifier is None and head is None:
-            chosen, sampling = ((ours.choice(mode) or chosen).resolve_defaults(*has) for mode in ("greedy", "sampling"))
+            chosen, sampling = (_default(ours, mode, chosen).resolve_defaults(*has) for mode in ("greedy", "sampling"))
     both = [chosen] if sampling is None else [chosen, sampling]
     if given is not None and not is_named and all(each.head is None for each in both):
         both = [methods.method(given)]
@@ -126,6 +108,11 @@ def resolve(
     for each in both:
         _check(each, draft, pre_verifier, head)
     return Resolved(draft, both[0], both[1] if len(both) > 1 else None, pre_verifier, head, costs)
+
+
+def _default(ours: Mapping[str, Any], mode: str, other: Method) -> Method:
+    name = ours.get("default", {}).get(mode)
+    return methods.method(name, **ours.get(mode, {}).get(name, {})) if name is not None else other
 
 
 def _parse(name: str | Method, texts: Sequence[str]) -> dict[str, Any]:

@@ -72,8 +72,7 @@ def planned(
     `runner_of` gives what runs under other names than those of our methods; `more` are other fields of the plan.
     """
     target, draft = given["target"], given["draft"] if given["draft"] is not None else own_draft(given["target"])
-    ours = shipped(target, draft)
-    tuned = ours.methods["sampling" if given["temperature"] else "greedy"] if ours is not None else {}
+    tuned = shipped(target, draft).get("sampling" if given["temperature"] else "greedy", {})
     settings = [*(given["method_arg"] or []), *_lengths(given.get("gamma"), given["methods"])]
     methods = parse_methods(split(given["methods"]), settings, given["tune"], tuned, runner_of)
     # "auto" is a draft's method here: the kind of a head is known later.
