@@ -240,7 +240,7 @@ def _decoder(
     chosen = resolve(model, draft, method, pre_verifier=pre_verifier, head=head).method
     needed = draft if chosen.needs_draft else None
     kept: _Kept | None = vars(model).get(_KEPT)
-    if kept is None or (chosen.needs_draft and draft is None) or not kept.fits(model, needed):
+    if kept is None or not kept.fits(model, needed):
         kept = vars(model)[_KEPT] = None  # two copies of the weights are enough
         decoder = Decoder(model, None, needed, chosen, guard, pre_verifier=pre_verifier, head=head)
         kept = vars(model)[_KEPT] = _Kept(decoder, model, needed)
@@ -250,7 +250,7 @@ def _decoder(
     if chosen.layer is not None:
         changes["pre_verifier"] = pre_verifier
     known = kept.decoder.head
-    if chosen.head is not None and (head != kept.head or known is None or known.kind != chosen.head):
+    if chosen.head is not None and (head != kept.head or known is None):
         changes["head"] = kept.head = head
     kept.decoder = kept.decoder.replace(**changes)
     return kept.decoder
