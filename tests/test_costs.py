@@ -94,5 +94,5 @@ def test_greedy_decoding_and_sampling_have_methods_of_their_own() -> None:
 
 def test_the_embedded_pair_has_costs_of_its_own() -> None:
     costs = costs_of(shipped("embedded", None)["costs"])
-    assert 0 < costs.c < 1
+    assert 0 < costs.draft[1] < costs.target[1]
     assert costs.verify(1) <= costs.verify(8) <= costs.verify(32)

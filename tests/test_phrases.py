@@ -121,7 +121,7 @@ def test_steps_with_many_greedy_rows_go_without_phrases() -> None:
     for way, grow in enumerate((made._grow_by_phrases, made._grow)):
 
         def noted(chains, *rest, way=way, grow=grow):
-            steps[-1][way].extend(chain.seq.mode for chain in chains)
+            steps[-1][way].extend("greedy" if chain.seq.greedy else "sampled" for chain in chains)
             return grow(chains, *rest)
 
         setattr(made, grow.__name__, noted)

@@ -1,6 +1,6 @@
 """Writes the hot tokens of Qwen's draft: the ones that the target says most, in its answers to the training questions.
 
-    forerun train chat-data ... --out chats    (docs/results/qwen-coder.md has the command)
+    python -m benchmarks.chat.data ... --out chats    (docs/results/qwen-coder.md has the command)
     python benchmarks/qwen-coder/hot.py chats [--size 16384]
 
 Answers are few (94,000 tokens), so the questions and the standard library's source (its training files) count too, at

@@ -64,8 +64,7 @@ def load_model(
 
     Raises:
         ValueError: no such folder, device or dtype; a configuration or weights that are missing, broken or do not
-            belong together; weights in few bits that are not for a CPU, or
-            whose blocks do not fit.
+            belong together; weights in few bits that are not for a CPU, or whose blocks do not fit.
     """
     check_kind(weights)
     if not isinstance(source, str | Path):

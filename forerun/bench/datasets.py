@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 STDLIB = {"stdlib-test": "test", "stdlib-validation": "validation"}
-
-
 FILES = (".jsonl", ".jsonl.gz")
 
 

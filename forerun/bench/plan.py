@@ -99,15 +99,15 @@ class Plan:
             raise ValueError(f"draft_vocabulary must be at least 0, not {self.draft_vocabulary}")
         if self.top_p < 1 and not self.temperature:
             raise ValueError(f"top_p {self.top_p} needs a temperature above 0: greedy decoding samples nothing")
+        for what, folder in (("pre-verifier", self.pre_verifier), *(("head", each) for each in self.head)):
+            if folder is not None and not (Path(folder) / "config.json").is_file():
+                raise ValueError(f"no {what} in the folder {str(folder)!r}")
         for name, each in self.ours.items():
             bundled = companion(self.target, each.layer) if self.draft == own_draft(self.target) else None
             if each.layer and not self.pre_verifier and bundled is None:
                 raise ValueError(f"method {name!r} needs a pre-verifier: give --pre-verifier")
             if each.head and each.head not in self.heads and companion(self.target, each.head) is None:
                 raise ValueError(f"method {name!r} needs a head of the kind {each.head}: give --head")
-        for what, folder in (("pre-verifier", self.pre_verifier), *(("head", each) for each in self.head)):
-            if folder is not None and not (Path(folder) / "config.json").is_file():
-                raise ValueError(f"no {what} in the folder {str(folder)!r}")
         wanted = {each.head for each in self.ours.values() if each.head}
         for kind, path in self.heads.items() if wanted else ():
             if kind not in wanted:

@@ -1,4 +1,4 @@
-"""What forwards cost, for length rules and tuning."""
+"""What forwards cost, for length rules."""
 
 from __future__ import annotations
 
@@ -22,11 +22,6 @@ class Costs:
     chained: float = 0.0  # of a token in a fused draft; 0 without these
     chained_sampled: float = 0.0  # likewise in sampling
     head: dict[int, float] = field(default_factory=dict)  # {rows: ms of a head's next state and its logits}
-
-    @property
-    def c(self) -> float:
-        """Return the cost ratio c: draft forward / target forward, each of one token."""
-        return self.draft[min(self.draft)] / self.target[min(self.target)]
 
     @property
     def sampled(self) -> Costs:

@@ -119,11 +119,6 @@ class Sequence:
     def greedy(self) -> bool:
         return self.sampler.greedy
 
-    @property
-    def mode(self) -> Mode:
-        """Return "greedy" or "sampled"."""
-        return "greedy" if self.greedy else "sampled"
-
     def source(self, ahead: int) -> SeededSampler | torch.Generator | None:
         """Return the source of randomness of the token `ahead` places after the last."""
         return self.generator if self.seeded is None else self.seeded.at(len(self.tokens) + ahead)

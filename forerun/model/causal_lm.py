@@ -106,16 +106,13 @@ class CausalLM(Rows):
     def keeps_prefixes(self) -> bool:
         return self.prompts.store is not None
 
-    def processors(
-        self, config: GenerationConfig, prompt_length: int, extra: LogitsProcessorList | None = None
-    ) -> LogitsProcessorList:
-        """Return Hugging Face's own logits processors for a generation config, with `extra` ones, in the order of
-        `generate`."""
+    def processors(self, config: GenerationConfig, prompt_length: int) -> LogitsProcessorList:
+        """Return Hugging Face's own logits processors for a generation config, in the order of `generate`."""
         self.model._prepare_special_tokens(config, True, device=self.device)
         return self.model._get_logits_processor(
             config,
             input_ids_seq_length=prompt_length,
-            logits_processor=LogitsProcessorList(extra or []),
+            logits_processor=LogitsProcessorList(),
             device=self.device,
         )
 
