@@ -60,6 +60,7 @@ def test_any_split_of_a_text_gives_the_same(form: str, data: st.DataObject) -> N
         assert whole.text == text
 
 
+DIGITS = '<tool_call>{"name": "f", "arguments": {"x": ' + "1" * 5000 + "}}</tool_call>"  # more than Python's int reads
 WANTED: list[tuple[str, str, str, list[str], int]] = [  # form, text, what is left of it, names called, broken calls
     ("hermes", f"Look: \n<tool_call>\n{CALL}\n</tool_call>", "Look:", ["f"], 0),
     ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL} </tool_call>\nDone.\n", "\nDone.", ["f", "f"], 0),
@@ -69,6 +70,7 @@ WANTED: list[tuple[str, str, str, list[str], int]] = [  # form, text, what is le
     ("hermes", '<tool_call>\n{"name": "f", "arguments": {"x": 1}\n</tool_call>', "", ["f"], 0),  # a brace forgotten
     ("hermes", '<tool_call>\n{"name": "f", "arguments": {"x', '<tool_call>\n{"name": "f", "arguments": {"x', [], 1),
     ("hermes", "a <tool_call> is\n", "a <tool_call> is\n", [], 1),
+    ("hermes", DIGITS, DIGITS, [], 1),
     ("hermes", f"<tool_call>1</tool_call>\n<tool_call>{CALL}</tool_call>", "<tool_call>1</tool_call>", ["f"], 1),
     ("hermes", f"So:\n```json\n{CALL}\n```\n", "So:", ["f"], 0),  # as Qwen2.5-Coder writes them
     ("hermes", '```json\n{"name": "Al", "arguments": {}}\n```', '```json\n{"name": "Al", "arguments": {}}\n```', [], 0),

@@ -152,8 +152,6 @@ class ToolStream:
             return None, at
         try:
             found, end = _DECODER.raw_decode(self._rest, at)
-        except RecursionError:
-            return None, at
         except json.JSONDecodeError as error:
             left = len(self._rest.rstrip(_SPACE)) - error.pos
             if not self._finished and (left < _UNSURE or error.msg.startswith("Unterminated string")):
@@ -161,6 +159,8 @@ class ToolStream:
             end = error.pos  # models forget the last brace
             found = json_object(self._rest[at:end] + "}") or {}
             found = found if any(key in found for key in _KEYS) else {}
+        except (ValueError, RecursionError):  # a number of too many digits, or too many brackets
+            return None, at
         name = found.get("name")
         arguments: Any = next((found[key] for key in _KEYS if key in found), {})
         is_call = isinstance(name, str) and isinstance(arguments, dict)
