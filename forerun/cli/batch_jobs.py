@@ -68,6 +68,8 @@ def batch(
             pause = 0.1 if sys.stderr.isatty() else EVERY
             with tqdm(total=len(source.numbers), initial=len(folder.done), unit=" lines", mininterval=pause) as bar:
                 seconds = asyncio.run(batch_local.run(make, serving.name, max_rows, lines, folder, bar.update))
+            if not folder.ended:
+                raise ValueError(f"{input} is no plain file, or was changed meanwhile; what is answered is kept")
         _show(folder.summarise(seconds), out)
     finally:
         folder.close()
