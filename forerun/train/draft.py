@@ -93,7 +93,7 @@ def train_draft(run: Run, recipe: DraftRecipe, init: str | None = None) -> None:
         return float(divergence)
 
     batch = partial(texts.batch, recipe.seed, size=recipe.batch)
-    settings = TrainConfig(recipe.steps, recipe.lr, tokens=recipe.batch * texts.mean_length)
+    settings = TrainConfig(recipe.steps, recipe.lr, tokens=recipe.batch * texts.mean_length, known=init is not None)
     train(draft, loss, batch, evaluate, settings, run.folder, run.say)
     draft.save_pretrained(run.out)
     tokenizer.save_pretrained(run.out)

@@ -129,6 +129,7 @@ def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[
         return float(torch.stack(losses).mean())
 
     every: dict[str, Any] = {"evaluate_every": 50, "tokens": recipe.batch * texts.mean_length}
+    every["known"] = is_copied or start is not None
     settings = TrainConfig(recipe.steps, recipe.lr, warmup=50, cooldown=0.5, **every)
     batch = partial(texts.batch, recipe.seed, size=recipe.batch)
     if is_copied and recipe.linear:

@@ -24,7 +24,7 @@ from forerun.files import write_text
 
 BIG = 200_000_000  # parameters
 LARGE = 1 << 21  # numbers of a matrix, beyond which Muon's products take longer on a CPU than the step itself
-LARGE_SHARE = 0.02  # of the learning rate: large matrices are not new, and AdamW changes them by the whole of it
+LARGE_SHARE = 0.02  # of the learning rate, for large matrices that are not new: AdamW changes them by the whole of it
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TrainConfig:
     """Settings of one run of the loop.
 
     The learning rate rises linearly over `warmup` steps, stays, and falls linearly to 0 over the last `cooldown` share
-    of `steps`. `tokens` is what a step reads, for the log.
+    of `steps`. `tokens` is what a step reads, for the log. `known`: weights are not new, but those of another model.
     """
 
     steps: int
@@ -44,6 +44,7 @@ class TrainConfig:
     evaluate_every: int = 200
     save_every: int = 50
     tokens: float = 0.0
+    known: bool = False
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, as a share of `lr`."""
@@ -86,14 +87,15 @@ def mixed_precision(device: torch.device) -> torch.autocast:
 
 def optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
     """Make Muon (with AdamW's update size) for inner matrices, AdamW for embeddings, heads, gains, biases and LARGE
-    matrices."""
+    matrices that are known."""
     inner: list[nn.Parameter] = []
     large: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():  # tied parameters come once
         if parameter.requires_grad:
             is_inner = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
-            (others if not is_inner else large if parameter.numel() > LARGE else inner).append(parameter)
+            is_large = config.known and parameter.numel() > LARGE
+            (others if not is_inner else large if is_large else inner).append(parameter)
     chosen: list[torch.optim.Optimizer] = []
     if groups := [{"params": own, "share": share} for own, share in ((others, 1.0), (large, LARGE_SHARE)) if own]:
         chosen.append(torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0))
