@@ -231,8 +231,8 @@ def translation_for(
         return None
     if strict is not None:
         raise ValueError(
-            f"{strict} needs a draft with the target's tokenizer, and that of {str(draft)!r} differs: {found}; sd, "
-            "cumulative and others that draft a plain chain can do with another"
+            f"{strict} needs a draft with the target's tokenizer, and that of {str(draft)!r} differs: {found}; in "
+            "forerun's own engine sd, cumulative and others that draft a plain chain can do with another"
         )
     translation = translate(target, own, str(draft))
     share = f"{translation.overlap:.0%} of a sample's tokens"
