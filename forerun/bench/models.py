@@ -128,7 +128,7 @@ def build_decoders(
     layer, heads = load_layer(plan, target, draft), load_heads(plan, target)
     decoders = dict[str, Decoder]()
     for name, method in plan.ours.items():
-        decoder = Decoder(
+        decoders[name] = Decoder(
             target,
             tokenizer,
             draft if method.needs_draft else None,
@@ -140,5 +140,4 @@ def build_decoders(
             max_rows=max(ROWS, plan.batch),
             prefix_bytes=0,  # a prompt that comes again is computed again
         )
-        decoders[name] = decoder.replace(tokenizer=None)  # making text is no part of what is measured
     return decoders
