@@ -1,6 +1,6 @@
 """Puts what was trained for smollm2 or qwen-coder into the package, in few bits, with its recipe and its curve.
 
-    python benchmarks/chat/bundle.py RUN... [--target smollm2] [--bits 6] [--work WORK]
+    python -m benchmarks.chat.bundle RUN... [--target smollm2] [--bits 6] [--work WORK]
 
 A RUN is the `--out` of `forerun train`, WORK its `--work`, where it had one. Recipes stand in the README of each folder
 that this writes.

@@ -1,5 +1,5 @@
 """The recipe of the embedded pair, from this machine's standard library, stage by stage; every stage resumes where it
-was stopped: python benchmarks/embedded/pair.py [--out runs/pair] [--corpus TREE] [--set FIELD=N ...] [--threads N]
+was stopped: python -m benchmarks.embedded.pair [--out runs/pair] [--corpus TREE] [--set FIELD=N ...] [--threads N]
 
 Tokenizer, target, draft, and whether the pair is fit to measure with (docs/results/pair.md).
 """

@@ -1,4 +1,4 @@
-"""Puts a trained head into the package, in 8 bits: python benchmarks/lyanna/bundle.py HEAD
+"""Puts a trained head into the package, in 8 bits: python -m benchmarks.lyanna.bundle HEAD
 
 Made with
 forerun train lyanna --data stdlib --sequences 4096 --hot 1 --steps 6000 --work WORK --out FIRST

@@ -1,8 +1,8 @@
 """Prompts of four kinds, from code that repeats little to code that repeats much, and the plot over them.
 
-    python benchmarks/ouroboros/kinds.py write KINDS            # code.jsonl, edit.jsonl, repeat.jsonl, tables.jsonl
+    python -m benchmarks.ouroboros.kinds write KINDS            # code.jsonl, edit.jsonl, repeat.jsonl, tables.jsonl
     forerun bench --dataset KINDS/code.jsonl,KINDS/edit.jsonl,KINDS/repeat.jsonl,KINDS/tables.jsonl --out OUT ...
-    python benchmarks/ouroboros/kinds.py plot OUT docs/results/ouroboros/kinds.png
+    python -m benchmarks.ouroboros.kinds plot OUT docs/results/ouroboros/kinds.png
 
 All text is from files that nothing was trained on: the test split, and for tables the library's encodings, which the
 corpus leaves out.

@@ -2,7 +2,7 @@
 (`benchmarks.baselines.lookup:Lookup`) among its methods: the tokens that this gets
 accepted a forward say how much that is.
 
-    python benchmarks/ouroboros/repetition.py OUT docs/results/ouroboros/repetition.png
+    python -m benchmarks.ouroboros.repetition OUT docs/results/ouroboros/repetition.png
 """
 
 from __future__ import annotations
