@@ -25,7 +25,7 @@ from forerun.api.load import Decoder
 from forerun.bench import measure
 from forerun.bench.datasets import Prompt, check_datasets, front_of, read_prompts, stdlib_prompts, tokenised
 from forerun.bench.measure import Loaded, Outcome, Run, bench, decoder_run, group_records
-from forerun.bench.models import load_prompts
+from forerun.bench.models import load_decoders, load_prompts
 from forerun.bench.plan import Plan, Runner, parse_methods
 from forerun.bench.records import Record, Times, times, total
 from forerun.bench.report import results, spread, summary
@@ -129,6 +129,12 @@ def test_methods_of_others_run_beside_ours(folder: Path) -> None:
     assert [found["methods"][name]["rows_one_by_one"] for name in ("sd", "other")] == [False, True]
     assert other["time"] is other["alpha"] is None and found["methods"]["sd"]["exact_match"] == 1.0
     refuses("method 'other' needs a draft model", Plan, {"ar": AR(), "other": Runner(make, needs_draft=True)})
+
+
+def test_all_methods_decide_by_one_table_of_costs(folder: Path) -> None:
+    pair = {"target": str(folder / "target"), "draft": str(folder / "draft")}
+    decoders, _ = load_decoders(Plan({"ar": AR(), "sd": SD()}, ("own.jsonl",), **pair), None)
+    assert decoders["ar"].costs is decoders["sd"].costs is not None
 
 
 def test_tuning_names_the_value_of_the_best_median_speedup(folder: Path) -> None:

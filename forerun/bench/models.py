@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
+from forerun.api.build import measured
 from forerun.api.layers import load_head, load_pre_verifier
 from forerun.api.load import Decoder, ready
 from forerun.api.loading import load_config, load_tokenizer, translation_for
@@ -15,6 +16,7 @@ from forerun.backends.heads import HiddenLM
 from forerun.bench.datasets import STDLIB, Prompt, dataset_name, front_of, stdlib_prompts, tokenised
 from forerun.bench.plan import Plan
 from forerun.heads.pre_verifier import PreVerifier
+from forerun.methods import Parts
 from forerun.model.causal_lm import CausalLM, context_of
 from forerun.text.vocabularies import Translation
 from forerun.zoo import companion
@@ -126,6 +128,8 @@ def build_decoders(
     """Return the plan's own methods on this target and draft."""
     translation = translation_of(replace(plan, methods=plan.ours), tokenizer)
     layer, heads = load_layer(plan, target, draft), load_heads(plan, target)
+    every = Parts(target, draft, layer, head=next(iter(heads.values()), None))
+    costs = measured(list(plan.ours.values()), every)  # one table, so that methods differ by nothing else
     decoders = dict[str, Decoder]()
     for name, method in plan.ours.items():
         decoders[name] = Decoder(
@@ -136,6 +140,7 @@ def build_decoders(
             plan.guard,
             pre_verifier=layer if method.layer else None,
             head=heads.get(method.head),
+            costs=costs,
             translation=translation if method.needs_draft else None,
             max_rows=max(ROWS, plan.batch),
             prefix_bytes=0,  # a prompt that comes again is computed again
