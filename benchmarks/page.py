@@ -77,6 +77,7 @@ QWEN = {
     "greedy": "Greedy, 128 new tokens",
     "xeon/greedy": "The same on an Intel Xeon",
     "greedy-avx2": "Greedy with AVX2 alone (`FORERUN_KERNELS=avx2`)",
+    "heads": "With a head in place of the draft model",
     "peers": "Beside llama.cpp's own drafts, with the best settings of validation prompts",
     "xeon/oracle": "Beside a rule that knows what will be rejected (`SeeingOracle`), on an Intel Xeon",
     "nucleus": "Temperature 0.7, top-p 0.9",

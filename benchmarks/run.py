@@ -130,6 +130,7 @@ QWEN_KNOBS = {
     "cumulative.threshold": "0.5,0.6,0.7,0.8",
     "hybrid.threshold": "2,3,6 --method-arg hybrid.other=pacer",
     "ouroboros.gamma": "2,3,4",
+    "lyanna.depth": "1,2,3",
 }
 # llama.cpp's drafts: the draft model's tokens and least probability, and the prompt lookup's tokens and suffix.
 QWEN_LLAMA = ",".join(
@@ -146,6 +147,7 @@ QWEN = {
     "validation-hot": f"{QWEN_SEARCH} --limit 6 --draft-vocabulary 0 --tune sd.gamma=2,3,4",
     "validation-peers": f"{QWEN_SEARCH} --limit 3 --max-new-tokens 64 --methods ar,{QWEN_LLAMA}",
     "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS},llama-cpp",
+    "heads": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods ar,pacer,lyanna,pacer-lyanna",
     "greedy-avx2": f"--dataset {{data}}/{HUMANEVAL} --limit 8 --rounds 1 --methods ar,sd,pacer,suffix,hybrid",
     "peers": f"--dataset {{data}}/{HUMANEVAL} --limit 4 --rounds 1 --methods ar,suffix,hybrid,{QWEN_PEERS}",
     "nucleus": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 0.7 --top-p 0.9",
