@@ -121,7 +121,7 @@ def test_batches_are_of_a_length() -> None:
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])
 def test_heads_learn_from_conversations(kind: str, target: str, chats: Path, tmp_path: Path) -> None:
     run, recipe = make_run(target, tmp_path / "head", chats), HeadRecipe(kind=kind)
-    found = train_head(run, replace(recipe, steps=30, batch=4, unroll=2, lr=1e-2, hot=0.5))
+    found = train_head(run, replace(recipe, steps=30, batch=4, unroll=2, lr=1e-2, hot=0.5, copied=False))
     assert losses(run)[-1] < losses(run)[0] and len(found["survival"]) == 2
     for given, message in ((run, "give --data or --chats, not both"), (replace(run, chats=None), "--chats$")):
         with pytest.raises(ValueError, match=message):
