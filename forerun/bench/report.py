@@ -163,9 +163,19 @@ def versions() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Return the commit of this source tree, with "-dirty" if its files have been changed since; None without git."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
-    try:
+    """Return the commit of this source tree, with a + if the package has been changed since; None if there is none.
+
+    Changes outside the package do not count: results and pages are written while runs go on. A repository that merely
+    encloses an installed package does not track this file.
+    """
+    here = Path(__file__).resolve()
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here.parents[1]), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", str(here))
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
