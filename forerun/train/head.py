@@ -128,13 +128,13 @@ def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[
         run.say(f"acceptance: a greedy chain's first 1, 2, ... tokens {survival}")
         return float(torch.stack(losses).mean())
 
-    every: dict[str, Any] = {"evaluate_every": 50, "tokens": recipe.batch * texts.mean_length}
+    every: dict[str, Any] = {"evaluate_every": 250, "tokens": recipe.batch * texts.mean_length}
     every["known"] = is_copied or start is not None
     settings = TrainConfig(recipe.steps, recipe.lr, warmup=50, cooldown=0.5, **every)
     batch = partial(texts.batch, recipe.seed, size=recipe.batch)
     if is_copied and recipe.linear:
         layers, drafter.layers = drafter.layers, nn.ModuleList()
-        first = replace(settings, steps=recipe.linear, warmup=5)
+        first = replace(settings, steps=recipe.linear, warmup=5, evaluate_every=50)
         train(drafter, loss, batch, evaluate, first, run.folder / "linear", run.say)
         drafter.layers = layers
     train(drafter, loss, batch, evaluate, settings, run.folder, run.say)
