@@ -25,8 +25,7 @@ from forerun.sampling.penalties import LogitBias, Penalties
 from forerun.sampling.sampler import QuickTopP, Sampler, Source, next_tokens, sample
 from forerun.sampling.seeded import SeededStream
 
-V, LENGTH, TRIALS = 4, 3, 6000
-FITS, BROKEN = 1e-4, 1e-6
+V, LENGTH, TRIALS, FITS, BROKEN = 4, 3, 6000, 1e-4, 1e-6
 
 Distributions = list[np.ndarray]  # [V], [V, V], [V, V, V]: the distribution of the next token after 0, 1, 2 tokens
 
@@ -292,10 +291,9 @@ def test_a_sampler_of_parameters_is_transformers_own(options: dict[str, Any], ow
     config = GenerationConfig(do_sample=params.temperature > 0, top_k=params.top_k, pad_token_id=0, **kept)
     penalties = [Penalties(params.presence_penalty, params.frequency_penalty, 3)] if params.presence_penalty else []
     biases = [LogitBias(params.logit_bias)] if params.logit_bias else []
+    extra = LogitsProcessorList([*penalties, *biases, *own])
     lm.model._prepare_special_tokens(config, True, device=lm.device)
-    theirs = lm.model._get_logits_processor(
-        config, 3, logits_processor=LogitsProcessorList([*penalties, *biases, *own])
-    )
+    theirs = lm.model._get_logits_processor(config, 3, logits_processor=extra)
     found = [hf.TopPLogitsWarper if type(each) is QuickTopP else type(each) for each in sampler.processors or ()]
     assert found == [type(each) for each in theirs] and sampler.greedy == (not params.temperature)
     logits = 4 * torch.randn(2, lm.vocab_size, generator=torch.Generator().manual_seed(0))
