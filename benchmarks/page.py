@@ -84,9 +84,10 @@ QWEN = {
     "temperature-1": "Temperature 1",
     "xeon/temperature-1": "The same on an Intel Xeon",
     "repeats": "Tasks that repeat themselves: a request after another one like it",
+    "transformers": "Beside transformers, in float32 what it decodes",
     "batch-4": "Batches of 4",
     "xeon/batch-4": "The same on an Intel Xeon, before costs ruled drafts out there",
-    "batch-16": "Batches of 16",
+    "batch-16": "Batches of 16, 64 new tokens",
     "xeon/batch-16": "The same on an Intel Xeon, before costs ruled drafts out there",
 }
 QWEN_FRONT = """# Qwen2.5-Coder 1.5B with its 0.5B
@@ -97,9 +98,11 @@ itself and questions about the standard library's code, held out from whatever i
 `python benchmarks/run.py --data DATA --only qwen-coder` makes the runs, `page.py` beside it this page.
 
 `llama-cpp` is llama.cpp in its best build for the processor, on the same files, in the same run. Columns are those of
-[chat.md](chat.md). In batches the guard is on, elsewhere off, so that slower methods show. Each table names its
-processor: an AMD EPYC (Zen 4) where the title names no other. These machines are shared: where tau is 1.00 a method
-decodes plainly, and what its speedup differs from 1.00 by is the noise of the cell.
+[chat.md](chat.md); `draft`, `stop rule` and `verify` share the time after the prompt, `prompt` is the share of the
+whole call that reading the prompt takes, which every speedup contains. In batches the guard is on, elsewhere off, so
+that slower methods show. Each table names its processor: an AMD EPYC (Zen 4) where the title names no other. These
+machines are shared: where tau is 1.00 a method decodes plainly, and what its speedup differs from 1.00 by is the noise
+of the cell.
 """
 FRONTS = {
     "chat": (CHAT_FRONT, CHAT),
@@ -129,12 +132,14 @@ def section(page: str, name: str, title: str, found: dict[str, Any]) -> list[str
     ]
     for dataset, part in found["datasets"].items():
         lines += [f"### {dataset}, {part['prompts']} prompts", ""]
-        lines.append("| " + " | ".join([*COLUMNS, "by place", "draft", "stop rule", "verify"]) + " |")
-        lines.append("|---" + "|---:" * (len(COLUMNS) + 3) + "|")
+        lines.append("| " + " | ".join([*COLUMNS, "by place", "draft", "stop rule", "verify", "prompt"]) + " |")
+        lines.append("|---" + "|---:" * (len(COLUMNS) + 4) + "|")
         for method, figures in part["methods"].items():
             places = " ".join(f"{each:.2f}" for each in (figures["acceptance_by_position"] or [])[:5])
             time = figures["time"] or {}
             shares = [f"{100 * time[key]:.0f} %" if key in time else "" for key in ("draft", "policy", "verify")]
+            prompt = figures.get("prompt_share")
+            shares.append("" if prompt is None else f"{100 * prompt:.0f} %")
             lines.append("| " + " | ".join([*named_row(method, figures), places, *shares]) + " |")
         lines.append("")
     if name in DRAWN:

@@ -125,6 +125,7 @@ QWEN_SEARCH = "--dataset {here}/qwen-coder/validation.jsonl --limit 8 --rounds 1
 QWEN_TEST = f"{{here}}/qwen-coder/test.jsonl,{{data}}/{HUMANEVAL}"
 QWEN_OURS = "ar,sd,cumulative,pacer,pacer-ouroboros,suffix,hybrid"
 QWEN_SAMPLED = "ar,sd,cumulative,pacer,suffix,hybrid"
+QWEN_BATCHES = "ar,pacer,suffix,hybrid"  # eight calls of each
 QWEN_KNOBS = {
     "sd.gamma": "1,2,3,4",
     "cumulative.threshold": "0.5,0.6,0.7,0.8",
@@ -153,8 +154,11 @@ QWEN = {
     "nucleus": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 0.7 --top-p 0.9",
     "temperature-1": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 1",
     "repeats": f"--dataset {REPEATS} --limit 8 --rounds 1 --methods {QWEN_SAMPLED}",
-    "batch-4": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --batch 4 --guard --methods {QWEN_SAMPLED}",
-    "batch-16": f"--dataset {QWEN_TEST} --limit 16 --rounds 1 --batch 16 --guard --methods {QWEN_SAMPLED}",
+    "batch-4": f"--dataset {{data}}/{HUMANEVAL} --limit 32 --rounds 1 --batch 4 --guard --methods {QWEN_BATCHES}",
+    "batch-16": f"--dataset {{data}}/{HUMANEVAL} --limit 64 --rounds 2 --batch 16 --guard --max-new-tokens 64 "
+    f"--methods {QWEN_BATCHES}",
+    "transformers": f"--dataset {{data}}/{HUMANEVAL} --limit 2 --rounds 1 --max-new-tokens 64 "
+    "--methods ar,sd,hf-ar,hf-assisted/heuristic/5,hf-assisted/constant/3/0.4",
 }
 COMMON = {
     "chat": "--target smollm2 --chat --stop-at-eos",

@@ -70,6 +70,7 @@ def _method(own: Sequence[Record], plain: dict[Group, float]) -> dict[str, Any]:
         "target_forwards": stats.target_forwards,
         "draft_forwards": stats.draft_forwards,
         "time": _shares(spent) if spent else None,
+        "prompt_share": round(1 - sum(each.seconds for each in spent) / stats.seconds, 4) if spent else None,
         "overhead_share": round(median(each.overhead_share for each in spent), 4) if spent else None,
         "exact_match": round(sum(equal) / len(equal), 4) if equal else None,
     }
