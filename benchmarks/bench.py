@@ -22,7 +22,7 @@ from forerun.files import write_text
 def main(**given: Any) -> None:
     plan, files = planned(given | {"methods": expanded(split(given["methods"]))}, Peers())
     out = given["out"]
-    results = with_best(measured(checked(plan), files, out))
+    results = with_best(measured(checked(plan), files, out, given["resume"]))
     if any(map(is_llama, plan.methods)):
         results["versions"]["node-llama-cpp"] = json.loads(LLAMA_PACKAGE.read_text())["version"]
     if out is not None:

@@ -2,7 +2,7 @@
 
     python benchmarks/run.py --data DATA [--only chat/greedy,embedded/batch-4] [--runs runs]
 
-A run that is done is not made again; one that was stopped begins anew. Settings were chosen from the validation runs,
+A run that is done is not made again; one that was stopped goes on. Settings were chosen from the validation runs,
 of ours (`tuned.json` in forerun/zoo/weights) and of peers (below). Leave the machine alone.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -191,9 +190,7 @@ def main() -> int:
         if (out / "results.json").is_file():
             continue
         where = {"here": HERE, "data": given.data.resolve()}
-        options = [*(part.format(**where) for part in RUNS[name].split()), "--out", str(out.resolve())]
-        if out.is_dir():  # of a run that was stopped
-            shutil.rmtree(out)
+        options = [*(part.format(**where) for part in RUNS[name].split()), "--out", str(out.resolve()), "--resume"]
         kernels = {"FORERUN_KERNELS": "avx2"} if name.endswith("avx2") else {}
         command = [sys.executable, "-m", "benchmarks.bench", *options]
         done = subprocess.run(command, cwd=HERE.parent, env=os.environ | kernels)

@@ -3,6 +3,7 @@
 import copy
 import gzip
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -18,7 +19,6 @@ from toys import noisy_copy, refuses, save_lines, save_models, tiny, tiny_tokeni
 from transformers import PreTrainedModel
 
 from benchmarks.embedded.tokenizer import END_OF_TEXT
-from benchmarks.records import parse
 from forerun import ModelOptions
 from forerun.api import resolve
 from forerun.api.load import Decoder
@@ -27,7 +27,7 @@ from forerun.bench.datasets import Prompt, check_datasets, front_of, read_prompt
 from forerun.bench.measure import Loaded, Outcome, Run, bench, decoder_run, group_records
 from forerun.bench.models import load_decoders, load_prompts
 from forerun.bench.plan import Plan, Runner, parse_methods
-from forerun.bench.records import Record, Times, times, total
+from forerun.bench.records import Record, Times, parse, times, total
 from forerun.bench.report import results, spread, summary
 from forerun.engine.engine import Step
 from forerun.engine.stats import Stats, summarise
@@ -92,11 +92,60 @@ def test_a_run(folder: Path, tmp_path: Path) -> None:
     assert parsed[0].prompts == ["1", "2", "3"] and parsed[3].prompts == ["4"]
     names = [record.method for record in parsed]
     assert names[3:6] == names[1:3] + names[:1] and names[6:9] == names[2::-1]  # each is before and after each other
-    assert {path.name for path in out.iterdir()} == {"records.jsonl", "results.json"}
+    assert {path.name for path in out.iterdir()} == {"records.jsonl", "results.json", "run.json"}
     assert printed["costs"]["target"] and printed["costs"]["draft"]
     assert all(str(folder) not in path.read_text() for path in out.iterdir())
     refused = run(*arguments)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1) and "holds a run already" in refused.stderr
+    assert json.loads(run(*arguments, "--resume").stdout)["methods"] == methods  # nothing is left to measure
+
+
+def test_a_run_that_was_stopped_goes_on_and_no_other(folder: Path, tmp_path: Path) -> None:
+    """The same cells, those before the stop to the letter; other arguments, models and versions are refused by name."""
+    target, out = shutil.copytree(folder / "target", tmp_path / "target"), tmp_path / "out"
+    records, claim, left = out / "records.jsonl", out / "run.json", [4]
+    pair = {"target": str(target), "draft": str(folder / "draft")}
+    plan = Plan({"ar": AR(), "sd": SD(2)}, ("own.jsonl",), **pair, batch=3, rounds=3, max_new_tokens=8, temperature=1.0)
+    files = {"own.jsonl": read_prompts(folder / "own.jsonl")}
+
+    def stop(line: str) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    def refused(message: str, plan: Plan = plan, resume: bool = True) -> None:
+        refuses(message, bench, plan, files, out, resume=resume)
+
+    def counts() -> list[tuple[Any, ...]]:
+        parsed = map(parse, records.read_text().splitlines())
+        return [(each.group, each.prompts, each.method, replace(each.stats, seconds=0.0)) for each in parsed]
+
+    whole = bench(plan, files, out, resume=True)  # a folder without a run: it begins
+    cells = counts()
+    shutil.rmtree(out)
+    with pytest.raises(KeyboardInterrupt):
+        bench(plan, files, out, say=stop)
+    lines = records.read_text().splitlines(keepends=True)
+    assert len(lines) == 4 * 2 and not (out / "results.json").exists()
+    records.write_text("".join(lines[:7]) + lines[7][:50])  # killed while it wrote the fourth of six batches
+    stored = claim.read_text()
+    refused("out holds a run already: give --resume to go on with it, or another --out", resume=False)
+    refused("out holds another run: seed was 0, not 5", replace(plan, seed=5))
+    refused(
+        r'out holds another run: methods\.sd was \{"gamma": 2\}, not ', replace(plan, methods={"ar": AR(), "sd": SD(7)})
+    )
+    for damaged, message in (
+        (stored.replace('"versions.torch": "', '"versions.torch": "0.'), r'torch was "0\.'),
+        ("{", "out is d"),
+    ):
+        claim.write_text(damaged)
+        refused(message)
+    claim.write_text(stored)
+    results = bench(plan, files, out, resume=True)
+    assert records.read_text().startswith("".join(lines[:6])) and counts() == cells
+    assert results["methods"]["sd"]["tau"] == whole["methods"]["sd"]["tau"]
+    os.utime(target / "config.json", (2e9, 2e9))
+    refused(r"another run: written\.target was ")
 
 
 def test_methods_of_others_run_beside_ours(folder: Path) -> None:
@@ -181,6 +230,7 @@ MISTAKES = {
     "bench --target some/model": "method 'sd' needs a draft model: give --draft",
     "bench --top-p 0.5": "top_p 0.5 needs a temperature above 0",
     "bench --head nothing": "no head in the folder 'nothing'",
+    "bench --resume": "--resume needs --out",
 }
 
 

@@ -60,7 +60,7 @@ def plot(out: Path, picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from benchmarks.records import parse
+    from forerun.bench.records import parse
 
     speeds: dict[tuple, dict[str, float]] = defaultdict(dict)
     for record in map(parse, (out / "records.jsonl").read_text().splitlines()):

@@ -12,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
-from benchmarks.records import parse
+from forerun.bench.records import parse
 from forerun.engine.stats import Stats
 
 PARTS = 5

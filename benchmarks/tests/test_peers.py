@@ -147,7 +147,7 @@ def test_the_command(folder: Path) -> None:
     assert methods["hf-assisted"]["tokens_per_s"] == max(methods[name]["tokens_per_s"] for name in ASSISTED)
     assert [methods[name]["rows_one_by_one"] for name in ("sd", "hf-ar", "hf-lookup")] == [False, False, True]
     pictures = {"speedup.png", "acceptance.png", "time.png"}
-    files = {"records.jsonl", "results.json", "report.md"}
+    files = {"records.jsonl", "results.json", "run.json", "report.md"}
     assert {path.name for path in out.iterdir()} == pictures | files
     page = (out / "report.md").read_text()
     assert f"| hf-assisted ({best}) |" in page and "best of its settings" in page

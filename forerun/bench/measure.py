@@ -17,8 +17,9 @@ from forerun.api.decoder import Decoder
 from forerun.backends.costs import measure_costs
 from forerun.backends.facts import facts_of
 from forerun.bench.datasets import Prompt
+from forerun.bench.folder import open_folder
 from forerun.bench.models import load_decoders, load_prompts
-from forerun.bench.plan import Plan, Runner, make_folder
+from forerun.bench.plan import Plan, Runner
 from forerun.bench.records import Group, Record, times
 from forerun.bench.report import results
 from forerun.engine.engine import Step
@@ -76,25 +77,27 @@ def bench(
     files: dict[str, list[Prompt]],
     out: Path | None = None,
     *,
+    resume: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Measure what the plan says, and return the results; with `out` they are also there as files.
 
-    `files` are the prompts of `read_files`.
+    `files` are the prompts of `read_files`. `resume` measures only what the records of `out` lack; pools of phrases
+    begin empty then.
 
     Raises ValueError for prompts, models or a folder that cannot be used. Prompts and folder are checked before the
     models' weights are loaded.
     """
     datasets, tokenizer = load_prompts(plan, files)
-    make_folder(out)
     facts = facts_of_prompts(datasets)
+    records = open_folder(out, plan, facts, resume) if out is not None else []
     decoders, target = load_decoders(plan, tokenizer)
     loaded = Loaded(plan, datasets, tokenizer, target)
     runs = {
         name: each.make(loaded) if isinstance(each, Runner) else decoder_run(decoders[name], plan.params())
         for name, each in plan.methods.items()
     }
-    records = measure(plan, runs, datasets, None if out is None else out / "records.jsonl", say)
+    records = measure(plan, runs, datasets, None if out is None else out / "records.jsonl", records, say)
     draft = next((each.draft for each in decoders.values() if each.draft is not None), None)
     costs = next((each.costs for each in decoders.values() if each.costs is not None), None)
     if costs is None and out is not None:
@@ -123,9 +126,11 @@ def measure(
     runs: dict[str, Run],
     datasets: dict[str, list[Prompt]],
     path: Path | None = None,
+    before: Sequence[Record] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Record]:
-    """Measure all rounds, and return the records. With a path they are written there, those of a batch at once.
+    """Measure all rounds but what was measured `before`, and return the records. With a path they are written there,
+    those of a batch at once.
 
     The order of the methods turns by one from batch to batch and is reversed in every other round, so that none of
     them always comes first or always after the same other.
@@ -134,10 +139,12 @@ def measure(
     for run in runs.values():
         seeds = [plan.seed + i for i in range(len(first))]
         run([_ids(row) for row in first], seeds, min(WARM_UP, plan.max_new_tokens))
-    records: list[Record] = []
+    records, done = [*before], {record.group for record in before}
     for number in range(plan.rounds):
         for dataset, prompts in datasets.items():
             for index, start in enumerate(range(0, len(prompts), plan.batch)):
+                if (number, dataset, index) in done:
+                    continue
                 rows = prompts[start : start + plan.batch]
                 seeds = [plan.seed + 1000 * number + start + i for i in range(len(rows))]
                 order = turned(list(runs), number, index)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
 from forerun.api.build import measured
-from forerun.api.layers import load_head, load_pre_verifier
+from forerun.api.layers import layers_for
 from forerun.api.load import Decoder, ready
 from forerun.api.loading import load_config, load_tokenizer, translation_for
-from forerun.api.options import ModelOptions
 from forerun.backends.heads import HiddenLM
 from forerun.bench.datasets import STDLIB, Prompt, dataset_name, front_of, stdlib_prompts, tokenised
 from forerun.bench.plan import Plan
@@ -81,54 +80,27 @@ def _translation(tokenizer: PreTrainedTokenizerBase, draft: str, strict: str | N
     return translation_for(tokenizer, draft, strict, trust_remote_code=trust)
 
 
-def load_pair(plan: Plan) -> tuple[CausalLM, CausalLM | None]:
-    """Return the target, and the draft if a method of ours needs it, with their fast forwards."""
-    models = ModelOptions(
-        **{each.name: vars(plan)[each.name] for each in fields(ModelOptions) if each.name in vars(plan)}
-    )
-    target = ready(plan.target, "target", models)
-    if not any(each.needs_draft for each in plan.ours.values()):
-        return target, None
-    assert plan.draft is not None
-    return target, ready(plan.draft, "draft", models)
-
-
-def load_layer(plan: Plan, target: CausalLM, draft: CausalLM | None) -> PreVerifier | None:
-    """Return the pre-verifier of --pre-verifier, or that which comes with the pair, if a method needs it."""
-    name = next((each.layer for each in plan.ours.values() if each.layer), None)
-    if name is None:
-        return None
-    folder = plan.pre_verifier or companion(plan.target, name)
-    assert draft is not None and folder is not None  # `Plan` checks
-    return load_pre_verifier(folder, target, draft)
-
-
-def load_heads(plan: Plan, target: CausalLM) -> dict[str | None, HiddenLM]:
-    """Return the heads that the plan's methods need, by kind: those of --head, else those that come with forerun.
-
-    Raises ValueError for a head that does not fit.
-    """
-    found: dict[str | None, HiddenLM] = {}
-    for kind in sorted({each.head for each in plan.ours.values() if each.head}):
-        folder = plan.heads.get(kind) or companion(plan.target, kind)
-        assert folder is not None  # `Plan` checks
-        found[kind] = HiddenLM(load_head(folder, target, kind), target)
-    return found
-
-
 def load_decoders(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[str, Decoder], CausalLM]:
-    """Return our own methods on one target and one draft, and the target."""
-    target, draft = load_pair(replace(plan, methods=plan.ours))
+    """Return our own methods on one target and one draft with their fast forwards, and the target."""
+    needs_draft, models = any(each.needs_draft for each in plan.ours.values()), plan.models()
+    target = ready(plan.target, "target", models)
+    draft = ready(plan.draft, "draft", models) if needs_draft and plan.draft is not None else None
     return build_decoders(plan, tokenizer, target, draft), target
 
 
 def build_decoders(
     plan: Plan, tokenizer: PreTrainedTokenizerBase | None, target: CausalLM, draft: CausalLM | None
 ) -> dict[str, Decoder]:
-    """Return the plan's own methods on this target and draft."""
+    """Return the plan's own methods on this target and draft, with the layer and the heads that they need: those of the
+    plan, else those that come with forerun. Raises ValueError for a layer or head that does not fit."""
     translation = translation_of(replace(plan, methods=plan.ours), tokenizer)
-    layer, heads = load_layer(plan, target, draft), load_heads(plan, target)
-    every = Parts(target, draft, layer, head=next(iter(heads.values()), None))
+    layer: PreVerifier | None = None
+    heads = dict[str | None, HiddenLM | None]()
+    for each in plan.ours.values():
+        own = layer or plan.pre_verifier or companion(plan.target, each.layer)
+        head = heads.get(each.head) or plan.heads.get(each.head) or companion(plan.target, each.head)
+        layer, heads[each.head] = layers_for([each], target, draft, own, head)
+    every = Parts(target, draft, layer, head=next((each for each in heads.values() if each is not None), None))
     costs = measured(list(plan.ours.values()), every)  # one table, so that methods differ by nothing else
     decoders = dict[str, Decoder]()
     for name, method in plan.ours.items():

@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forerun.api.options import ModelOptions
 from forerun.api.resolve import kind_of
 from forerun.bench.datasets import check_datasets, dataset_name
-from forerun.kinds import check_kind
 from forerun.methods import METHODS, Method, is_method, method, parse_value
 from forerun.sampling.params import SamplingParams
 from forerun.zoo import EMBEDDED, companion, locate, own_draft
@@ -93,10 +93,7 @@ class Plan:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         self.params()
-        check_kind(self.weights)
-        check_kind(self.draft_weights)
-        if self.draft_vocabulary is not None and self.draft_vocabulary < 0:
-            raise ValueError(f"draft_vocabulary must be at least 0, not {self.draft_vocabulary}")
+        self.models()
         if self.top_p < 1 and not self.temperature:
             raise ValueError(f"top_p {self.top_p} needs a temperature above 0: greedy decoding samples nothing")
         for what, folder in (("pre-verifier", self.pre_verifier), *(("head", each) for each in self.head)):
@@ -141,6 +138,10 @@ class Plan:
             f"method {name!r}" for name, each in self.methods.items() if each.needs_draft and not each.any_tokenizer
         )
         return next(needy, None)
+
+    def models(self) -> ModelOptions:
+        names = [each.name for each in fields(ModelOptions)]
+        return ModelOptions(**{name: vars(self)[name] for name in names if name in vars(self)})
 
     def params(self) -> SamplingParams:
         return SamplingParams(
@@ -219,18 +220,6 @@ def _setting(option: str, text: str) -> tuple[str, str, str]:
     if not is_method(name):
         raise ValueError(f"{option} {left}: {name!r} is no method with settings; there are {', '.join(METHODS)}")
     return name, key, value
-
-
-def make_folder(out: Path | None) -> None:
-    """Make the folder of a run. Raises ValueError if it cannot be made or holds a run already."""
-    if out is None:
-        return
-    if (out / "records.jsonl").exists():
-        raise ValueError(f"{out} holds a run already: give another --out")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot make the folder {out}: {error.strerror}") from None
 
 
 def model_name(source: str) -> str:

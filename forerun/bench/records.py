@@ -67,6 +67,16 @@ class Record:
         return json.dumps(asdict(self)) + "\n"
 
 
+def parse(line: str) -> Record:
+    """Return the record of a line."""
+    entry = json.loads(line)
+    stats: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in entry["stats"].items()
+    }
+    times = Times(**entry["times"]) if entry["times"] is not None else None
+    return Record(**entry | {"stats": Stats(**stats), "times": times})
+
+
 def total(parts: Sequence[Stats]) -> Stats:
     """Return the statistics of several calls together."""
     names = ("tokens", "target_forwards", "draft_forwards", "drafted", "tested", "accepted", "seconds")

@@ -12,7 +12,7 @@ import typer
 
 from forerun.api.resolve import shipped
 from forerun.bench.datasets import STDLIB, Prompt, read_files
-from forerun.bench.plan import DEFAULT_METHODS, Plan, Runner, RunnerOf, make_folder, parse_methods
+from forerun.bench.plan import DEFAULT_METHODS, Plan, Runner, RunnerOf, parse_methods
 from forerun.cli import options
 from forerun.cli.common import quiet
 from forerun.cli.options import LoadOptions, MaxNewTokensOption, TemperatureOption, TopPOption, grouped
@@ -47,6 +47,7 @@ def bench(
     pre_verifier: options.PreVerifierOption = None,
     guard: Annotated[bool, typer.Option("--guard/--no-guard", help="Leave drafts out while they do not pay.")] = False,
     stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds, if any.")] = False,
     *,
     loading: LoadOptions,
     as_json: options.JsonOption = False,
@@ -57,7 +58,7 @@ def bench(
     """
     given = locals()
     plan, files = planned(given | vars(loading))
-    results = measured(plan, files, out)
+    results = measured(plan, files, out, resume)
     if as_json:
         print(json.dumps(results))
     else:
@@ -82,7 +83,6 @@ def planned(
     chosen |= {"head": tuple(given["head"] or ()), "draft": draft}
     datasets = tuple(split(given["dataset"])) or ("stdlib-test",)
     plan = Plan(**chosen | {"methods": methods, "datasets": datasets})
-    make_folder(given["out"])
     files = read_files(plan.datasets, plan.limit)
     quiet(plan.threads)
     return plan, files
@@ -97,11 +97,13 @@ def _lengths(gamma: int | None, methods: list[str] | None) -> list[str]:
     return [f"{name}.gamma={gamma}" for name in names if gamma is not None]
 
 
-def measured(plan: Plan, files: dict[str, list[Prompt]], out: Path | None) -> dict[str, Any]:
+def measured(plan: Plan, files: dict[str, list[Prompt]], out: Path | None, resume: bool = False) -> dict[str, Any]:
     """Return the results of the plan; show progress on a terminal."""
+    if resume and out is None:
+        raise ValueError("--resume needs --out, the folder of the run that was stopped")
     from forerun.bench.measure import bench as run
 
-    results = run(plan, files, out, say=progress)
+    results = run(plan, files, out, resume=resume, say=progress)
     progress("")
     return results
 

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from forerun import methods
-from forerun.api.loading import check_vocabularies, load_model, load_tokenizer, translation_for
-from forerun.backends.hot import prepare_draft
+from forerun.api.load import ready
+from forerun.api.loading import check_vocabularies, load_tokenizer, translation_for
+from forerun.api.options import ModelOptions
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
@@ -26,7 +27,6 @@ from forerun.engine.step import Drafter
 from forerun.kinds import check_kind
 from forerun.methods import Method, Parts
 from forerun.model.causal_lm import CausalLM
-from forerun.zoo import hot_folder
 
 METHODS = ("suffix", "sd", "confidence", "cumulative")  # all but the first need a draft
 CHUNK = 512  # tokens of a prompt that the draft model reads at once
@@ -148,12 +148,10 @@ class Proposer:
         if getattr(self._target, "tokenizer", None) and not getattr(self._target, "skip_tokenizer_init", False):
             tokenizer = load_tokenizer(self._target.tokenizer)
             translation_for(tokenizer, source, "vLLM")
-        weights, device = self._options.draft_weights, self._options.device
-        on_gpu = not (device or ("cuda" if torch.cuda.is_available() else "cpu")).startswith("cpu")
-        model = load_model(source, "draft", weights=None if on_gpu and weights == "auto" else weights, device=device)
-        check_vocabularies(int(self._target.get_vocab_size()), model.config.get_text_config().vocab_size, tokenizer)
-        folder = hot_folder(source)
-        return prepare_draft(model, folder, None).fresh(PREFIX_BYTES)
+        options = self._options
+        draft = ready(source, "draft", ModelOptions(draft_weights=options.draft_weights, device=options.device))
+        check_vocabularies(int(self._target.get_vocab_size()), draft.vocab_size, tokenizer)
+        return draft.fresh(PREFIX_BYTES)
 
     @torch.inference_mode()
     def propose(
