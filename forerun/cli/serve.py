@@ -61,8 +61,7 @@ def serve(
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise ValueError("--api-key must be printable ASCII without spaces around it")
     method = serving.chosen_method(serving.model)
-    from forerun.server.listening import listen
-    from forerun.server.log import set_up_log
+    from forerun.server.listening import listen, set_up_log
 
     listening = listen(host, port)
     port = listening.getsockname()[1]

@@ -257,15 +257,6 @@ def _add_api(app: FastAPI, service: Service) -> None:
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [await model(service.settings.model)]}
 
-    @app.post("/tokenize")
-    async def tokenize(body: schemas.TokenizeBody, request: Request) -> dict[str, Any]:
-        tokens = await service.read(request, requests.tokenize, body)
-        return {"count": len(tokens), "max_model_len": service.decoder().target.context, "tokens": tokens}
-
-    @app.post("/detokenize")
-    async def detokenize(body: schemas.DetokenizeBody, request: Request) -> dict[str, str]:
-        return {"prompt": await service.read(request, requests.detokenize, body)}
-
     @app.get("/health")
     async def health() -> dict[str, str]:
         service.decoder()

@@ -46,10 +46,6 @@ def loading() -> ApiError:
     return ApiError(503, "the model is being loaded", code="loading")
 
 
-def queue_full() -> ApiError:
-    return ApiError(503, "the queue is full; try again later", code="queue_full")
-
-
 def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down")
 

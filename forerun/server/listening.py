@@ -1,7 +1,8 @@
-"""The socket, which is opened before anything long begins."""
+"""What the server opens before anything long begins: its log and its socket. Needs no torch."""
 
 from __future__ import annotations
 
+import logging
 import socket
 
 
@@ -14,3 +15,14 @@ def listen(host: str, port: int) -> socket.socket:
         raise ValueError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}") from None
     found.setblocking(False)
     return found
+
+
+def set_up_log(level: str) -> None:
+    """Log our lines and uvicorn's on stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for name in ("forerun", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level.upper())
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger("forerun").level))

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from forerun.sampling.logprobs import Logprob
+from forerun.sampling.probabilities import Logprob
 from forerun.text.stop_strings import StopStrings
 
 LEAST = -9999.0  # for minus infinity, which JSON lacks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -29,14 +28,7 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:
     if limit.isdecimal() and used.isdecimal():  # there is a group, and its limit is not "max"
         unused_files = re.search(r"^inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE)
         known.append(max(0, int(limit) - int(used) + (int(unused_files[1]) if unused_files else 0)))
-    return min(known) if known else _physical()
-
-
-def _physical() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None
+    return min(known, default=None)
 
 
 def _read(path: Path) -> str:

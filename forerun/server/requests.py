@@ -18,8 +18,8 @@ from forerun.engine.sequence import Request
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.response_format import form_of
 from forerun.server.errors import ApiError, blame
-from forerun.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
-from forerun.text.chat import chat_prompt, turn_ends
+from forerun.server.schemas import ChatBody, CompletionBody, SamplingBody
+from forerun.text.chat import chat_prompt, checked_text, turn_ends
 from forerun.text.infill import infill_form
 from forerun.text.tools import NO_TOOLS, Tools, checked_choice, checked_tools, tools_for
 
@@ -118,8 +118,6 @@ def _fill(prompts: list[Any], body: CompletionBody, decoder: Decoder) -> tuple[l
             raise ValueError("suffix needs a prompt of text, not of tokens")
         _check_text(suffix, decoder, "suffix")
     with blame("prompt"):
-        if len(prompts) > MOST_CHOICES:
-            raise ValueError(f"at most {MOST_CHOICES} prompts")
         for each in prompts:
             _check_text(each, decoder)
     rows = form.prompts(tokenizer, prompts, suffix)
@@ -136,28 +134,6 @@ def encode_prompts(prompts: list[Any], decoder: Decoder) -> list[list[int]]:
         elif not isinstance(each, list) or not all(map(_is_token, each)):
             raise ValueError(_PROMPT)
     return encode(prompts, decoder.tokenizer, decoder.target.context, decoder.target.vocab_size)[1]
-
-
-def tokenize(body: TokenizeBody, decoder: Decoder) -> list[int]:
-    """Return the tokens of a text or of a chat. Raises ApiError."""
-    if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give prompt or messages", "prompt")
-    if body.prompt is None:
-        with blame("messages"):
-            return _render(body.messages, decoder)
-    with blame("prompt"):
-        _check_text(body.prompt, decoder)
-    assert decoder.tokenizer is not None
-    special = body.add_special_tokens is not False
-    return [int(each) for each in decoder.tokenizer(body.prompt, add_special_tokens=special)["input_ids"]]
-
-
-def detokenize(body: DetokenizeBody, decoder: Decoder) -> str:
-    """Return the text of tokens. Raises ApiError."""
-    tokens, size = body.tokens, decoder.target.vocab_size
-    if not isinstance(tokens, list) or not all(_is_token(each) and each < size for each in tokens):
-        raise ApiError(400, f"tokens must be token ids within 0..{size - 1}", "tokens")
-    return text_of(decoder, tokens)
 
 
 def text_of(decoder: Decoder, tokens: Sequence[int]) -> str:
@@ -191,12 +167,7 @@ def _check_length(characters: int, decoder: Decoder) -> None:
 
 def _check_text(text: str, decoder: Decoder, name: str = "prompt") -> None:
     _check_length(len(text), decoder)
-    if "\0" in text:
-        raise ValueError(f"{name} has a NUL character")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{name} has half of a surrogate pair, which is no character") from None
+    checked_text(name, text)
 
 
 def _requests(

@@ -52,7 +52,7 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
             form = {"type": "json_schema", "json_schema": {key: form[key] for key in form if key != "type"}}
     with blame("tools"):
         _check_json(body.tools)
-        fields["tools"] = [_tool(number, tool) for number, tool in enumerate(_listed(body.tools or [], "tools"), 1)]
+        fields["tools"] = [_tool(tool) for tool in _listed(body.tools or [], "tools")]
     with blame("tool_choice"):
         _check_json(body.tool_choice)
         fields["tool_choice"] = _choice(body.tool_choice)
@@ -81,7 +81,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     for number, item in enumerate(_listed(given, "input, unless it is text,"), 1):
         kind = item.get("type") or "message" if isinstance(item, dict) else None
         if kind == "message" and item.get("role") != "tool":
-            found.append({"role": item.get("role"), "content": _content(number, item.get("content"))})
+            found.append({"role": item.get("role"), "content": _content(item.get("content"))})
         elif kind == "function_call":
             call = {"name": item.get("name"), "arguments": item.get("arguments")}
             if not found or found[-1]["role"] != "assistant":
@@ -89,7 +89,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
             calls = found[-1].setdefault("tool_calls", [])
             calls.append({"id": item.get("call_id"), "type": "function", "function": call})
         elif kind == "function_call_output":
-            content = _content(number, item.get("output"))
+            content = _content(item.get("output"))
             found.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
         else:
             raise ValueError(
@@ -99,31 +99,27 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _content(number: int, content: Any) -> Any:
-    """Return a content for a chat. Raises ValueError for parts that are no text."""
+# What has another form is passed on as it is: a chat's checks say what is wrong with it.
+
+
+def _content(content: Any) -> Any:
     if not isinstance(content, list):
         return content
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else part
-        if kind not in _TEXTS:
-            raise ValueError(f"input item {number} has a part that is no text: {str(kind)[:40]!r}")
-    return [{"type": "text", "text": part.get("text")} for part in content]
+    is_text = [isinstance(part, dict) and part.get("type") in _TEXTS for part in content]
+    return [
+        {"type": "text", "text": part.get("text")} if ok else part for part, ok in zip(content, is_text, strict=True)
+    ]
 
 
-def _tool(number: int, tool: Any) -> dict[str, Any]:
-    kind = tool.get("type") if isinstance(tool, dict) else tool
-    if kind != "function":
-        raise ValueError(f"tool {number} has the type {str(kind)[:40]!r}; there are functions only")
+def _tool(tool: Any) -> Any:
+    if not isinstance(tool, dict):
+        return tool
     names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in names if name in tool}}
+    return {"type": tool.get("type"), "function": {name: tool[name] for name in names if name in tool}}
 
 
 def _choice(choice: Any) -> Any:
-    if choice is None or isinstance(choice, str):
-        return choice
-    if not isinstance(choice, dict) or choice.get("type") != "function" or not isinstance(choice.get("name"), str):
-        raise ValueError('tool_choice must be none, auto, required or {"type": "function", "name": ...}')
-    return {"type": "function", "function": {"name": choice["name"]}}
+    return {"type": choice.get("type"), "function": choice} if isinstance(choice, dict) else choice
 
 
 class ResponseAnswer(Answer):

@@ -112,7 +112,6 @@ Bias = Annotated[Any, PlainValidator(_bias, json_schema_input_type=dict[str, flo
 # `forerun.server.requests`, `responses` and `forerun.text.tools` check these; their messages are clearer.
 Prompt = SkipValidation[str | list[str] | list[Token] | list[list[Token]]]
 Messages = SkipValidation[Annotated[list[ChatMessage], Field(min_length=1)]]
-TokenIds = SkipValidation[list[Token]]
 GivenTools = SkipValidation[list[Tool] | None]
 ToolChoice = SkipValidation[Literal["none", "auto", "required"] | Tool | None]
 Salt = Annotated[str, Field(min_length=1, max_length=LONGEST_SALT), AfterValidator(_encodable)]
@@ -233,16 +232,6 @@ class ResponsesBody(AnsweredBody):
     stream_options: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-
-
-class TokenizeBody(Body):
-    prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool | None = None
-
-
-class DetokenizeBody(Body):
-    tokens: TokenIds
 
 
 class ErrorBody(BaseModel):

@@ -13,7 +13,7 @@ from forerun.api.decoder import Decoder
 from forerun.engine.engine import Engine, QueueFullError, Step
 from forerun.engine.sequence import Request
 from forerun.engine.session import Run, Session
-from forerun.server.errors import ApiError, loading, queue_full, shutting_down, to_api_error
+from forerun.server.errors import ApiError, loading, shutting_down, to_api_error
 from forerun.server.job import Job
 from forerun.server.memory import default_kv_memory
 
@@ -91,7 +91,7 @@ class Worker:
         try:
             self.session.add(requests, job)
         except QueueFullError:
-            raise queue_full() from None
+            raise ApiError(503, "the queue is full; try again later", code="queue_full") from None
         except ValueError as error:
             raise ApiError(400, str(error), "max_tokens") from None
         return job

@@ -45,7 +45,11 @@ def chat_prompt(
         raise ValueError("a chat needs a tokenizer; give tokenizer=...")
     if not has_template(tokenizer):
         raise ValueError("the model has no chat template: give an instruct model, or a plain prompt without chat")
-    found = with_system(checked(messages), system)
+    found = checked(messages)
+    if system is not None:
+        if found[0]["role"] == "system":
+            raise ValueError("there is a system prompt and a system message; give one of them")
+        found.insert(0, {"role": "system", "content": checked_text("the system prompt", system)})
     if found[-1]["role"] == "assistant":
         raise ValueError("the last message is from the assistant; there is nothing to answer")
     has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in found)
@@ -78,15 +82,6 @@ def checked(messages: Any) -> list[dict[str, Any]]:
         raise ValueError("there are no messages")
     names: dict[str, str] = {}  # of functions, by the ids of calls so far
     return [_message(number, message, names) for number, message in enumerate(messages, 1)]
-
-
-def with_system(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
-    """Return the messages after a system prompt. Raises ValueError if they begin with one."""
-    if system is None:
-        return messages
-    if messages[0]["role"] == "system":
-        raise ValueError("there is a system prompt and a system message; give one of them")
-    return [{"role": "system", "content": _text("the system prompt", system)}, *messages]
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
@@ -147,7 +142,7 @@ def _message(number: int, message: Any, names: dict[str, str]) -> dict[str, Any]
         if not isinstance(id, str) or id not in names:
             raise ValueError(f"message {number} answers the tool call {str(id)[:40]!r}, which no message before it has")
         more |= {"tool_call_id": id, "name": names[id]}
-    return {"role": role, "content": _text(f"the content of message {number}", content), **more}
+    return {"role": role, "content": checked_text(f"the content of message {number}", content), **more}
 
 
 def _calls(number: int, calls: Any, names: dict[str, str]) -> list[dict[str, Any]]:
@@ -158,9 +153,9 @@ def _calls(number: int, calls: Any, names: dict[str, str]) -> list[dict[str, Any
         function: Any = call.get("function") if isinstance(call, dict) else None
         if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(call.get("id", ""), str):
             raise ValueError(f"tool_calls of message {number} must be a list of {{id, function: {{name, arguments}}}}")
-        name, arguments = _text("the name of a tool call", function.get("name")), function.get("arguments") or {}
+        name, arguments = checked_text("the name of a tool call", function.get("name")), function.get("arguments") or {}
         if not isinstance(arguments, dict):
-            text = _text(f"the arguments of a tool call in message {number}", arguments)
+            text = checked_text(f"the arguments of a tool call in message {number}", arguments)
             arguments = text if (read := json_object(text)) is None else read
         names[call.get("id", "")] = name
         found.append({"id": call.get("id", ""), "type": "function", "function": {"name": name, "arguments": arguments}})
@@ -171,10 +166,11 @@ def _part(number: int, part: Any) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
         kind = part.get("type") if isinstance(part, dict) else part
         raise ValueError(f"message {number} has a part that is no text: {str(kind)[:40]!r}")
-    return _text(f"a part of message {number}", part.get("text"))
+    return checked_text(f"a part of message {number}", part.get("text"))
 
 
-def _text(what: str, text: Any) -> str:
+def checked_text(what: str, text: Any) -> str:
+    """Return a text. Raises ValueError for anything else, and for characters that no file could hold."""
     if not isinstance(text, str):
         raise ValueError(f"{what} must be text, not {type(text).__name__}")
     if "\0" in text:
