@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import commands
 import numpy as np
@@ -354,6 +355,8 @@ def test_training_goes_on_from_a_head(kind: str, target: str, tmp_path: Path) ->
         return load_head(each.out, judge(), recipe.kind)
 
     turned = run("counted", recipe)
+    with mock.patch("forerun.train.head.initialise", None):  # a run that goes on does not begin anew
+        assert same(turned, run("counted", recipe))
     turned.hot.copy_(turned.hot.flip(0))  # no longer what the output's own counts give
     turned.save_pretrained(tmp_path / "first")
     assert same(turned, run("still", replace(further, lr=0.0), "first"))

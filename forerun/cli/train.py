@@ -38,29 +38,26 @@ class TrainOptions:
     threads: ThreadsOption = None
 
     def run(self, draft: str | None = None) -> Any:
-        """Return the run of these options. Raises ValueError for sources and models that do not exist."""
-        data = _check(self.data, self.target, draft)
+        """Return the run of these options. Raises ValueError for sources and models that do not exist, and under
+        torchrun."""
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ValueError("a training is one process: start it without torchrun or accelerate")
+        for source in self.data or []:
+            if source != "stdlib" and not Path(source).exists():
+                raise ValueError(f"no such file or folder: {source}")
+        locate(self.target, "target")
+        if draft is not None:
+            locate(draft, "draft")
         quiet(self.threads)
         from forerun.train.run import Run
 
-        return Run(self.target, self.out, data, self.chats, self.work, self.device, self.trust_remote_code, say)
+        return Run(
+            self.target, self.out, self.data or [], self.chats, self.work, self.device, self.trust_remote_code, say
+        )
 
 
 def say(line: str) -> None:
     print(line, flush=True)
-
-
-def _check(data: list[str] | None, target: str, draft: str | None = None) -> list[str]:
-    """Return the sources of text; raise ValueError for a source or model that does not exist, and under torchrun."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError("a training is one process: start it without torchrun or accelerate")
-    for source in data or []:
-        if source != "stdlib" and not Path(source).exists():
-            raise ValueError(f"no such file or folder: {source}")
-    locate(target, "target")
-    if draft is not None:
-        locate(draft, "draft")
-    return data or []
 
 
 @app.command("draft")

@@ -114,7 +114,8 @@ def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[
     labels, val_labels = (label(run, target, each, states=True) for each in (texts, val))
     head = head_rows(target, drafter.hot, size)
     is_copied = start is None and recipe.copied and _is_copyable(target)
-    if is_copied:
+    is_new = not (run.folder / "checkpoint.pt").exists()  # a checkpoint has what these would find
+    if is_copied and is_new:
         initialise(drafter, target, labels, embed)
 
     def loss(rows: Tensor) -> Tensor:
@@ -132,7 +133,7 @@ def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[
     every["known"] = is_copied or start is not None
     settings = TrainConfig(recipe.steps, recipe.lr, warmup=50, cooldown=0.5, **every)
     batch = partial(texts.batch, recipe.seed, size=recipe.batch)
-    if is_copied and recipe.linear:
+    if is_copied and recipe.linear and is_new:
         layers, drafter.layers = drafter.layers, nn.ModuleList()
         first = replace(settings, steps=recipe.linear, warmup=5, evaluate_every=50)
         train(drafter, loss, batch, evaluate, first, run.folder / "linear", run.say)

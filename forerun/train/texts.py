@@ -95,7 +95,8 @@ def read_chats(folder: Path, split: str) -> list[Conversation]:
     """Return the conversations of a split; raise ValueError if they have not been made."""
     path = folder / f"{split}.jsonl"
     if not path.is_file():
-        raise ValueError(f"no conversations in {folder}: `python -m benchmarks.chat.data` makes them")
+        made = "`python -m benchmarks.chat.data` makes them in a clone of forerun"
+        raise ValueError(f"no conversations in {folder}, there is no {path.name}: {made}; --data takes plain text")
     return [Conversation(**json.loads(line)) for line in read_text(path).splitlines()]
 
 
