@@ -249,7 +249,7 @@ def test_files_without_prompts_are_refused(tmp_path: Path) -> None:
         ('{"prompt": "x"}\n{"prompt": \n', "own.jsonl, line 2: not JSON"),
         ('{"tokens": ' + "[" * 100_000 + "\n", "own.jsonl, line 1: not JSON"),
         ('{"prompt": 3}\n', "own.jsonl, line 1: 'prompt' must be a string that is not empty, not 3"),
-        ('{"prompt": "a\\ud800"}\n', "own.jsonl, line 1: 'prompt' holds half of a surrogate pair"),
+        ('{"prompt": "a\\ud800"}\n', "own.jsonl, line 1: 'prompt' has half of a surrogate pair"),
         ('{"tokens": [1, 2.5]}\n', "own.jsonl, line 1: 'tokens' must be a list of token ids"),
         ("\n", "own.jsonl has no prompts"),
     ):

@@ -45,7 +45,6 @@ def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["generate", "word " * 2000], "the target's context of 1024"),
         (["generate", ""], "the prompt is empty"),
         (["demo", "--target", "embedded", "--method", "eagle"], "train one with `forerun train lyanna --kind eagle`"),
-        (["bench", "--methods", "ar,pacer", "--gamma", "3"], "--gamma: none of ar, pacer has a draft length"),
         (["fetch", "gpt"], "there is no model 'gpt' to fetch; there is smollm2, qwen-coder, qwen-coder-draft"),
         (["train", "draft", "--data", "nothing", "--out", "x"], "no such file or folder: nothing"),
         (["train", "draft", "--data", "stdlib", "--out", "x", "--width", "100"], "--width must be a multiple of 64"),
@@ -122,7 +121,7 @@ def test_help_has_panels() -> None:
         shown = run(command, "--help", env=os.environ | {"COLUMNS": "150"}).stdout
         panels = re.split(r"\u256d\u2500 (\w+) \u2500", shown)
         found = dict(zip(panels[1::2], panels[2::2], strict=True))
-        for panel, option in {"Model": "--target", "Method": "--gamma", "Machine": "--threads"}.items():
+        for panel, option in {"Model": "--target", "Method": "--method", "Machine": "--threads"}.items():
             assert option in found[panel], (command, panel)
         assert "--no-guard" in found["Method"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from functools import cache
@@ -10,7 +9,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import commands
 import pytest
 import torch
 from hypothesis import given
@@ -414,21 +412,6 @@ def test_errors_name_both(folders: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     of_letters("thean").save_pretrained(folders / "pieces")
     with pytest.raises(ValueError, match=r"draft '.*pieces': its tokenizer has \d+% of the target's .*at least 50%"):
         forerun.load(**pair)
-
-
-def test_on_the_command_line(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folders)
-    Path("texts.jsonl").write_text('{"prompt": "the cat sat"}\n{"prompt": "a dog ran"}\n')
-    pair = ("--target", "./target", "--draft", "./pieces", "--max-new-tokens", "8")
-
-    one, bench = ("generate", "the cat"), ("bench", "--dataset", "texts.jsonl", "--rounds", "1", "--json")
-    plain, text = (commands.run(*one, *how, *pair) for how in (("--method", "ar"), ("--method", "sd")))
-    assert plain.returncode == 0 and text.stdout == plain.stdout
-    found = json.loads(commands.run(*bench, *pair, "--methods", "ar,sd").stdout)
-    assert found["methods"]["sd"]["exact_match"] == 1.0 and found["methods"]["sd"]["acceptance_by_position"]
-    done = commands.run(*bench, *pair, "--methods", "ar,ouroboros")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert "method 'ouroboros' needs a draft with the target's tokenizer" in done.stderr
 
 
 def test_the_chat_model_with_the_embedded_draft(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.files import read_text
-from forerun.text.chat import chat_prompt, checked
+from forerun.text.chat import chat_prompt, checked, checked_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -190,8 +190,4 @@ def _text(entry: dict[str, Any], field: str) -> str:
         raise ValueError(f"no field {field!r}")
     if not isinstance(entry[field], str) or not entry[field]:
         raise ValueError(f"{field!r} must be a string that is not empty, not {json.dumps(entry[field])[:40]}")
-    try:
-        entry[field].encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{field!r} holds half of a surrogate pair, which is no character") from None
-    return entry[field]
+    return checked_text(repr(field), entry[field])

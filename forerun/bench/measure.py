@@ -17,11 +17,10 @@ from forerun.api.decoder import Decoder
 from forerun.backends.costs import measure_costs
 from forerun.backends.facts import facts_of
 from forerun.bench.datasets import Prompt
-from forerun.bench.folder import open_folder
 from forerun.bench.models import load_decoders, load_prompts
 from forerun.bench.plan import Plan, Runner
-from forerun.bench.records import Group, Record, times
-from forerun.bench.report import results
+from forerun.bench.records import Group, Record, open_folder, times
+from forerun.bench.report import results, versions
 from forerun.engine.engine import Step
 from forerun.engine.stats import Stats, summarise
 from forerun.files import write_text
@@ -90,7 +89,9 @@ def bench(
     """
     datasets, tokenizer = load_prompts(plan, files)
     facts = facts_of_prompts(datasets)
-    records = open_folder(out, plan, facts, resume) if out is not None else []
+    records: list[Record] = []
+    if out is not None:  # the commit may be another, one that mends what stopped the run
+        records = open_folder(out, plan, {"prompts": facts, "versions": versions() | {"commit": None}}, resume)
     decoders, target = load_decoders(plan, tokenizer)
     loaded = Loaded(plan, datasets, tokenizer, target)
     runs = {

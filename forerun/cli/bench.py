@@ -12,11 +12,11 @@ import typer
 
 from forerun.api.resolve import shipped
 from forerun.bench.datasets import STDLIB, Prompt, read_files
-from forerun.bench.plan import DEFAULT_METHODS, Plan, Runner, RunnerOf, parse_methods
+from forerun.bench.plan import Plan, Runner, RunnerOf, parse_methods
 from forerun.cli import options
 from forerun.cli.common import quiet
 from forerun.cli.options import LoadOptions, MaxNewTokensOption, TemperatureOption, TopPOption, grouped
-from forerun.methods import METHODS, settings_of
+from forerun.methods import METHODS
 from forerun.zoo import EMBEDDED, own_draft
 
 
@@ -32,7 +32,6 @@ def bench(
     max_new_tokens: MaxNewTokensOption = 128,
     out: Annotated[Path | None, typer.Option(help="Folder for records.jsonl and results.json.")] = None,
     target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file; the embedded one by default.")] = EMBEDDED,
-    gamma: options.GammaOption = None,
     method_arg: Annotated[list[str] | None, typer.Option(help="As in sd.gamma=6; repeatable.")] = None,
     tune: Annotated[str | None, typer.Option(help="Find the best value, as in sd.gamma=2,3,4.")] = None,
     temperature: TemperatureOption = 0.0,
@@ -74,8 +73,7 @@ def planned(
     """
     target, draft = given["target"], given["draft"] if given["draft"] is not None else own_draft(given["target"])
     tuned = shipped(target, draft).get("sampling" if given["temperature"] else "greedy", {})
-    settings = [*(given["method_arg"] or []), *_lengths(given.get("gamma"), given["methods"])]
-    methods = parse_methods(split(given["methods"]), settings, given["tune"], tuned, runner_of)
+    methods = parse_methods(split(given["methods"]), given["method_arg"] or [], given["tune"], tuned, runner_of)
     # "auto" is a draft's method here: the kind of a head is known later.
     has = draft is not None, False, None
     methods = {n: each if isinstance(each, Runner) else each.resolve_defaults(*has) for n, each in methods.items()}
@@ -86,15 +84,6 @@ def planned(
     files = read_files(plan.datasets, plan.limit)
     quiet(plan.threads)
     return plan, files
-
-
-def _lengths(gamma: int | None, methods: list[str] | None) -> list[str]:
-    """Return --gamma as settings of those methods that have a draft length. Raises ValueError if none has."""
-    chosen = split(methods) or DEFAULT_METHODS
-    names = [name for name in chosen if name in METHODS and "gamma" in settings_of(METHODS[name])]
-    if gamma is not None and not names:
-        raise ValueError(f"--gamma: none of {', '.join(chosen)} has a draft length")
-    return [f"{name}.gamma={gamma}" for name in names if gamma is not None]
 
 
 def measured(plan: Plan, files: dict[str, list[Prompt]], out: Path | None, resume: bool = False) -> dict[str, Any]:

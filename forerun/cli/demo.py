@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from statistics import median
 from time import perf_counter
 from typing import Annotated, Any
@@ -11,17 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from forerun.api.resolve import resolve
+from forerun.cli import options
 from forerun.cli.common import quiet, say
-from forerun.cli.options import (
-    GammaOption,
-    GuardOption,
-    JsonOption,
-    MaxNewTokensOption,
-    MethodOption,
-    TemperatureOption,
-    ThreadsOption,
-    grouped,
-)
 from forerun.cli.writing import say_loading, tinted
 from forerun.methods import AR
 from forerun.sampling.params import SamplingParams
@@ -45,7 +35,7 @@ SLOW = 8.0  # seconds of the first round's questions, after which no more are as
 BUSY = 0.15  # share by which plain decoding's own speed may differ between rounds
 
 
-@grouped
+@options.grouped
 def demo(
     target: Annotated[
         str,
@@ -55,13 +45,12 @@ def demo(
         int | None,
         typer.Option(min=1, help=f"How many questions or pieces of code; {USUAL} by default, fewer if slow."),
     ] = None,
-    method: MethodOption = None,
-    gamma: GammaOption = None,
-    max_new_tokens: MaxNewTokensOption = 96,
-    temperature: TemperatureOption = 0.0,
-    guard: GuardOption = None,
-    threads: ThreadsOption = None,
-    as_json: JsonOption = False,
+    method: options.MethodOption = None,
+    max_new_tokens: options.MaxNewTokensOption = 96,
+    temperature: options.TemperatureOption = 0.0,
+    guard: options.GuardOption = None,
+    threads: options.ThreadsOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Answer questions with the chat model, plainly and faster, and compare. The model is fetched at first.
 
@@ -73,8 +62,7 @@ def demo(
     if target != EMBEDDED and (prompts or 1) > len(QUESTIONS):
         raise ValueError(f"--prompts is at most {len(QUESTIONS)} for {target}, not {prompts}")
     draft = MODELS[target].draft if target in MODELS else None
-    settings = [] if gamma is None else [f"gamma={gamma}"]
-    found = resolve(target, draft, method, settings)  # a mistake is reported before anything is fetched
+    resolve(target, draft, method)  # a mistake is reported before anything is fetched
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=0)
     if target != EMBEDDED and None in (find(target), find(draft or target)):
         try:
@@ -90,9 +78,10 @@ def demo(
     from forerun.api.load import Decoder, load
     from forerun.text.stop_strings import TextStream
 
-    decoder: Any = load(target, method=found.method if method or settings else None, guard=guard)
+    alone: dict[str, Any] = {"prefix_bytes": 0, "share_outputs": False}
+    decoder: Any = load(target, method=method, guard=guard, **alone)
     name = decoder.method_for(greedy=not temperature).name
-    both = Decoder(decoder.target, decoder.tokenizer, method=AR()), decoder
+    both = Decoder(decoder.target, decoder.tokenizer, method=AR(), **alone), decoder
     console = Console(quiet=as_json, highlight=False)
     chosen, begun = _prompts(target, decoder.tokenizer, prompts), perf_counter()
     rounds: list[list[list[Any]]] = []
@@ -100,7 +89,7 @@ def demo(
     for _ in range(1 + ROUNDS):
         rounds.append([])
         for number, (text, prompt) in enumerate(chosen, 1):
-            rounds[-1].append(_pair(both, prompt, params, len(rounds), number))
+            rounds[-1].append(_pair(both, prompt, params, len(rounds) + number))
             if len(rounds) == 1:
                 done = rounds[0][-1][1]
                 pieces = TextStream(decoder.tokenizer, prompt).push(done.tokens, done.origins, finished=True)
@@ -156,19 +145,10 @@ def _prompts(target: str, tokenizer: Any, count: int | None) -> list[tuple[str, 
     return [(str(tokenizer.decode(prompt)), prompt) for prompt in chosen]
 
 
-def _pair(both: tuple[Any, Any], prompt: list[int], params: SamplingParams, turn: int, number: int) -> list[Any]:
-    """Return the completions of both decoders, which go first in turns. Nothing is printed meanwhile.
-
-    Requests with a salt of their own share neither outputs nor keys and values.
-    """
-    from forerun.api.completion import Call
-
-    found: list[Any] = [None, None]
-    for who in (0, 1) if (turn + number) % 2 else (1, 0):
-        begun = perf_counter()
-        request = replace(both[who].request(prompt, params), salt=f"{turn} {number} {who}")
-        found[who] = Call([request], [None], True, begun).complete(both[who].session)
-    return found
+def _pair(both: tuple[Any, Any], prompt: list[int], params: SamplingParams, turn: int) -> list[Any]:
+    """Return the completions of both decoders, which go first in turns. Nothing is printed meanwhile."""
+    found = [each.generate(prompt, params) for each in both[:: 1 if turn % 2 else -1]]
+    return found[:: 1 if turn % 2 else -1]
 
 
 def _row(number: int, pairs: tuple[list[Any], ...]) -> dict[str, Any]:

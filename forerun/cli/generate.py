@@ -9,15 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from forerun.cli import options
 from forerun.cli.common import quiet, say
-from forerun.cli.options import (
-    DecodeOptions,
-    JsonOption,
-    MaxNewTokensOption,
-    SamplingOptions,
-    TargetOption,
-    grouped,
-)
 from forerun.cli.writing import Answer, Reading, say_loading, tinted
 from forerun.files import read_text
 from forerun.sampling.params import SamplingParams
@@ -27,16 +20,16 @@ ECHOED = 2000  # characters of a prompt that a terminal shows, the last ones
 FileOption = Annotated[Path | None, typer.Option(help="Read the prompt from this file.")]
 
 
-@grouped
+@options.grouped
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads stdin.")] = None,
     file: FileOption = None,
-    target: TargetOption = EMBEDDED,
-    max_new_tokens: MaxNewTokensOption = 256,
+    target: options.TargetOption = EMBEDDED,
+    max_new_tokens: options.MaxNewTokensOption = 256,
     *,
-    sampling: SamplingOptions,
-    decoding: DecodeOptions,
-    as_json: JsonOption = False,
+    sampling: options.SamplingOptions,
+    decoding: options.DecodeOptions,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Generate from a prompt. On a terminal: green is drafted, cyan looked up, magenta a phrase, yellow reused, red
     corrected, and the prompt is dim."""
@@ -46,7 +39,7 @@ def generate(
     _answer(_loaded(target, text, params, None, decoding, method), text, params, {}, as_json)
 
 
-@grouped
+@options.grouped
 def chat(
     prompt: Annotated[
         str | None, typer.Argument(help="One message to answer; '-' reads stdin. Nothing: a conversation.")
@@ -54,11 +47,11 @@ def chat(
     file: FileOption = None,
     system: Annotated[str | None, typer.Option(help="The system prompt; the chat template's own by default.")] = None,
     target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file of a model with a chat template.")] = SMOLLM2,
-    max_new_tokens: MaxNewTokensOption = 512,
+    max_new_tokens: options.MaxNewTokensOption = 512,
     *,
-    sampling: SamplingOptions,
-    decoding: DecodeOptions,
-    as_json: JsonOption = False,
+    sampling: options.SamplingOptions,
+    decoding: options.DecodeOptions,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Talk with a model. With a prompt or text on stdin: one answer. Else a conversation; /help lists its commands.
 
@@ -79,7 +72,7 @@ def chat(
 
 
 def _loaded(
-    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: DecodeOptions, method: Any
+    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: options.DecodeOptions, method: Any
 ) -> Any:
     """Return the decoder for a prompt, which is checked before weights are loaded (`_checked_tokenizer`)."""
     tokenizer = _checked_tokenizer(target, prompt, params, system, decoding)
@@ -138,7 +131,7 @@ def _message(text: str) -> list[dict[str, str]]:
 
 
 def _checked_tokenizer(
-    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: DecodeOptions
+    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: options.DecodeOptions
 ) -> Any:
     """Load the target's tokenizer.
 

@@ -45,12 +45,10 @@ MethodOption = Annotated[
         "pre-verifier, sd with a draft, suffix without."
     ),
 ]
-GammaOption = Annotated[int | None, typer.Option(help="Draft length; short for the setting gamma of --method-arg.")]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Most tokens to generate.")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
 TopPOption = Annotated[float, typer.Option(help="1 is all.")]
 PreVerifierOption = Annotated[Path | None, typer.Option(help="Folder of the draft's trained layer.")]
-HeadOption = Annotated[Path | None, typer.Option(help="Folder of the target's head: of lyanna, eagle or EAGLE-3.")]
 WeightsOption = Annotated[
     str | None,
     typer.Option(
@@ -109,12 +107,12 @@ class DecodeOptions(LoadOptions):
     """The method and its trained parts."""
 
     method: MethodOption = None
-    gamma: GammaOption = None
+    gamma: Annotated[int | None, typer.Option(help="Draft length; short for the setting gamma of --method-arg.")] = None
     method_arg: Annotated[list[str] | None, typer.Option(help="A setting of the method, NAME=VALUE; repeatable.")] = (
         None
     )
     pre_verifier: PreVerifierOption = None
-    head: HeadOption = None
+    head: Annotated[Path | None, typer.Option(help="Folder of the target's head: of lyanna, eagle or EAGLE-3.")] = None
     guard: GuardOption = None
 
     def chosen_method(self, target: str) -> Method | None:

@@ -133,7 +133,9 @@ def ask() -> str | None:
     with suppress(KeyboardInterrupt):
         while True:
             try:
-                part = _input("... " if parts else "> ")
+                # Only answers go into a pipe or a file.
+                with nullcontext() if sys.stdout.isatty() else redirect_stdout(sys.stderr):
+                    part = input("... " if parts else "> ")
             except EOFError:
                 print(file=sys.stderr)
                 return "\n".join(parts) if parts else None
@@ -145,9 +147,3 @@ def ask() -> str | None:
                 return "\n".join(parts)
     print(file=sys.stderr)
     return ""
-
-
-def _input(prompt: str) -> str:
-    # Only answers go into a pipe or a file.
-    with nullcontext() if sys.stdout.isatty() else redirect_stdout(sys.stderr):
-        return input(prompt)

@@ -132,7 +132,8 @@ class Proposer:
         additional = vllm_config.additional_config
         self._options = Options.of(additional.get("forerun", {}) if isinstance(additional, dict) else {})
         self._texts = Texts(self._most + 1)
-        self._eos = _end_tokens(getattr(self._target, "hf_text_config", None))
+        ends = getattr(getattr(self._target, "hf_text_config", None), "eos_token_id", None)
+        self._eos = frozenset([ends] if isinstance(ends, int) else ends or [])  # nothing is drafted after them
         self._drafter: Drafter | None = None
         self.seconds = 0.0  # spent in `propose` so far
 
@@ -226,9 +227,3 @@ class Proposer:
             drafter.observe(seqs, drafts, verdicts, None)
         for seq, more in rest:
             seq.tokens += more
-
-
-def _end_tokens(config: Any) -> frozenset[int]:
-    """Return the tokens that end a text; nothing is drafted after them."""
-    ends = getattr(config, "eos_token_id", None)
-    return frozenset([] if ends is None else [ends] if isinstance(ends, int) else map(int, ends))
