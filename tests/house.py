@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# Lines of Python. Tests are those of benchmarks/ too. The aim is 21,000 and 18,000: the next change takes out, not in.
-LIMITS = {"forerun": 21_180, "tests": 18_050}
+# Lines of Python. Tests are those of benchmarks/ too.
+LIMITS = {"forerun": 21_000, "tests": 18_000}
 LONGEST = 400  # lines of the longest file of the package
 
 

@@ -170,17 +170,21 @@ def test_growth_stays_within_the_budget() -> None:
     pair.add(0, BLOCK)
     pair.run({0: [0]})
     assert pair.cache.position_bytes == LAYERS * 2 * HEADS * DIM * 4
-    budget, fits = 6 * BLOCK * pair.cache.position_bytes, pair.cache.fits
+    budget = 6 * BLOCK * (each := pair.cache.position_bytes)
+
+    def fits(positions: int, rows: int | None = None) -> bool:
+        return pair.cache.fits(len(pair.cache.ids) if rows is None else rows, positions, budget, each)
+
     for id in range(1, 6):
-        assert fits(BLOCK, budget)
+        assert fits(BLOCK)
         pair.add(id, BLOCK)
-    assert pair.size[0] == 6 and not fits(BLOCK, budget) and not fits(1, budget)  # eight rows do not fit
+    assert pair.size[0] == 6 and not fits(BLOCK) and not fits(1)  # eight rows do not fit
     for id in range(2, 6):
         pair.drop(id)
-    assert fits(2 * BLOCK, budget) and not fits(2 * BLOCK + 1, budget)
+    assert fits(2 * BLOCK) and not fits(2 * BLOCK + 1)
     pair.add(9, 2 * BLOCK)  # rows that are not in use make room for longer ones
     assert pair.size == (3, 2 * BLOCK) and pair.cache.allocated_bytes <= budget
-    assert fits(6 * BLOCK, budget, rows=0) and not fits(6 * BLOCK + 1, budget, rows=0)
+    assert fits(6 * BLOCK, rows=0) and not fits(6 * BLOCK + 1, rows=0)
     pair.check()
 
 

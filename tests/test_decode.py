@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -122,24 +121,6 @@ def fits(drafter: Drafter, processors: LogitsProcessorList | None = None, table:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_sampling_follows_the_targets_distribution(drafter: str, processors: str) -> None:
     assert fits(DRAFTERS[drafter](TableLM(DRAFT)), PROCESSORS[processors]) > FITS
-
-
-def by_tokens(proposal: Proposal) -> Proposal:
-    return replace(proposal, drafts=[replace(draft, block=False) for draft in proposal.drafts])
-
-
-def test_verification_of_a_block_accepts_more() -> None:
-    target = random_table(8, 5)
-    tau = {}
-    for is_block in (True, False):
-        generator = torch.Generator().manual_seed(0)
-        asked = [Request(PROMPT, 60, Sampler(False), generator=generator)] * 40
-        drafter = ChainDrafter(TableLM(target + random_table(8, 6)), FixedLength(4))
-        propose = drafter.propose
-        if not is_block:
-            drafter.propose = lambda seqs, propose=propose: by_tokens(propose(seqs))
-        tau[is_block] = stats_of(decode(TableLM(target), drafter, asked)).tau
-    assert tau[True] > 1.03 * tau[False]
 
 
 def stats_of(rows: abc.Sequence[abc.Sequence[Step]]) -> Stats:

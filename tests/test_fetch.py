@@ -278,7 +278,7 @@ fetch.fetch(["qwen-coder"], print)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-@pytest.mark.parametrize(("stage", "again"), [("download", [2, 3]), ("join", [3]), ("hash", [])])
+@pytest.mark.parametrize(("stage", "again"), [("download", [2, 3]), ("join", [2, 3]), ("hash", [])])
 def test_joining_goes_on_from_a_run_that_was_killed(
     pair: Path, tmp_path: Path, number: int, stage: str, again: list[int], downloaded: list[str]
 ) -> None:

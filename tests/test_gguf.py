@@ -24,7 +24,6 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel
 from forerun.api.loading import translation_for
 from forerun.backends import prepare
 from forerun.backends.gguf import gguf_config, gguf_tokenizer, load_gguf
-from forerun.backends.gguf.config import configuration
 from forerun.backends.panels import Panels, Rows
 from forerun.backends.stored import FORMATS, StoredEmbedding, StoredLinear
 from forerun.zoo import gguf_file
@@ -134,7 +133,7 @@ def test_floats_beside_blocks(tmp_path: Path) -> None:
     load_gguf(path, "bfloat16")
 
 
-def test_configuration(tmp_path: Path) -> None:
+def test_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = ggufs.small("qwen3", num_attention_heads=8)
     metadata = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.padding_token_id": 5}
     path = ggufs.write(tmp_path / "a.gguf", original, "F16", metadata=metadata)
@@ -153,7 +152,8 @@ def test_configuration(tmp_path: Path) -> None:
     older = open_gguf(ggufs.write(path, model, "F16"))  # without the size of a head and the rotation
     for key in ("attention.key_length", "attention.value_length", "rope.freq_base", "rope.dimension_count"):
         older.fields.pop(f"llama.{key}")
-    config = configuration(older)
+    monkeypatch.setattr("forerun.backends.gguf.config.open_gguf", lambda path: older)
+    config = gguf_config(tmp_path)
     assert (config.head_dim, config.rope_parameters["rope_theta"]) == (16, 10000)
 
 

@@ -22,7 +22,7 @@ from forerun.engine.sequence import Request, Sequence
 from forerun.methods import Confidence, Cumulative, Method, Parts
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter
-from forerun.methods.stop import BestLength, FixedLength, LengthPolicy, StopRule, best_length
+from forerun.methods.stop import BestLength, FixedLength, LengthPolicy, StopRule, Within, best_length
 from forerun.sampling.probabilities import argmax_of
 from forerun.sampling.sampler import Sampler
 
@@ -214,8 +214,8 @@ def test_an_automatic_length_learns_from_verdicts_greedy_and_sampled_apart() -> 
 
     def length(seq: Sequence) -> int:
         rule = policy.begin([seq], 1)
-        assert isinstance(rule, FixedLength)
-        return rule.gamma
+        assert isinstance(rule, Within)
+        return rule.limits.most
 
     begun = length(seq)
     for accepted, expected in ((0, 1), (16, 16), (0, 1)):

@@ -21,8 +21,7 @@ from forerun.engine.acceptance import Verdict, accept, accept_seeded
 from forerun.engine.draft import Draft
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
-from forerun.sampling.penalties import LogitBias, Penalties
-from forerun.sampling.sampler import QuickTopP, Sampler, Source, next_tokens, sample
+from forerun.sampling.sampler import LogitBias, Penalties, QuickTopP, Sampler, Source, next_tokens, sample
 from forerun.sampling.seeded import SeededStream
 
 V, LENGTH, TRIALS, FITS, BROKEN = 4, 3, 6000, 1e-4, 1e-6

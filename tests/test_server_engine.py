@@ -13,7 +13,7 @@ from forerun import Decoder
 from forerun.methods import method
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
-from forerun.sampling.penalties import LogitBias, Penalties
+from forerun.sampling.sampler import LogitBias, Penalties
 
 PROMPT = [1, 2, 3, 2, 1, 2]
 PENALTIES: dict[str, Any] = {"presence_penalty": 0.7, "frequency_penalty": 0.9, "logit_bias": {1: 1.5, 4: -2.0}}

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
-from typing import Any, overload
+from typing import Any
 
-from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
@@ -18,7 +17,7 @@ from transformers import (
 )
 
 from forerun.api.build import build_engine, measured
-from forerun.api.completion import Call, Chunk, Completion
+from forerun.api.completion import Call, Chunk
 from forerun.api.layers import layers_for
 from forerun.api.loading import check_vocabularies
 from forerun.api.options import EngineOptions
@@ -174,19 +173,7 @@ class Decoder:
 
     # Decoding.
 
-    @overload
-    def generate(
-        self, prompts: str | list[int] | Tensor, params: SamplingParams | None = None, **options: Any
-    ) -> Completion: ...
-
-    @overload
-    def generate(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]], params: SamplingParams | None = None, **options: Any
-    ) -> list[Completion]: ...
-
-    def generate(
-        self, prompts: Any, params: SamplingParams | None = None, **options: Any
-    ) -> Completion | list[Completion]:
+    def generate(self, prompts: Any, params: SamplingParams | None = None, **options: Any) -> Any:
         """Generate to the end; a Completion for one prompt, a list of them for several.
 
         Args:
@@ -203,7 +190,7 @@ class Decoder:
             ValueError: empty prompts, prompts that fill the context, settings that are unknown or out of range.
             Exception: what a processor or criterion raises.
         """
-        return self._call(prompts, params, **options).complete(self.session)  # type: ignore[no-any-return]
+        return self._call(prompts, params, **options).complete(self.session)
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Any

@@ -12,15 +12,15 @@ from torch import nn
 
 from forerun.api.loading import loading
 from forerun.backends.heads import Head, HiddenLM
+from forerun.heads import heads
 from forerun.heads.eagle3 import Eagle3Head, own_name, read_config
-from forerun.heads.formats import is_eagle3
 from forerun.heads.heads import HiddenDrafter
 from forerun.heads.pre_verifier import OLDER, PreVerifier
 from forerun.methods import Method
 from forerun.model.causal_lm import CausalLM, context_of
 from forerun.model.eager import decoder_layers
 from forerun.model.fingerprint import same_model
-from forerun.zoo import ROLES, check_role
+from forerun.zoo import ROLES, check_role, is_eagle3
 from forerun.zoo.quantise import WEIGHTS, restore
 
 _Layer = TypeVar("_Layer", PreVerifier, HiddenDrafter)
@@ -74,7 +74,7 @@ def load_head(source: str | Path | Head, target: CausalLM, form: str | None = No
 
     Raises ValueError for a missing folder, a file that is missing or broken, a configuration with unknown fields, a
     head of another `form` (HiddenConfig.kind), a hot set that does not fit the vocabulary, one that was trained for
-    another target, and other drafters (`forerun.heads.formats`).
+    another target, and other drafters (`forerun.zoo.is_eagle3`).
     """
     if isinstance(source, str | Path):
         name = f"the head {str(source)!r}"
@@ -159,7 +159,7 @@ def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
     check_role(folder, ROLES[config.model_type])
     with loading(f"{name}: config.json"):
         settings = json.loads(path.read_text())
-        older = {"heads", "states", "target_size", "token_size", "draft_size", *OLDER}
+        older = {"heads", "states", "target_size", "token_size", "draft_size", *OLDER, *heads.OLDER}
         known = set(config().to_dict()) | {"architectures", "dtype"} | older
         unknown = sorted(set(settings) - known)
     if unknown:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from forerun import methods
 from forerun.engine.costs import Costs, costs_of
 from forerun.files import read_text
-from forerun.heads.formats import is_eagle3
 from forerun.methods import METHODS, Method, Pacer
-from forerun.zoo import FOLDERS, companion, own_draft, settings_of
+from forerun.zoo import FOLDERS, companion, is_eagle3, own_draft, settings_of
 
 if TYPE_CHECKING:
     from forerun.api.options import ModelOptions
@@ -137,7 +136,7 @@ def _check(method: Method, draft: Any, pre_verifier: Any, head: Any) -> None:
 
 def kind_of(head: Any) -> str | None:
     """Return the kind of a head. One in a folder that cannot be read is taken for Lyanna's until it is loaded. Raises
-    ValueError for a folder of a drafter that is not supported (`forerun.heads.formats`)."""
+    ValueError for a folder of a drafter that is not supported (`forerun.zoo.is_eagle3`)."""
     if head is None:
         return None
     if not isinstance(head, str | Path):

@@ -21,7 +21,7 @@ from forerun.engine.step import Drafter, Proposal, Step, observe_rows
 from forerun.engine.target import Target
 from forerun.engine.verify import committed, judge, origins, scores_after
 from forerun.failures import UNATTRIBUTABLE, NotNumbersError
-from forerun.sampling.logprobs import Logprob, logprobs_of
+from forerun.sampling.probabilities import Logprob, logprobs_of
 
 __all__ = ["Drafter", "Engine", "Proposal", "QueueFullError", "Step"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from forerun.failures import UNATTRIBUTABLE
-from forerun.sampling.logprobs import Logprob, logprobs_of
+from forerun.sampling.probabilities import Logprob, logprobs_of
 from forerun.sampling.sampler import Sampler
 from forerun.sampling.seeded import SeededSampler, SeededStream
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
     from forerun.engine.target import Capture
-    from forerun.sampling.logprobs import Logprob
+    from forerun.sampling.probabilities import Logprob
 
 
 @dataclass(frozen=True)

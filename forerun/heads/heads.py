@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from forerun.engine.target import Capture
 
 KINDS = ("lyanna", "eagle")
+OLDER = {"known": True, "feature": "head", "fusion": "every"}  # what older files may choose, and did
 
 
 class HiddenConfig(PreTrainedConfig):
@@ -31,7 +32,6 @@ class HiddenConfig(PreTrainedConfig):
         num_hidden_layers, intermediate_size: of the head's decoder layers.
         rank: of the token information (lyanna); 0 for a head without it.
         bias: whether its queries, keys and values have biases, as Qwen2's.
-        known, feature, fusion: of old forms, which are refused.
         vocab_size, hot_size: sizes of the target's vocabulary and of the hot set.
         max_position_embeddings: the target's.
         curves: calibration (a, b, m) for each of 1, 2, ... places ahead. If all tokens before are accepted, a token
@@ -60,9 +60,6 @@ class HiddenConfig(PreTrainedConfig):
         num_hidden_layers: int = 1,
         rank: int = 32,
         bias: bool = False,
-        known: bool = True,
-        feature: str = "head",
-        fusion: str = "every",
         vocab_size: int = 256,
         hot_size: int = 64,
         max_position_embeddings: int = 1024,
@@ -75,7 +72,8 @@ class HiddenConfig(PreTrainedConfig):
         self.num_attention_heads, self.num_key_value_heads = num_attention_heads, num_key_value_heads
         self.head_dim, self.rope_theta, self.rms_norm_eps = head_dim, rope_theta, rms_norm_eps
         self.num_hidden_layers, self.rank, self.bias = num_hidden_layers, rank, bias
-        self.known, self.feature, self.fusion = known, feature, fusion
+        if any(kwargs.pop(name, value) != value for name, value in OLDER.items()):
+            raise ValueError("this head has a form that is no longer supported: train it again")
         self.vocab_size, self.hot_size, self.max_position_embeddings = vocab_size, hot_size, max_position_embeddings
         self.curves = curves or [[0.0, 1.0, 0.7]]
         self.target, self.recipe = target or {}, recipe or {}
@@ -99,8 +97,6 @@ class HiddenDrafter(PreTrainedModel):
         super().__init__(config)
         if config.kind not in KINDS:
             raise ValueError(f"a head's kind must be {' or '.join(KINDS)}, not {config.kind!r}")
-        if (config.known, config.feature, config.fusion) != (True, "head", "every"):
-            raise ValueError("this head has a form that is no longer supported: train it again")
         size = config.hidden_size
         self.hot: Tensor
         self.register_buffer("hot", torch.zeros(config.hot_size, dtype=torch.long))

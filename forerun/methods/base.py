@@ -41,9 +41,10 @@ class Parts:
 
     def pool(self, shape: tuple[int, int]) -> Any:
         """Return the pool of a shape, made if need be, or None if nothing may outlive a sequence."""
-        from forerun.methods.pools import new_pool
+        from forerun.methods.pools import PhrasePool, SuffixMemory
 
-        return None if self.pools is None else self.pools.setdefault(shape, new_pool(shape))
+        made = PhrasePool(*shape) if shape[0] else SuffixMemory(shape[1])
+        return None if self.pools is None else self.pools.setdefault(shape, made)
 
 
 class Method:

@@ -4,6 +4,7 @@ The rule is ours."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, zip_longest
 from math import exp, log1p
 from operator import mul
@@ -163,8 +164,8 @@ class Budgets:
 
     def __init__(self, head: HiddenLM, costs: Costs, block: int, nodes: int, beams: int = 1) -> None:
         """Take the head and its costs. `nodes`: the most of a row. `beams`: see `StepCosts`."""
-        self.head, self.costs, self.block, self.nodes, self.beams = head, costs, block, nodes, beams
-        self._costs: dict[tuple[bool, int], StepCosts] = {}
+        self.head, self.block = head, block
+        self._step_costs = cache(lambda greedy, rows: StepCosts(costs if greedy else costs.sampled, rows, nodes, beams))
 
     def of(self, seqs: list[Sequence], limits: list[int], fresh: list[int], ahead: list[int]) -> Budget:
         """Return the budget of a step. `fresh`: rows that need new states. `limits`, `ahead`: see `Budget`."""
@@ -176,9 +177,3 @@ class Budgets:
             for rows in groups
         ]
         return Budget(parts, self.head.curves, self.block, limits, ahead)
-
-    def _step_costs(self, greedy: bool, rows: int) -> StepCosts:
-        if (greedy, rows) not in self._costs:
-            costs = self.costs if greedy else self.costs.sampled
-            self._costs[greedy, rows] = StepCosts(costs, rows, self.nodes, self.beams)
-        return self._costs[greedy, rows]

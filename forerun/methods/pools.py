@@ -123,8 +123,3 @@ def _read(automaton: Automaton, text: Sequence[int]) -> None:
 
 
 Pool = PhrasePool | SuffixMemory
-
-
-def new_pool(shape: tuple[int, int]) -> Pool:
-    """Return an empty pool of this shape (`Method.phrases`)."""
-    return PhrasePool(*shape) if shape[0] else SuffixMemory(shape[1])

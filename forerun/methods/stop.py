@@ -108,19 +108,6 @@ class Fixed(LengthPolicy, StopRule):
         return self
 
 
-class FixedLength(Fixed):
-    """Exactly `gamma` tokens (Leviathan et al., arXiv 2211.17192)."""
-
-    def __init__(self, gamma: int) -> None:
-        self.gamma = gamma
-
-    def bounds(self) -> Bounds:
-        return Bounds(self.gamma)
-
-    def more(self, state: DraftState) -> list[bool]:
-        return [state.depth < self.gamma] * len(state.tokens)
-
-
 class Bounded(LengthPolicy):
     """A length policy with the same bounds for every draft."""
 
@@ -129,6 +116,13 @@ class Bounded(LengthPolicy):
 
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         return Within(self.limits)
+
+
+class FixedLength(Bounded):
+    """Exactly `gamma` tokens (Leviathan et al., arXiv 2211.17192)."""
+
+    def __init__(self, gamma: int) -> None:
+        super().__init__(Bounds(gamma))
 
 
 class Within(StopRule):
@@ -145,6 +139,8 @@ class Within(StopRule):
     def more(self, state: DraftState) -> list[bool]:
         if state.depth >= self.limits.most:
             return [False] * len(state.tokens)
+        if not (self.limits.least or self.limits.product):
+            return [True] * len(state.tokens)
         last = probabilities.last_probabilities(state.scores, state.tokens)
         found = [self.products.get(seq.id, 1.0) * each for seq, each in zip(state.seqs, last, strict=True)]
         self.products = {seq.id: product for seq, product in zip(state.seqs, found, strict=True)}
@@ -169,7 +165,7 @@ class BestLength(LengthPolicy):
 
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         greedy = all(seq.greedy for seq in seqs)
-        return FixedLength(max(1, best_length(self._prices(greedy, rows), self.estimates(greedy))))
+        return Within(Bounds(max(1, best_length(self._prices(greedy, rows), self.estimates(greedy)))))
 
     def estimates(self, greedy: bool) -> list[float]:
         """Return how probable it is that a token of each place is accepted if those before it are."""

@@ -115,9 +115,7 @@ def pad(
         # One tensor, as each transfer to a GPU takes time.
         ends, ids, positions = torch.tensor(pack_rows(inputs, lengths), device=device).split([1, new, new], -1)
         given = ids if given is None else given
-        if masks is not None and size == 1 and window is None:
-            mask = _one_tree(masks[0].to(device), end, dtype)
-        elif masks is not None or not even:
+        if masks is not None or not even:
             inner = None if masks is None else new_token_mask(inputs).to(device)
             slots, mask = _slots_and_mask(ends, positions, inner, end, dtype, window, kinds)
             slots = None if even else slots
@@ -203,10 +201,3 @@ def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
 def causal(new: int, end: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the additive mask [N, end] of chains after `end - N` positions."""
     return torch.full((new, end), torch.finfo(dtype).min, dtype=dtype, device=device).triu_(end - new + 1)
-
-
-def _one_tree(inner: Tensor, end: int, dtype: torch.dtype) -> Tensor:
-    """Return the mask of `_slots_and_mask` for a single row without a window: all positions before `inner` are seen."""
-    mask = torch.zeros(len(inner), end, dtype=dtype, device=inner.device)
-    mask[:, end - inner.shape[1] :].masked_fill_(~inner, torch.finfo(dtype).min)
-    return mask[None, None]

@@ -133,7 +133,7 @@ class CausalLM(Rows):
     def fits(self, rows: int, reserve: int, budget: int) -> bool:
         """Return whether the cache stays within `budget` bytes with its first `rows` rows and one more of `reserve`
         positions."""
-        return self.cache.fits(reserve, budget, self.position_bytes, rows)
+        return self.cache.fits(rows, reserve, budget, self.position_bytes)
 
     def memory(self) -> Memory:
         hits = 0 if self.prefixes is None else self.prefixes.hit_tokens

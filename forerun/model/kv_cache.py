@@ -209,17 +209,12 @@ class KVCache(Cache):
     def device(self) -> torch.device:
         return self._ready()[0].keys.device
 
-    def fits(
-        self, reserve: int, budget: int | None, position_bytes: int | None = None, rows: int | None = None
-    ) -> bool:
-        """Return whether buffers for the first `rows` rows (default: all) and one more of `reserve` positions stay
-        within `budget` bytes. `position_bytes` is needed before the first forward."""
+    def fits(self, rows: int, reserve: int, budget: int, position_bytes: int) -> bool:
+        """Return whether buffers for the first `rows` rows and one more of `reserve` positions, of that many bytes
+        each, stay within `budget` bytes."""
         self.budget = budget
-        if budget is None:
-            return True
-        rows = len(self.ids) if rows is None else rows
         longest = _blocks(max([reserve, *self._reserves[:rows], *self.lengths[:rows]]))
-        return (rows + 1) * longest * (position_bytes or self.position_bytes or 0) <= budget
+        return (rows + 1) * longest * position_bytes <= budget
 
     def reserve(self, rows: int, positions: int) -> None:
         """Grow the buffers to at least N rows and positions. Committed entries stay, provisional ones may be lost.

@@ -1,8 +1,9 @@
-"""Numbers read off scores [.., V]: the best token, and how probable one is."""
+"""Numbers read off scores [.., V]: the best token, and how probable tokens are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -34,3 +35,25 @@ def last_probabilities(scores: Tensor, tokens: list[list[int]]) -> list[float]:
     """The probability of each row's last token: scores [R, V], tokens [R][n]."""
     ids = torch.tensor([row[-1] for row in tokens], device=scores.device)
     return probabilities_of(scores, ids).tolist()
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token, its log probability, and the most probable tokens in its place with theirs, the best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:
+    """The log probabilities of tokens [n] under logits [n, V], each with the `top` best in its place."""
+    if not tokens:
+        return []
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
+    best, ids = logprobs.topk(min(top, logprobs.shape[-1]), -1)
+    return [
+        Logprob(token, each, tuple(zip(row, values, strict=True)))
+        for token, each, row, values in zip(tokens, own, ids.tolist(), best.tolist(), strict=True)
+    ]

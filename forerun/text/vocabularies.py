@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,15 +91,11 @@ class Vocabulary:
 
 
 def whole(text: bytes) -> tuple[bytes, bytes]:
-    """Split bytes before an incomplete character at their end, which has at most three."""
-    for count in range(1, min(3, len(text)) + 1):
-        lead = text[-count]
-        if lead >= 0xC0:
-            needed = 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
-            return (text[:-count], text[-count:]) if needed > count else (text, b"")
-        if lead < 0x80:
-            break
-    return text, b""
+    """Split bytes before an incomplete character at their end."""
+    decoder = getincrementaldecoder("utf-8")("replace")
+    decoder.decode(text)
+    half = decoder.getstate()[0]
+    return text[: len(text) - len(half)], half
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ HOT_FILE = "hot.json"  # in a draft's folder; vLLM takes every file of tensors t
 WEIGHT_FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 MB = 10**6
 EAGLE3 = {"speculators_model_type", "draft_vocab_size"}  # settings of drafters that others published
+ALLOWED = "--head takes a head of `forerun train lyanna`, or an EAGLE-3 head in safetensors"
 ROLES = {"forerun-pre-verifier": "pre-verifier", "forerun-hidden": "head"}  # options, by the types of trained layers
 
 
@@ -189,6 +190,27 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def weight_files(source: Path) -> list[Path]:
-    """Return a file, or the files of weights in a folder."""
-    return [source] if source.is_file() else sorted(path for path in source.iterdir() if path.suffix in WEIGHT_FILES)
+def is_eagle3(folder: Path) -> bool:
+    """Return whether a folder holds an EAGLE-3 head: in the format of speculators (0.1 to 0.9), whose config.json has
+    `speculators_model_type`, or in the original layout (https://github.com/SafeAILab/EAGLE), whose config.json has
+    architectures with EAGLE-3's name or `draft_vocab_size`.
+
+    Raises ValueError for other drafters and for pickled weights.
+    """
+    settings, name = settings_of(folder), f"the head {str(folder)!r}"
+    kind, names = settings.get("speculators_model_type"), [str(each) for each in settings.get("architectures") or []]
+    if settings.get("model_type") in ROLES:
+        return False
+    if kind is not None and kind != "eagle3":
+        raise ValueError(f"{name} is a model of the type {kind!r} of speculators: {ALLOWED}")
+    if not settings.keys() & EAGLE3 and not any("eagle3" in each.lower() for each in names):
+        if other := next((each for each in names if not each.endswith("ForCausalLM")), None):
+            raise ValueError(f"{name} is of the architecture {other!r}: {ALLOWED}")
+        return False
+    files = sorted(path for path in folder.iterdir() if path.suffix in WEIGHT_FILES)
+    if files and not any(path.suffix == ".safetensors" for path in files):
+        raise ValueError(
+            f"{name} is an EAGLE-3 head with pickled weights ({files[0].name}), which may run code: convert them to "
+            "model.safetensors"
+        )
+    return True

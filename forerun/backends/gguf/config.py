@@ -39,11 +39,7 @@ def gguf_config(path: str | Path) -> PreTrainedConfig:
     Raises ValueError for a file that cannot be read (`open_gguf`), sizes that are missing or contradict each other, and
     models that transformers' class does not compute: experts, scaled rotations, heads that rotate in part.
     """
-    return configuration(open_gguf(path))
-
-
-def configuration(file: GgufFile) -> PreTrainedConfig:
-    """Return the configuration of an open file (`gguf_config`)."""
+    file = open_gguf(path)
     arch = file.architecture
     for key in _OTHERS:
         if file.value(f"{arch}.{key}", float, 0.0) not in (0, 1):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from forerun.backends.gguf.config import configuration, model_class, special_ids
+from forerun.backends.gguf.config import gguf_config, model_class, special_ids
 from forerun.backends.panels import FORMATS as KNOWN
 from forerun.backends.panels import Rows, check_inputs, pack
 from forerun.backends.stored import FORMATS, StoredEmbedding, StoredLinear
@@ -43,7 +43,7 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
     if kind not in (None, *WEIGHT_FORMATS):
         raise ValueError(f"unknown weights {kind!r}; there are {', '.join(WEIGHT_FORMATS)}")
     file = open_gguf(path)
-    config = configuration(file)
+    config = gguf_config(path)
     with torch.device("meta"):
         model: Any = model_class(config)(config)
     known = get_tensor_name_map(MODEL_ARCH.QWEN3, config.num_hidden_layers)  # its names cover the whole family
@@ -111,7 +111,7 @@ def _fill(file: GgufFile, model: Any, modules: dict[str, str], kind: str | None)
         module = model.get_submodule(place)
         if not isinstance(module, nn.Linear):
             if name != "token_embd":
-                module.weight = _parameter(_vector(file, f"{name}.weight"))
+                module.weight = nn.Parameter(_vector(file, f"{name}.weight"), requires_grad=False)
             continue
         order, is_head = _order(name, model.config), name == "output"
         tensor = EMBEDDING if is_head and model.config.tie_word_embeddings else f"{name}.weight"
@@ -158,10 +158,6 @@ def _vector(file: GgufFile, name: str, order: Tensor | None = None) -> Tensor:
     (rows,) = file.floats(file.tensor(name))
     values = torch.from_numpy(rows[0])
     return values if order is None else values[order]
-
-
-def _parameter(values: Tensor) -> nn.Parameter:
-    return nn.Parameter(values, requires_grad=False)
 
 
 def _rotary(file: GgufFile, meta: nn.Module, config: PreTrainedConfig) -> nn.Module:
