@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from forerun.bench.plan import Plan
+from forerun.bench.plan import Plan, model_name
 from forerun.engine.engine import Step
 from forerun.engine.stats import Stats
 from forerun.files import read_text, write_text
@@ -114,16 +114,17 @@ def open_folder(out: Path, plan: Plan, found: dict[str, Any], resume: bool) -> l
 
 def _goes_by(plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
     models = {"target": plan.target, "draft": plan.draft, "pre_verifier": plan.pre_verifier}
-    written = {name: _written(source) for name, source in (models | {each: each for each in plan.head}).items()}
+    models |= {model_name(folder): folder for folder in plan.head}
+    written = {name: _written(source) for name, source in models.items() if source is not None}
     parts = plan.arguments() | found | {"written": written}
     flat = {f"{part}.{name}": one for part, each in parts.items() if type(each) is dict for name, one in each.items()}
     return json.loads(json.dumps(flat | {name: one for name, one in parts.items() if type(one) is not dict}))
 
 
-def _written(source: str | Path | None) -> str | None:
+def _written(source: str | Path) -> str | None:
     """Return when the newest file of a model's folder was written; None for what is no file or folder here."""
-    path = Path(source or "nothing").expanduser()
-    times = [each.stat().st_mtime for each in ([path] if path.is_file() else path.glob("*"))]
+    path = Path(source).expanduser()
+    times = [each.stat().st_mtime for each in (path, *path.glob("*")) if each.is_file()]
     return datetime.fromtimestamp(max(times), UTC).isoformat() if times else None
 
 
