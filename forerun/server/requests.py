@@ -118,6 +118,8 @@ def _fill(prompts: list[Any], body: CompletionBody, decoder: Decoder) -> tuple[l
             raise ValueError("suffix needs a prompt of text, not of tokens")
         _check_text(suffix, decoder, "suffix")
     with blame("prompt"):
+        if len(prompts) > MOST_CHOICES:
+            raise ValueError(f"at most {MOST_CHOICES} prompts")
         for each in prompts:
             _check_text(each, decoder)
     rows = form.prompts(tokenizer, prompts, suffix)
