@@ -334,6 +334,10 @@ def main(
     more = {"max_new_tokens": int(high), "batch": max(load.clients or 1 for load in loads)}
     plan, files = planned(given | {"methods": ours, "tune": None}, static, **more)
     lengths = int(low), int(high)
+    if out is not None:
+        if (out / "records.jsonl").exists():
+            raise ValueError(f"{out} holds a run already: give another --out")
+        out.mkdir(parents=True, exist_ok=True)
     results = serve(plan, files, loads, requests, lengths, BATCHING in names, out, progress)
     progress("")
     if as_json:
