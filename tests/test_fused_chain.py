@@ -176,7 +176,7 @@ def test_it_does_nothing_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> Non
     draft = small()
     assert draft.fused_draft is not None
     chain: Any = SimpleNamespace(depth=3, seq=SimpleNamespace(id=0))
-    assert ChainDrafter(draft, FixedLength(2), draft.vocab_size - 4)._at_once(chain, FixedLength(6)) is None
+    assert ChainDrafter(draft, FixedLength(2), draft.vocab_size - 4)._at_once(chain, Within(Bounds(6))) is None
 
 
 def test_copies_have_buffers_of_their_own() -> None:
@@ -380,7 +380,7 @@ def test_numbers_that_are_not_needed_are_still_to_come() -> None:
     sampler = Sampler(False)
     seq = EngineSequence(Request([*PROMPT, 7], 20, sampler, generator=source, eos=frozenset(range(0, 120, 10))), 0)
     chain = Chain(seq, 9)
-    assert drafter._at_once(chain, FixedLength(9)) is not None
+    assert drafter._at_once(chain, Within(Bounds(9))) is not None
     assert 0 < len(chain.tokens) < 9 and len(chain.q) == len(chain.tokens)
     other = torch.Generator().manual_seed(6)
     for _ in chain.tokens:
