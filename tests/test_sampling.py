@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from forerun.engine import acceptance
 from forerun.engine.acceptance import Verdict, accept, accept_seeded
 from forerun.engine.draft import Draft
 from forerun.model.causal_lm import CausalLM
+from forerun.sampling import threads
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.sampler import LogitBias, Penalties, QuickTopP, Sampler, Source, next_tokens, sample
 from forerun.sampling.seeded import SeededStream
@@ -406,3 +408,17 @@ def test_quick_top_p_keeps_what_transformers_keeps(top_p: float, least: int) -> 
     assert min(counts) >= least and len(counts) > 3
     sampler = Sampler(False, LogitsProcessorList([slow]))
     assert type(sampler.processors[0]) is QuickTopP and sampler.prefix_free  # type: ignore[index]
+
+
+def test_few_numbers_are_for_one_thread_and_the_others_come_back() -> None:
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(3)
+    try:
+        for numbers in (threads.MOST, threads.MOST + 1):
+            with suppress(KeyError), threads.one_thread(numbers):
+                seen.append(torch.get_num_threads())
+                raise KeyError
+            seen.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1, 3, 3, 3]

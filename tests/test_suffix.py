@@ -15,6 +15,8 @@ from transformers import LogitsProcessorList
 
 from forerun import Decoder
 from forerun.engine.acceptance import Verdict
+from forerun.engine.costs import Costs
+from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine, Proposal
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Drafter
@@ -23,7 +25,7 @@ from forerun.methods import AR, SD, Hybrid, Parts, Suffix, method
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.automaton import Automaton
 from forerun.methods.guard import Guarded, SpeedTracker
-from forerun.methods.hybrid import HybridDrafter
+from forerun.methods.hybrid import Balance, HybridDrafter
 from forerun.methods.pools import SuffixMemory
 from forerun.methods.suffix import LEAD, SuffixDrafter
 from forerun.model.causal_lm import CausalLM
@@ -376,6 +378,42 @@ def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
     assert len(pace._plain[1]) == 2  # such steps say nothing of plain ones
     (draft,) = made.propose([seq]).drafts
     assert guarded._asked == {seq.id} and draft.tokens[1:] == [4]
+
+
+def test_a_balance_goes_by_what_came_true_and_by_costs() -> None:
+    table = Costs(target={1: 30.0, 2: 33.0, 4: 40.0, 8: 60.0}, draft={1: 10.0, 8: 40.0})
+    drafts = {n: Draft.chain(0, list(range(1, n + 1))) for n in (1, 4)}
+    balance, seq = Balance(table, False), begun(SuffixDrafter(Suffix()), [1])
+
+    def prefers(n: int) -> bool:
+        return balance.prefers_suffix(seq, drafts[n], float(n), 1)
+
+    assert prefers(4) and not prefers(1)  # of a long match most comes, of one token little
+    for _ in range(40):
+        balance.observe(drafts[4], 4.0, [9, 2])  # nothing of the promised four
+        balance.observe(drafts[1], 1.0, [1, 5])  # all of it
+    assert not prefers(4) and prefers(1)
+    for _ in range(40):
+        balance.observe(drafts[4], 4.0, [1, 2])  # all that can be seen
+    assert prefers(4)
+    for drafted, brought, wanted in ((7, 8, False), (7, 1, True)):
+        for _ in range(200):
+            balance.observe_other(drafted, brought)
+        assert prefers(1) == wanted
+
+
+def test_an_automatic_threshold_moves_from_one_drafter_to_the_other() -> None:
+    """What the text repeats is drafted by suffixes, once they have come true, and the other one drafts elsewhere."""
+    other, table = Fixed(), Costs(target={1: 30.0, 8: 45.0}, draft={1: 10.0})
+    balance = Balance(table, False)
+    made = HybridDrafter(SuffixDrafter(Suffix(least=0.1)), other, 1000.0, balance)
+    seq = begun(made, [3, 4, 5, 6, 7, 8, 9, 3])
+    for token in (4, 5, 6, 7, 20, 21, 22):
+        (draft,) = made.propose([seq]).drafts
+        seq.tokens.append(token)
+        made.observe([seq], [draft], [Verdict([0], token, 0, False)], None)
+    asked = len(other.asked)
+    assert 3 <= asked < 7 and balance._true[0] > 0.3 * 4 * 0.8
 
 
 @pytest.mark.parametrize("gamma", [1, 3])

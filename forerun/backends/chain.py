@@ -19,6 +19,7 @@ from forerun.csrc.library import ChainArgument, run
 from forerun.model.forward import Forward
 from forerun.model.kv_cache import KVCache
 from forerun.sampling.sampler import ChainSampling, Drafted
+from forerun.sampling.threads import one_thread
 
 if TYPE_CHECKING:
     from forerun.backends.hot import HotHead
@@ -101,9 +102,10 @@ class FusedChain:
         """Return distributions [n, V] from those [n, S + e] over the head's S tokens and the text's e extra ones."""
         if self.hot is None:
             return probs
-        whole = torch.zeros(len(probs), self.hot.vocab_size)
-        whole[:, self.hot.tokens] = probs[:, : self._head.out]
-        whole[:, list(extra)] = probs[:, self._head.out :]
+        with one_thread(len(probs) * self.hot.vocab_size):
+            whole = torch.zeros(len(probs), self.hot.vocab_size)
+            whole[:, self.hot.tokens] = probs[:, : self._head.out]
+            whole[:, list(extra)] = probs[:, self._head.out :]
         return whole
 
 

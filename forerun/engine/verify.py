@@ -12,6 +12,7 @@ from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
 from forerun.failures import UNATTRIBUTABLE
 from forerun.sampling.probabilities import best_of
+from forerun.sampling.threads import one_thread
 
 
 def judge(
@@ -48,10 +49,11 @@ def _judge(
     try:
         if best is not None:
             return accept_greedy(draft, *best), logits
-        scores = seq.sampler.scores(logits, prefix)
-        if seq.seeded is not None:
-            return accept_seeded(draft, scores, seq.source), scores
-        return accept(draft, scores, seq.greedy, seq.generator), scores
+        with one_thread(logits.numel()):
+            scores = seq.sampler.scores(logits, prefix)
+            if seq.seeded is not None:
+                return accept_seeded(draft, scores, seq.source), scores
+            return accept(draft, scores, seq.greedy, seq.generator), scores
     except UNATTRIBUTABLE:
         raise
     except BaseException as error:

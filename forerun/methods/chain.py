@@ -98,7 +98,12 @@ class Chain:
         return self.seq.tokens + self.tokens
 
     def draft(self, origin: str = "draft") -> Draft:
-        q = torch.stack(self.q) if self.q else None
+        from forerun.sampling.threads import one_thread  # late, as torch is
+
+        q = None
+        if self.q:
+            with one_thread(len(self.q) * len(self.q[0])):
+                q = torch.stack(self.q)
         return Draft.chain(self.seq.tokens[-1], self.tokens, q, origin)
 
 

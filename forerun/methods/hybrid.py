@@ -4,32 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, ClassVar
 
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal, observe_rows
 from forerun.methods.base import Method, Parts, number
 from forerun.methods.guard import Guarded
+from forerun.methods.stop import EXPECTED, MOST, best_length
 from forerun.methods.suffix import Suffix, SuffixDrafter
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from forerun.engine.acceptance import Verdict
+    from forerun.engine.costs import Costs
     from forerun.engine.sequence import Sequence
 
 ALONE = ("ar", "suffix", "hybrid")  # not allowed as `other`
+USUAL = 6.0  # the threshold if no costs are known
+SHARES = (0.3, 0.35, 0.45, 0.6)  # of 1, 2, 3, and more tokens that counts promise: how many come true, as is expected
+WEIGHT, KEPT = 4.0, 0.98  # what is expected counts as so many steps; a step counts `KEPT` times as much as the next
 
 
 @dataclass(frozen=True)
 class Hybrid(Suffix):
     """Use the suffix draft if its score, its expected number of accepted tokens by counts, is at least `threshold`;
     else a draft of the method `other`: a name, or name and settings as in "cumulative:threshold=0.2:most=8".
+    A `threshold` of None ("auto") takes what is expected to need less time a token (`Balance`).
 
-    "auto" is the default method for the head or, without one, for the draft model. With neither, suffixes draft alone.
+    "auto" as `other` is the default method for the head or, without one, for the draft model. With neither, suffixes
+    draft alone.
     """
 
-    threshold: float = number(6.0, 0, 1000)
+    threshold: float | None = number(None, 0, 1000)
     other: str = "auto"
     name: ClassVar[str] = "hybrid"
 
@@ -44,7 +52,7 @@ class Hybrid(Suffix):
 
     @property
     def needs_costs(self) -> bool:
-        return self.other != "auto" and self._other().needs_costs
+        return self.other != "auto" and (self.threshold is None or self._other().needs_costs)
 
     @property
     def any_tokenizer(self) -> bool:
@@ -80,21 +88,72 @@ class Hybrid(Suffix):
         if chosen.other == "auto":
             return suffixes
         other = chosen._other().build(parts)
-        return HybridDrafter(suffixes, parts.guarded(other) if parts.guarded is not None else other, self.threshold)
+        balance = Balance(parts.costs, bool(other.wants_hidden)) if self.threshold is None and parts.costs else None
+        other = parts.guarded(other) if parts.guarded is not None else other
+        return HybridDrafter(suffixes, other, USUAL if self.threshold is None else self.threshold, balance)
+
+
+class Balance:
+    """Weigh a suffix draft against the other drafter by the expected ms a token, from a table of costs. Ours.
+
+    Counts promise too much, so scores are multiplied by the share of promises of their size that came true lately.
+    Every step shows it, whoever drafted. Of the other drafter count the tokens that its steps drafted and brought.
+    """
+
+    def __init__(self, costs: Costs, is_head: bool) -> None:
+        self._costs = {True: costs, False: costs.sampled}
+        self._price = costs.heading if is_head else costs.drafting
+        steps = [n * self._price(1) + costs.verify(n + 1) for n in range(MOST + 1)]
+        n = best_length(steps, [EXPECTED] * MOST)
+        self._steps, self._drafted = WEIGHT, WEIGHT * n
+        self._brought = WEIGHT * sum(EXPECTED**i for i in range(n + 1))
+        self._promised = [WEIGHT * size for size in range(1, len(SHARES) + 1)]
+        self._true = [share * promised for share, promised in zip(SHARES, self._promised, strict=True)]
+
+    def prefers_suffix(self, seq: Sequence, draft: Draft, score: float, rows: int) -> bool:
+        """Return whether a suffix draft takes less time a token than the other drafter in a step of N rows."""
+        costs, size, drafted = self._costs[seq.greedy], self._size(score), self._drafted / self._steps
+        brought = 1 + score * self._true[size] / self._promised[size]
+        own = costs.verify(rows * (draft.drafted + 1)) / brought
+        other = drafted * self._price(rows) + costs.verify(rows * (drafted + 1))
+        return own <= other * self._steps / self._brought
+
+    def _size(self, score: float) -> int:
+        return min(max(int(score), 1), len(SHARES)) - 1
+
+    def observe(self, draft: Draft, score: float, came: list[int]) -> None:
+        """Record the tokens that came where a suffix draft was made, used or not."""
+        pairs = list(zip(draft.tokens[1:], came, strict=False))
+        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        seen = draft.drafted if right < len(pairs) else right  # what would have come after the last token is not known
+        size = self._size(score)
+        self._promised[size] = KEPT * self._promised[size] + score * seen / draft.drafted
+        self._true[size] = KEPT * self._true[size] + right
+
+    def observe_other(self, drafted: int, brought: int) -> None:
+        """Record a draft of the other drafter and the tokens that its step brought."""
+        self._steps = KEPT * self._steps + 1
+        self._drafted = KEPT * self._drafted + drafted
+        self._brought = KEPT * self._brought + brought
 
 
 class HybridDrafter(Drafter):
-    """Draft by suffixes, and call the other drafter for sequences whose suffix draft scores below `threshold`. If it
-    has no draft, the suffix draft is used.
+    """Draft by suffixes, and call the other drafter for sequences whose suffix draft scores below `threshold`, or where
+    `balance` prefers it. If it has no draft, the suffix draft is used.
 
     The other drafter may have a guard of its own, which judges it by the steps in which it drafted for all rows. In a
     pause of that guard suffixes draft for all rows. Plain steps that it measures stay plain.
     """
 
-    def __init__(self, suffixes: SuffixDrafter, other: Drafter, threshold: float) -> None:
-        self.suffixes, self.other, self.threshold = suffixes, other, threshold
+    def __init__(
+        self, suffixes: SuffixDrafter, other: Drafter, threshold: float, balance: Balance | None = None
+    ) -> None:
+        self.suffixes, self.other, self.threshold, self.balance = suffixes, other, threshold, balance
         self.wants_hidden, self.spread = other.wants_hidden, other.spread
         self._asked: set[int] = set()  # sequences for which the other drafter was called in this step
+        self._found: dict[
+            int, tuple[Draft, float, int]
+        ] = {}  # suffix drafts of this step, scores, and lengths of texts
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         yield from self.suffixes.admit(seq, hidden, chunk)
@@ -104,9 +163,11 @@ class HybridDrafter(Drafter):
         drafts: dict[int, Draft] = {}
         rest = []
         for seq in seqs:
-            drafts[seq.id], score = self.suffixes.find(seq, len(seqs))
-            if score < self.threshold or not drafts[seq.id].drafted:
+            found, score = self.suffixes.find(seq, len(seqs))
+            drafts[seq.id] = found
+            if not found.drafted or not self._is_sure(seq, found, score, len(seqs)):
                 rest.append(seq)
+            self._found[seq.id] = found, score, len(seq.tokens)
         self._asked, proposal, is_measuring = {seq.id for seq in rest}, Proposal([]), False
         if rest and isinstance(self.other, Guarded):
             proposal = self.other.propose(rest, len(seqs))
@@ -118,13 +179,27 @@ class HybridDrafter(Drafter):
                 drafts[seq.id] = draft
         return Proposal.together([drafts[seq.id] for seq in seqs], [proposal])
 
+    def _is_sure(self, seq: Sequence, found: Draft, score: float, rows: int) -> bool:
+        if self.balance is None:
+            return score >= self.threshold
+        return self.balance.prefers_suffix(seq, found, score, rows)
+
     def observe(
         self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         # Hidden states come only once, so a drafter that wants them sees every step.
         rows = [row for row, seq in enumerate(seqs) if self.wants_hidden or seq.id in self._asked]
         observe_rows(self.other, rows, seqs, drafts, verdicts, hidden)
-        self._asked = set()
+        if self.balance is not None:
+            for seq, draft in zip(seqs, drafts, strict=True):
+                if seq.id not in self._found:  # a plain step that others measure
+                    continue
+                found, score, length = self._found[seq.id]
+                if found.drafted:
+                    self.balance.observe(found, score, seq.tokens[length:])
+                if draft.drafted and draft is not found:
+                    self.balance.observe_other(draft.drafted, len(seq.tokens) - length)
+        self._asked, self._found = set(), {}
 
     def drop(self, seq: Sequence) -> None:
         self.suffixes.drop(seq)
