@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -160,6 +162,12 @@ def test_statistics_obey_their_identities(client: openai.OpenAI, server: Live) -
 
 def test_other_endpoints(client: openai.OpenAI, server: Live, decoder: Any) -> None:
     assert [each.id for each in client.models.list()] == [NAME]
+    found = post(server, "/tokenize", {"prompt": "the cat"}).json()
+    assert found["tokens"] == decoder.tokenizer("the cat")["input_ids"] and found["count"] == len(found["tokens"])
+    assert found["max_model_len"] == 512
+    assert post(server, "/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "the cat"}
+    rendered = post(server, "/tokenize", {"messages": SAT}).json()
+    assert "assistant" in decoder.tokenizer.decode(rendered["tokens"])
     assert get(server, "/health").json() == {"status": "ok"}
     assert "version" in get(server, "/version").json()
     response = post(server, PLAIN, {"prompt": "a", "max_tokens": 1}, headers={"x-request-id": "mine"})
@@ -195,6 +203,36 @@ def url(server: Live, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def expected(decoder: Any) -> str:
     return str(decoder.chat(HELLO, max_new_tokens=6).text)
+
+
+@pytest.mark.skipif(find_spec("langchain_openai") is None, reason="langchain-openai is not installed")
+def test_langchain(url: str, expected: str) -> None:
+    from langchain_openai import ChatOpenAI
+
+    asked: dict[str, Any] = {"base_url": url, "api_key": "none", "model": NAME, "temperature": 0, "max_retries": 0}
+    chat = ChatOpenAI(**asked, max_completion_tokens=6)
+    answer = chat.invoke("hello")
+    assert answer.content == expected and answer.usage_metadata["output_tokens"] == 6
+    assert answer.response_metadata["finish_reason"] == "length"
+    assert "".join(chunk.content for chunk in chat.stream("hello")) == expected
+    with pytest.raises(openai.BadRequestError) as caught:  # it raises those of OpenAI's client
+        ChatOpenAI(**asked, max_completion_tokens=0).invoke("hello")
+    assert caught.value.status_code == 400
+
+
+@pytest.mark.skipif(find_spec("llm") is None, reason="llm is not installed")
+def test_llm(url: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    (tmp_path / "extra-openai-models.yaml").write_text(
+        f"- model_id: forerun\n  model_name: {NAME}\n  api_base: {url}\n  can_stream: true\n"
+    )
+    import llm
+
+    asked: dict[str, Any] = {"prompt": "hello", "key": "none", "temperature": 0}
+    for stream in (False, True):
+        assert "".join(llm.get_model("forerun").prompt(**asked, max_tokens=6, stream=stream)) == expected
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        list(llm.get_model("forerun").prompt(**asked, max_tokens=0))
 
 
 @pytest.mark.slow

@@ -60,6 +60,8 @@ BAD: list[tuple[str, str, list[Any]]] = [  # path, field, and values that it can
     (CHAT, "modalities", [["audio"]]),
     (CHAT, "chat_template_kwargs", [{"tokenize": False}, {"tools": []}, {"documents": None}, {"messages": []}]),
     (CHAT, "chat_template_kwargs", [{"own": "a" * 2**18}, {"a b": False}, {"tokenizer": "x"}]),
+    ("/tokenize", "prompt", ["a" * 2**20, None, "\ud800"]),
+    ("/detokenize", "tokens", [[1, -1], "abc"]),
 ]  # fmt: skip
 
 

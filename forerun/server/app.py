@@ -146,7 +146,6 @@ class Service:
             at_end()
 
     def _end(self, answer: Answer, request: Request) -> None:
-        """Count and log an answer that is complete, or whose reader has gone."""
         self.open -= 1
         answer.job.close()
         reasons = [choice.finish_reason or answer.ended_by for choice in answer.choices]
@@ -256,6 +255,15 @@ def _add_api(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [await model(service.settings.model)]}
+
+    @app.post("/tokenize")
+    async def tokenize(body: schemas.TokenizeBody, request: Request) -> dict[str, Any]:
+        tokens = await service.read(request, requests.tokenize, body)
+        return {"count": len(tokens), "max_model_len": service.decoder().target.context, "tokens": tokens}
+
+    @app.post("/detokenize")
+    async def detokenize(body: schemas.DetokenizeBody, request: Request) -> dict[str, str]:
+        return {"prompt": await service.read(request, requests.detokenize, body)}
 
     @app.get("/health")
     async def health() -> dict[str, str]:

@@ -18,7 +18,7 @@ from forerun.engine.sequence import Request
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.response_format import form_of
 from forerun.server.errors import ApiError, blame
-from forerun.server.schemas import ChatBody, CompletionBody, SamplingBody
+from forerun.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
 from forerun.text.chat import chat_prompt, checked_text, turn_ends
 from forerun.text.infill import infill_form
 from forerun.text.tools import NO_TOOLS, Tools, checked_choice, checked_tools, tools_for
@@ -138,13 +138,34 @@ def encode_prompts(prompts: list[Any], decoder: Decoder) -> list[list[int]]:
     return encode(prompts, decoder.tokenizer, decoder.target.context, decoder.target.vocab_size)[1]
 
 
+def tokenize(body: TokenizeBody, decoder: Decoder) -> list[int]:
+    """Return the tokens of a text or of a chat. Raises ApiError."""
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give prompt or messages", "prompt")
+    if body.prompt is None:
+        with blame("messages"):
+            return _render(body.messages, decoder)
+    with blame("prompt"):
+        _check_text(body.prompt, decoder)
+    assert decoder.tokenizer is not None
+    return list(decoder.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens is not False)["input_ids"])
+
+
+def detokenize(body: DetokenizeBody, decoder: Decoder) -> str:
+    """Return the text of tokens. Raises ApiError."""
+    tokens, size = body.tokens, decoder.target.vocab_size
+    if not isinstance(tokens, list) or not all(_is_token(each, size) for each in tokens):
+        raise ApiError(400, f"tokens must be token ids within 0..{size - 1}", "tokens")
+    return text_of(decoder, tokens)
+
+
 def text_of(decoder: Decoder, tokens: Sequence[int]) -> str:
     assert decoder.tokenizer is not None
     return str(decoder.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
 
-def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+def _is_token(value: Any, size: int = 2**31) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < size
 
 
 def _render(messages: Any, decoder: Decoder, **template: Any) -> list[int]:

@@ -234,6 +234,16 @@ class ResponsesBody(AnsweredBody):
     safety_identifier: str | None = None
 
 
+class TokenizeBody(Body):
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeBody(Body):
+    tokens: SkipValidation[list[Token]]
+
+
 class ErrorBody(BaseModel):
     """The shape of every error."""
 
