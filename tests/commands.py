@@ -23,7 +23,6 @@ _IMPORTS = ("torch", "transformers", "forerun.api.load", "forerun.bench.measure"
 def run(
     *arguments: str, stdin: str = "", program: str | None = None, env: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
-    """Run `forerun` with these arguments, or a program's text; return its exit status and output."""
     if program is not None:
         program = f"import sys; sys.path.insert(0, {os.getcwd()!r})\n{program}"  # benchmarks/ is not installed
     with tempfile.TemporaryDirectory() as folder:

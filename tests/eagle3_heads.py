@@ -99,7 +99,6 @@ def save_eagle3(
 
 
 def random_eagle3(target: CausalLM, **settings: Any) -> Head:
-    """A random head of `save_eagle3`."""
     with TemporaryDirectory() as folder:
         return load_head(save_eagle3(Path(folder), target, **settings), target)
 

@@ -73,7 +73,6 @@ def names(model: PreTrainedModel) -> dict[str, str]:
 
 @torch.no_grad()
 def rounded(model: PreTrainedModel, kind: str, types: dict[str, str] | None = None) -> PreTrainedModel:
-    """The model with the values that its file has."""
     same = copy.deepcopy(model)
     for name, parameter in same.named_parameters():
         if parameter.ndim == 2:

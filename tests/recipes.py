@@ -22,7 +22,6 @@ def tiny_target(context: int = 256) -> Any:
 
 
 def save_pair(folder: Path, context: int = 256) -> tuple[str, str]:
-    """Saves a target and a draft, with a tokenizer that has a chat template."""
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.chat_template = TEMPLATE
     target = tiny_target(context)
@@ -33,7 +32,6 @@ def save_pair(folder: Path, context: int = 256) -> tuple[str, str]:
 
 
 def make_run(target: str, out: Path, chats: Path | None = None, **more: Any) -> Run:
-    """A run on conversations, or on text beside its output."""
     text = out.parent / "text.txt"
     text.write_text(TEXT)
     given: dict[str, Any] = {"data": () if chats else [str(text)], "chats": chats, "say": lambda line: None}

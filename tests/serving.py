@@ -61,8 +61,6 @@ def make_filler(context: int = 512) -> Decoder:
 
 
 class Live:
-    """A server that runs: its address, and what is inside it."""
-
     def __init__(self, url: str, worker: Worker, service: Service) -> None:
         self.url, self.worker, self.service = url, worker, service
 
@@ -74,7 +72,6 @@ class Live:
 
 @contextmanager
 def running(app: Any, **options: Any) -> Iterator[str]:
-    """Serve an app on a free port, in a thread; give its address."""
     found = listen("127.0.0.1", 0)
     options |= {"log_config": None, "access_log": False, "timeout_graceful_shutdown": 2}
     server = uvicorn.Server(uvicorn.Config(app, http=Protocol, **options))
@@ -129,7 +126,6 @@ def post(server: Live, path: str, body: Any, **options: Any) -> httpx.Response:
 
 
 def figures(server: Live) -> dict[str, float]:
-    """The lines of /metrics."""
     lines = [line.rpartition(" ") for line in get(server, "/metrics").text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, _, value in lines}
 
@@ -142,7 +138,6 @@ def events(response: httpx.Response) -> list[Any]:
 
 
 def answered(response: httpx.Response) -> str:
-    """The text of an answer, whole or streamed."""
     assert response.status_code == 200, response.text
     is_stream = response.headers["content-type"].startswith("text/event-stream")
     return "".join(each["choices"][0]["text"] for each in (events(response) if is_stream else [response.json()]))

@@ -41,7 +41,6 @@ def asked(custom_id: str, url: str = COMPLETION, **body: Any) -> dict[str, Any]:
 
 
 def records(out: Path) -> list[dict[str, Any]]:
-    """All of them, a torn one left out."""
     path = out / "records.jsonl"
     raw = path.read_bytes() if path.exists() else b""
     return [json.loads(each) for each in raw.splitlines(keepends=True) if each.endswith(b"\n")]

@@ -51,7 +51,6 @@ def pair() -> Pair:
 
 @pytest.fixture(scope="module")
 def folder(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Target, draft and a file of prompts, as a user has them."""
     path = save_models(tmp_path_factory.mktemp("bench"), target=pair[0], draft=pair[1])
     save_lines(path / "own.jsonl", [*({"prompt": text} for text in PROMPTS), {"tokens": [5, 6, 7, 5, 6]}])
     return path

@@ -36,7 +36,6 @@ class Pair:
     """A KVCache and the plain lists it should equal; every entry is a number that was never used before."""
 
     def __init__(self, width: int = DIM) -> None:
-        """`width`: of values."""
         self.cache, self.lists, self.width = KVCache(LAYERS), dict[int, list[int]](), width
         self.next = 1
 
@@ -72,7 +71,6 @@ class Pair:
             self.lists[id] += [row[node] for node in path]
 
     def run(self, paths: dict[int, list[int]]) -> None:
-        """Forwards the nodes of each row's path and those before them, and commits the path."""
         self.commit(self.forward({id: path[-1] + 1 for id, path in paths.items()}), list(paths.values()))
 
     def check(self) -> None:
@@ -236,7 +234,6 @@ def memory(fails: int = NEVER, most: int = NEVER) -> Iterator[count]:
 
 
 def facts(pair: Pair) -> Any:
-    """All that a failure must leave alone."""
     kept = pair.cache
     places = [(layer.keys.data_ptr(), layer.values.data_ptr(), layer.keys.shape) for layer in kept._ready()]
     return list(kept.ids), list(kept.lengths), kept.rows_capacity, kept.capacity, places

@@ -278,7 +278,6 @@ def test_a_conversation_in_a_terminal(file: Path) -> None:
     seen, end = b"", time.monotonic() + 250
 
     def wait(text: bytes) -> None:
-        """Wait for a text, and take it with all before it."""
         nonlocal seen
         while text not in seen:
             assert time.monotonic() < end, (text, seen)

@@ -116,16 +116,6 @@ def test_info_and_version() -> None:
     assert "transformers" in run("info").stdout
 
 
-def test_help_has_panels() -> None:
-    for command in ("generate", "chat", "demo", "serve", "bench"):
-        shown = run(command, "--help", env=os.environ | {"COLUMNS": "150"}).stdout
-        panels = re.split(r"\u256d\u2500 (\w+) \u2500", shown)
-        found = dict(zip(panels[1::2], panels[2::2], strict=True))
-        for panel, option in {"Model": "--target", "Method": "--method", "Machine": "--threads"}.items():
-            assert option in found[panel], (command, panel)
-        assert "--no-guard" in found["Method"]
-
-
 def test_a_terminal_shows_the_prompt_and_figures() -> None:
     """The prompt dimly, then the answer, then the line of figures on stderr, which is the terminal too."""
     master, end = pty.openpty()

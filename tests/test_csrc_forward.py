@@ -60,7 +60,6 @@ class Native:
         return run(function, ctypes.byref(self.layers.model), self.caches, ctypes.byref(request))
 
     def forward(self, tokens: Sequence[int], row: Sequence[int], slot: Sequence[int], **more: Any) -> np.ndarray:
-        """Logits of the tokens that are asked about, or of all."""
         more = {"position": slot, "length": [each + 1 for each in slot], "asked": range(len(row))} | more
         more |= {"tokens": tokens} if "states" not in more else {}
         logits = np.full((len(more["asked"]), VOCABULARY + len(more.get("extra", ()))), np.nan, dtype=np.float32)
@@ -78,7 +77,6 @@ class Native:
 
 @pytest.fixture(scope="module")
 def small() -> Native:
-    """A model with biases, in few bits."""
     return Native(tiny("qwen2"), "int4")
 
 
@@ -224,7 +222,6 @@ needs_cross = pytest.mark.skipif(
 
 
 def compiled(folder: Path, driver: str, compiler: str, machine: str, flags: Sequence[str] = ()) -> str:
-    """Build the library and a driver for it; return the program."""
     build(folder / "libforerun.so", compiler, machine, tuple(flags))
     source, found = Path(__file__).parent / "drivers" / f"{driver}.c", folder / "driver"
     link = [str(folder / "libforerun.so"), "-Wl,-rpath,$ORIGIN"]

@@ -59,7 +59,6 @@ def packed(name, rows):
 
 
 def products(matrix, x):
-    """Of rows x, by each variant."""
     found = {}
     for variant in variants():
         library().fr_select(variant.encode())

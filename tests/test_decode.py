@@ -133,8 +133,6 @@ def test_another_distribution_is_seen() -> None:
 
 
 class StopWhenUnsure(Fixed):
-    """Stops after a token that the draft itself found improbable."""
-
     def __init__(self, least: float, gamma: int = 4) -> None:
         self.least, self.gamma = least, gamma
 
@@ -228,8 +226,6 @@ def test_steps_add_up(drafter: str, is_greedy: bool) -> None:
 
 
 class EndsWith(StoppingCriteria):
-    """Stops after a pair of tokens."""
-
     def __init__(self, pair: tuple[int, int]) -> None:
         self.pair = pair
 

@@ -25,7 +25,6 @@ def trees(draw: st.DrawFn, sampled: bool = False) -> Draft:
 
 
 def texts(draft: Draft) -> list[tuple[int, ...]]:
-    """What each node spells, from the root on."""
     return [tuple(draft.tokens[i] for i in draft.path(node)) for node in range(len(draft))]
 
 

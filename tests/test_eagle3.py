@@ -158,8 +158,6 @@ def test_both_layouts_say_the_same(tmp_path: Path) -> None:
 
 
 class Watched(EagleDrafter):
-    """Keeps what it proposed after which text."""
-
     def __init__(self, settings: Eagle, head: HiddenLM) -> None:
         super().__init__(settings, head, None, settings.width)
         self.proposed: list[tuple[list[int], Draft]] = []

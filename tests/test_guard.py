@@ -80,7 +80,6 @@ class Bench:
 
 
 def pauses(steps: abc.Sequence[Step]) -> list[int]:
-    """Lengths of the runs of plain steps before, between and after drafting ones."""
     return list(map(len, "".join("d" if step.drafted else "p" for step in steps).split("d")))
 
 
@@ -163,7 +162,6 @@ def test_a_batch_in_which_drafts_cannot_pay_runs_no_draft() -> None:
 
 
 def by_number(rows: Iterable[abc.Sequence[Step]]) -> list[list[Step]]:
-    """The steps that shared a forward, in their order."""
     steps = sorted((step for steps in rows for step in steps), key=lambda step: step.number)
     return [list(shared) for _, shared in groupby(steps, lambda step: step.number)]
 

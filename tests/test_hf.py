@@ -52,7 +52,6 @@ def layer(architecture: str = "llama") -> PreVerifier:
 
 
 def padded(prompts: Sequence[list[int]]) -> dict[str, Tensor]:
-    """Prompts padded on the left, with their mask."""
     width = max(map(len, prompts))
     ids = [[0] * (width - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -268,7 +267,6 @@ def test_copies_start_without_what_was_prepared_and_models_are_collected_after_u
 
 
 def _cache(cache: DynamicCache) -> dict[str, DynamicCache]:
-    """Name a cache as this version of transformers does."""
     name = cache_argument(target().forward)
     return {name: cache}
 

@@ -43,7 +43,6 @@ RULES: dict[str, Method] = {
 
 
 def requests(sampler: Sampler, limits: abc.Sequence[int] = LIMITS, **options) -> list[Request]:
-    """One of each prompt, each with as much room as its limit says."""
     sources = [None if sampler.greedy else torch.Generator().manual_seed(i) for i in range(len(PROMPTS))]
     return [
         Request(prompt, limit, sampler, generator=source, **options)
@@ -88,7 +87,6 @@ class Watched(LengthPolicy):
 
 
 def distributions(text: abc.Sequence[int], drafted: abc.Sequence[int], sampler: Sampler) -> list[torch.Tensor]:
-    """The draft's distribution of each drafted token, from its table."""
     text = [0, *text]
     found = []
     for token in drafted:

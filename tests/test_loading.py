@@ -49,7 +49,6 @@ def changed(old: str = "{", new: str = "{", more: str | None = None, lowercase: 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target with its tokenizer, and a draft."""
     root = tmp_path_factory.mktemp("models")
     target = tiny("llama", vocab=len(tiny_tokenizer()))
     save_models(root, target=target)
@@ -59,7 +58,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copies(folders: Path, tmp_path: Path) -> Path:
-    """The same to break."""
     shutil.copytree(folders, tmp_path / "copies")
     return tmp_path / "copies"
 

@@ -36,7 +36,6 @@ WRONG = 20  # nobody's token
 def run(
     target: PreTrainedModel, method: Any, prompt: Sequence[int] = (11, 0), new: int = 120, **parts: Any
 ) -> Completion:
-    """What a method makes of a prompt; the text must be the target's own."""
     costs = Costs({1: 1.0, 16: 1.5}, {1: 0.1}, head={1: 0.05})
     decoder = Decoder(target, None, parts.pop("draft", None), method, guard=False, costs=costs, **parts)
     done = decoder.generate(list(prompt), max_new_tokens=new, ignore_eos=True)

@@ -38,7 +38,6 @@ def longest_crooked_path(draft: Draft) -> list[int]:
 
 
 def random_rows(lengths: Sequence[int], generator: torch.Generator) -> dict[int, list[int]]:
-    """Texts by id. Ids are not the places of rows."""
     return {7 * i + 3: torch.randint(VOCAB, (n,), generator=generator).tolist() for i, n in enumerate(lengths)}
 
 

@@ -89,7 +89,6 @@ def assert_target_clean(engine: Engine) -> None:
 
 
 def spoil(engine: Engine, id: int) -> None:
-    """Has what a running sequence has stored be NaN."""
     held = engine.target.cache
     with torch.inference_mode():
         for layer in held.layers:
@@ -97,8 +96,6 @@ def spoil(engine: Engine, id: int) -> None:
 
 
 class Fixed(PlainDrafter):
-    """Drafts a chain for sequences whose prompts begin with that token."""
-
     spread = 8
 
     def __init__(self, first: int, tokens: list[int]) -> None:

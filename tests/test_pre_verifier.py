@@ -94,7 +94,6 @@ def test_echoes_against_a_search() -> None:
 
 
 def logits_of(model: Any, tokens: abc.Sequence[int]) -> Tensor:
-    """Logits [n, V] over a text, by transformers' own forward."""
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0]
 

@@ -68,7 +68,6 @@ def tables(text: str) -> dict[str, Rows]:
 
 @cache
 def measured(file: str, dataset: str) -> dict[str, Any]:
-    """The methods of one dataset of a run."""
     return json.loads((ROOT / "benchmarks" / file).read_text())["datasets"][dataset]["methods"]
 
 
@@ -78,7 +77,6 @@ def is_of(row: str, name: str) -> bool:
 
 
 def wrong(sources: list[tuple[str, str]], rows: Rows) -> list[str]:
-    """Return what differs from the files."""
     found, ran = [], set[str]()
     for column, source in enumerate(sources):
         methods = measured(*source)

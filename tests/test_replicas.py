@@ -92,6 +92,5 @@ def test_replicas_answer_and_come_back() -> None:
 
 
 def engines() -> list[int]:
-    """The processes of replicas on this machine."""
     shown = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
     return [int(line.split()[0]) for line in shown.splitlines() if "ray::ServeReplica:forerun-" in line]

@@ -31,7 +31,6 @@ def client(server: Live) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def caller() -> Iterator[Live]:
-    """A model with tools."""
     with live(make_caller) as found:
         yield found
 

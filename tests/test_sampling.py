@@ -92,7 +92,6 @@ def block(rng: np.random.Generator, depth: int = 3, points: bool = False) -> Dra
 
 
 def tree(rng: np.random.Generator, counts: tuple[int, ...] = (3, 2), tell: str = "truth") -> Draft:
-    """`counts`: children of each node, by depth."""
     grown, nodes = Grown(), [0]
     for count in counts:
         nodes = [child for node in nodes for child in grown.sample_children(rng, node, count, tell)]

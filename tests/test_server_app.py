@@ -35,7 +35,6 @@ COMMAND = [sys.executable, *OPTIONS.split()]
 
 
 def inside(app: Any) -> httpx.AsyncClient:
-    """A client without a socket."""
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
 
 
@@ -119,7 +118,6 @@ def test_a_reader_that_has_stopped_reading_is_cut_off(monkeypatch: pytest.Monkey
     monkeypatch.setattr(run, "STALLED", 0.05)
 
     async def stall(resumes: bool) -> bool:
-        """Return whether the connection was closed."""
         protocol, transport = Protocol.__new__(Protocol), MagicMock()
         protocol.loop, protocol.transport, protocol.flow = asyncio.get_running_loop(), transport, MagicMock()
         protocol.pause_writing()

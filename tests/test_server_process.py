@@ -28,7 +28,6 @@ COMMAND = [sys.executable, "-m", "forerun", "serve"]
 def started(
     *options: str, port: int | None = None, folder: Path | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server, and its address. `folder`: where it works and puts what is temporary."""
     env = os.environ | ({} if folder is None else {"TMPDIR": str(folder)})
     if port is None:
         with socket.create_server(("127.0.0.1", 0)) as probe:

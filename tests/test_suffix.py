@@ -42,7 +42,6 @@ class Brute:
         self.counts = Counter(spans)
 
     def match(self, text: abc.Sequence[int]) -> int:
-        """How long the longest suffix is that occurs."""
         return next((n for n in range(len(text), 0, -1) if self.counts[tuple(text[-n:])]), 0)
 
     def after(self, stretch: tuple[int, ...], tokens: int = 3) -> dict[int, int]:
@@ -126,7 +125,6 @@ def test_a_text_in_circles_takes_no_longer_and_longer() -> None:
 
 
 def begun(drafter: Drafter, tokens: abc.Sequence[int], room: int = 20, *options: Any, **more: Any) -> Sequence:
-    """A sequence that the drafter has admitted."""
     seq = Sequence(Request(list(tokens), room, *options, **more))
     list(drafter.admit(seq, None, 8))
     return seq
@@ -165,8 +163,6 @@ def test_what_limits_a_draft() -> None:
 
 
 class Only(Constraint):
-    """Allows tokens below 7."""
-
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores
 
@@ -323,8 +319,6 @@ def test_auto_is_what_the_decoder_has() -> None:
 
 
 class Fixed(PlainDrafter):
-    """A drafter that notes what it sees."""
-
     def __init__(self, wants_hidden: Capture = "") -> None:
         self.wants_hidden = wants_hidden
         self.asked: list[list[int]] = []
@@ -383,22 +377,22 @@ def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
 def test_a_balance_goes_by_what_came_true_and_by_costs() -> None:
     table = Costs(target={1: 30.0, 2: 33.0, 4: 40.0, 8: 60.0}, draft={1: 10.0, 8: 40.0})
     drafts = {n: Draft.chain(0, list(range(1, n + 1))) for n in (1, 4)}
-    balance, seq = Balance(table, False), begun(SuffixDrafter(Suffix()), [1])
+    balance, none, other = Balance(table, False), Draft.root(0), Draft.chain(0, [0] * 7)
 
     def prefers(n: int) -> bool:
-        return balance.prefers_suffix(seq, drafts[n], float(n), 1)
+        return balance.prefers_suffix(True, drafts[n], float(n), 1)
 
     assert prefers(4) and not prefers(1)  # of a long match most comes, of one token little
     for _ in range(40):
-        balance.observe(drafts[4], 4.0, [9, 2])  # nothing of the promised four
-        balance.observe(drafts[1], 1.0, [1, 5])  # all of it
+        balance.observe(drafts[4], 4.0, none, [9, 2])  # nothing of the promised four
+        balance.observe(drafts[1], 1.0, none, [1, 5])  # all of it
     assert not prefers(4) and prefers(1)
     for _ in range(40):
-        balance.observe(drafts[4], 4.0, [1, 2])  # all that can be seen
+        balance.observe(drafts[4], 4.0, none, [1, 2])  # all that can be seen
     assert prefers(4)
-    for drafted, brought, wanted in ((7, 8, False), (7, 1, True)):
+    for brought, wanted in ((8, False), (1, True)):
         for _ in range(200):
-            balance.observe_other(drafted, brought)
+            balance.observe(none, 0.0, other, [0] * brought)
         assert prefers(1) == wanted
 
 

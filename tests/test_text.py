@@ -27,7 +27,6 @@ stops = st.lists(st.text(alphabet="ab c\u00e9\u6f22", min_size=1, max_size=4), m
 
 @st.composite
 def chunked(draw: st.DrawFn) -> tuple[str, list[list[int]]]:
-    """A text, and its tokens in chunks of any size."""
     text = draw(texts)
     ids = tiny_tokenizer().encode(text)
     cuts = sorted(draw(st.sets(st.integers(1, max(1, len(ids) - 1)))))

@@ -51,7 +51,6 @@ def lowercasing() -> PreTrainedTokenizerFast:
 
 
 def of_letters(letters: str, merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of these letters, in this order, and what is merged of them."""
     names = [*letters.replace(" ", "\u0120"), *("".join(pair) for pair in merges)]
     backend = Tokenizer(models.BPE({name: id for id, name in enumerate(names)}, list(merges)))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -63,7 +62,6 @@ MAKERS = {"byte-level": bytelevel, "pieces": pieces, "lower case": lowercasing}
 
 @cache
 def translation(name: str) -> Translation:
-    """From the toys' byte-level tokenizer to another one."""
     return translate(tiny_tokenizer(), MAKERS[name](), name)
 
 

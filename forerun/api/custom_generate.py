@@ -151,7 +151,6 @@ def custom_generate(
 
 
 def _check_supported(config: GenerationConfig) -> None:
-    """Raise ValueError for what the loop cannot do."""
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(f"generation mode {mode.value!r} is not supported; greedy search and sampling are")

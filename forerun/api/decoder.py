@@ -265,7 +265,6 @@ class Decoder:
         tool_choice: Any = None,
         **options: Any,
     ) -> Call:
-        """Return the call of one conversation or of several, which end where a turn does."""
         checked = checked_tools(tools or [])
         use = tools_for(checked, checked_choice(tool_choice, checked), True, self.tokenizer)
         single = not (isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple))

@@ -120,7 +120,6 @@ def load_eagle3(folder: Path, name: str, target: CausalLM) -> Eagle3Head:
 
 
 def _check_shapes(module: nn.Module, stored: dict[str, tuple[int, ...]]) -> None:
-    """Raise ValueError unless these are exactly the tensors of a module."""
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     for name in sorted(wanted.keys() & stored.keys()):
         if wanted[name] != stored[name]:
@@ -131,7 +130,6 @@ def _check_shapes(module: nn.Module, stored: dict[str, tuple[int, ...]]) -> None
 
 
 def _check_eagle3(head: Eagle3Head, name: str, target: CausalLM) -> None:
-    """Raise ValueError for a head of another target."""
     size, layer = target.config.hidden_size, head.config.layer
     own = len(head.config.captured) * size, target.vocab_size
     if (found := (head.width, layer.vocab_size)) != own:

@@ -115,7 +115,6 @@ def _default(ours: Mapping[str, Any], mode: str, other: Method) -> Method:
 
 
 def _parse(name: str | Method, texts: Sequence[str]) -> dict[str, Any]:
-    """Return settings of the method from the command line, by their types. Raises ValueError."""
     pairs = [text.partition("=") for text in texts]
     for text, (key, equals, _) in zip(texts, pairs, strict=True):
         if not equals or not key:
@@ -124,7 +123,6 @@ def _parse(name: str | Method, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _check(method: Method, draft: Any, pre_verifier: Any, head: Any) -> None:
-    """Raise ValueError if a part is missing that the method needs."""
     if method.needs_draft and draft is None:
         raise ValueError(f"method {method.name!r} needs a draft model: give a draft")
     if method.layer is not None and pre_verifier is None:

@@ -21,6 +21,7 @@ from forerun.text.vocabularies import Translation
 from forerun.zoo import companion
 
 ROWS = 64  # the fewest that a decoder takes at once
+_translation_for = lru_cache(1)(translation_for)
 
 
 def load_prompts(
@@ -72,12 +73,7 @@ def translation_of(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> Tra
     """Return how the plan's draft drafts, if it is needed and has another tokenizer than the target's."""
     if tokenizer is None or plan.draft is None or not plan.needs_draft:
         return None
-    return _translation(tokenizer, plan.draft, plan.strict, plan.trust_remote_code)
-
-
-@lru_cache(1)
-def _translation(tokenizer: PreTrainedTokenizerBase, draft: str, strict: str | None, trust: bool) -> Translation | None:
-    return translation_for(tokenizer, draft, strict, trust_remote_code=trust)
+    return _translation_for(tokenizer, plan.draft, plan.strict, trust_remote_code=plan.trust_remote_code)
 
 
 def load_decoders(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[str, Decoder], CausalLM]:

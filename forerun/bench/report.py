@@ -138,7 +138,6 @@ def provenance(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tuned(plan: Plan, methods: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return {method: {setting: value}} of the value with the best median speedup."""
     assert plan.tune is not None
     name, _, key = plan.tune.partition("=")[0].partition(".")
     best = max((each for each in methods if each != "ar"), key=lambda each: methods[each]["speedup"])

@@ -89,7 +89,8 @@ def demo(
     for _ in range(1 + ROUNDS):
         rounds.append([])
         for number, (text, prompt) in enumerate(chosen, 1):
-            rounds[-1].append(_pair(both, prompt, params, len(rounds) + number))
+            turn = 1 if (len(rounds) + number) % 2 else -1  # who goes first; nothing is printed meanwhile
+            rounds[-1].append([each.generate(prompt, params) for each in both[::turn]][::turn])
             if len(rounds) == 1:
                 done = rounds[0][-1][1]
                 pieces = TextStream(decoder.tokenizer, prompt).push(done.tokens, done.origins, finished=True)
@@ -143,12 +144,6 @@ def _prompts(target: str, tokenizer: Any, count: int | None) -> list[tuple[str, 
     if len(chosen) < (count or 1):
         raise ValueError(f"--prompts is at most {len(chosen)}, this Python's pieces of held-out code, not {count or 1}")
     return [(str(tokenizer.decode(prompt)), prompt) for prompt in chosen]
-
-
-def _pair(both: tuple[Any, Any], prompt: list[int], params: SamplingParams, turn: int) -> list[Any]:
-    """Return the completions of both decoders, which go first in turns. Nothing is printed meanwhile."""
-    found = [each.generate(prompt, params) for each in both[:: 1 if turn % 2 else -1]]
-    return found[:: 1 if turn % 2 else -1]
 
 
 def _row(number: int, pairs: tuple[list[Any], ...]) -> dict[str, Any]:

@@ -71,18 +71,7 @@ def chat(
         _answer(decoder, messages, params, {"system": system}, as_json)
 
 
-def _loaded(
-    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: options.DecodeOptions, method: Any
-) -> Any:
-    """Return the decoder for a prompt, which is checked before weights are loaded (`_checked_tokenizer`)."""
-    tokenizer = _checked_tokenizer(target, prompt, params, system, decoding)
-    from forerun.api.load import load
-
-    return load(target, method=method, tokenizer=tokenizer, **decoding.for_load())
-
-
 def _answer(decoder: Any, prompt: Any, params: SamplingParams, chat: dict[str, Any], as_json: bool) -> None:
-    """Print the answer to a prompt, which is text, or a conversation as a list."""
     from rich.console import Console
 
     reading, is_chat = Reading(), isinstance(prompt, list)
@@ -130,12 +119,12 @@ def _message(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text.removesuffix("\n").removesuffix("\r")}]
 
 
-def _checked_tokenizer(
-    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: options.DecodeOptions
+def _loaded(
+    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: options.DecodeOptions, method: Any
 ) -> Any:
-    """Load the target's tokenizer.
+    """Return the decoder for a prompt.
 
-    Raises ValueError, without loading weights, for a template that cannot render the messages, a prompt that does not
+    Raises ValueError, before weights are loaded, for a template that cannot render the messages, a prompt that does not
     fit the context, and a form that cannot be used.
     """
     say_loading(target, decoding.draft)
@@ -159,4 +148,6 @@ def _checked_tokenizer(
     form, ends = form_of(params.response_format), turn_ends(tokenizer) | end_of(tokenizer)
     if form is not None and ends:  # else the model may name an end token
         compiled(form, tokenizer, ends)
-    return tokenizer
+    from forerun.api.load import load
+
+    return load(target, method=method, tokenizer=tokenizer, **decoding.for_load())

@@ -33,7 +33,14 @@ def info(
     if as_json:
         print(json.dumps(facts))
     else:
-        _print_rows([(name, _shown(name, value)) for name, value in facts.items() if name != "methods"])
+        from rich.console import Console
+        from rich.table import Column, Table
+
+        table = Table("", Column(overflow="fold"), show_header=False, box=None)
+        for name, value in facts.items():
+            if name != "methods":
+                table.add_row(name, _shown(name, value))
+        Console(soft_wrap=True, highlight=False).print(table)
 
 
 def file_facts(model: str) -> dict[str, Any]:
@@ -81,13 +88,3 @@ def collect() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "methods": {name: asdict(settings()) for name, settings in METHODS.items()},
     }
-
-
-def _print_rows(rows: list[tuple[str, str]]) -> None:
-    from rich.console import Console
-    from rich.table import Column, Table
-
-    table = Table("", Column(overflow="fold"), show_header=False, box=None)
-    for row in rows:
-        table.add_row(*row)
-    Console(soft_wrap=True, highlight=False).print(table)

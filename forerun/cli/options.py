@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from copy import copy
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -24,15 +23,6 @@ from forerun.files import read_text
 from forerun.methods import METHODS, Method
 from forerun.sampling.params import SamplingParams
 
-# Panels of --help; what is in none of them stands under "Options".
-PANELS = {
-    "Model": "target model_name draft dtype weights draft_weights draft_vocabulary trust_remote_code",
-    "Method": "methods method gamma method_arg tune pre_verifier head guard",
-    "Sampling": "max_new_tokens temperature top_k top_p min_p repetition_penalty seed stop ignore_eos stop_at_eos "
-    "json_schema regex grammar",
-    "Machine": "device threads max_rows kv_memory",
-}
-PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names.split()}
 TargetOption = Annotated[
     str, typer.Option(help="Hub id, folder or GGUF file of the target; the embedded one by default.")
 ]
@@ -159,7 +149,6 @@ class ServingOptions(DecodeOptions):
 
 
 def _absolute(model: str | Path) -> str:
-    """Return a model's name, or the absolute path of its file or folder."""
     if model == zoo.EMBEDDED or model in zoo.MODELS:
         return str(model)
     path = Path(model).expanduser()
@@ -205,7 +194,6 @@ class SamplingOptions:
         return SamplingParams(**values)
 
     def _form(self, kind: str) -> dict[str, Any]:
-        """Return the `response_format` that an option asks for."""
         if kind == "regex":
             return {"type": kind, kind: self.regex}
         if self.grammar is not None:
@@ -225,21 +213,19 @@ def check_packages(command: str, extra: str, *names: str) -> None:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take dataclasses of options, whose fields typer and callers see as options of the command, and
-    put options into the PANELS of --help."""
+    """Let a command take dataclasses of options, whose fields typer and callers see as options of the command."""
     groups: dict[str, Any] = {}
     parameters: list[Parameter] = []
     for parameter in signature(command, eval_str=True).parameters.values():
         group = parameter.annotation
         if not (isinstance(group, type) and is_dataclass(group)):
-            parameters.append(parameter.replace(annotation=_in_panel(parameter.name, group)))
+            parameters.append(parameter)
             continue
         groups[parameter.name] = group
         hints = get_type_hints(group, include_extras=True)
         for field in fields(group):
             default = Parameter.empty if field.default is MISSING else field.default
-            hint = _in_panel(field.name, hints[field.name])
-            parameters.append(parameter.replace(name=field.name, default=default, annotation=hint))
+            parameters.append(parameter.replace(name=field.name, default=default, annotation=hints[field.name]))
     flat = Signature(parameters)
 
     @wraps(command)
@@ -253,11 +239,3 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
     run.__signature__ = flat  # type: ignore[attr-defined]
     return run
-
-
-def _in_panel(name: str, hint: Any) -> Any:
-    """Return the hint of a parameter with its option in the panel of its name."""
-    kind, option = get_args(hint)
-    option = copy(option)  # an alias may be in several commands
-    option.rich_help_panel = option.rich_help_panel or PANEL_OF.get(name)
-    return Annotated[kind, option]

@@ -32,7 +32,7 @@ class TrainOptions:
     target: Annotated[str, typer.Option(help="Hub id or folder of the target.")] = EMBEDDED
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 2000
     work: Annotated[Path | None, typer.Option(help="Folder that several trainings share.")] = None
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the training.", rich_help_panel="Options")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the training.")] = 0
     device: DeviceOption = None
     trust_remote_code: TrustOption = False
     threads: ThreadsOption = None

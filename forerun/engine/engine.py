@@ -303,7 +303,6 @@ class Engine:
                 return
 
     def _next_fits(self) -> bool:
-        """Return whether the first waiting sequence may be admitted."""
         if not self.waiting or len(self.running) >= self.max_rows or not self._retries.may_join(self.running):
             return False
         return not self.running or self._fits(self.waiting[0], len(self.running))

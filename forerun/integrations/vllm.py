@@ -203,11 +203,9 @@ class Proposer:
         return drafts
 
     def _limit_of(self, tokens: np.ndarray) -> int:
-        """Return the length that a text may have after this step."""
         return min(self._limit, len(tokens) + self._most + 1)
 
     def _observe(self, drafter: Drafter, grown: list[tuple[Text, np.ndarray]]) -> None:
-        """Report to the drafter which drafted tokens vLLM has accepted."""
         seqs, drafts, verdicts, rest = [], [], [], []
         for text, tokens in grown:
             new = [int(token) for token in tokens[len(text.known) :]]

@@ -77,7 +77,6 @@ def method_class(name: str) -> type[Method]:
 
 
 def _check(cls: Any, shown: str) -> type[Method]:
-    """Return the class if it is a method's, else raise ValueError."""
     is_method_class = isinstance(cls, type) and issubclass(cls, Method) and is_dataclass(cls)
     if not (is_method_class and cls.__dataclass_params__.frozen):  # type: ignore[attr-defined]
         raise ValueError(

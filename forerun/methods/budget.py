@@ -130,7 +130,6 @@ class Budget:
         return sizes
 
     def _first(self, survival: list[float]) -> list[float]:
-        """Return the best values, as many as a row may take."""
         return sorted(survival, reverse=True)[: len(self.groups[0].costs.verify) - 1]
 
     def _go_on(self, k: int) -> None:

@@ -162,11 +162,9 @@ class ChainDrafter(Drafter):
     # Overridden by `forerun.methods.translated`:
 
     def _text(self, seq: Sequence) -> list[int]:
-        """Return a sequence's text in the model's tokens."""
         return seq.tokens
 
     def _pending(self, chain: Chain) -> list[int]:
-        """Return the tokens of a sequence and its draft that the model has not run yet."""
         return chain.pending(self.model.length(chain.seq.id))
 
     def _logits(self, ids: abc.Sequence[int], pending: abc.Sequence[abc.Sequence[int]]) -> Tensor:
@@ -217,7 +215,6 @@ class ChainDrafter(Drafter):
         return self.model.vocab_size >= self.vocab_size or max(tokens) < self.model.vocab_size
 
     def _depth(self, seq: Sequence) -> int:
-        """Return the number of tokens that may be drafted."""
         if seq.id not in self.model or not self._knows(seq.tokens[self.model.length(seq.id) :]):
             return 0
         context = self.model.context

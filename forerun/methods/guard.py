@@ -71,18 +71,13 @@ class SpeedTracker:
         self._spare -= share
         self.wait = max(self.wait - share, 0)
 
-    def tick(self) -> None:
-        """Count a step without drafts that cannot be judged."""
-        self.wait = max(self.wait - 1, 0)
-
     def drafts(self, rows: int) -> bool:
         """Return whether a step of N rows is to draft."""
-        return not self.paused and self._looks >= LOOKS and rows in self._plain and not self._is_due()
-
-    def _is_due(self) -> bool:
-        """Return whether to measure a plain step now: more often if drafting gains little, as that costs little."""
+        if self.paused or self._looks < LOOKS or rows not in self._plain:
+            return False
         gain = self._brought / self._spent if self._spent else 1.0
-        return self._since > min(self._soon, max(1 - 1 / gain, 0.05) / SHARE)
+        # A plain step is measured more often if drafting gains little, as that costs little.
+        return self._since <= min(self._soon, max(1 - 1 / gain, 0.05) / SHARE)
 
     def charge(self, rows: int, seconds: float, late: bool) -> None:
         """Charge the time of drafts' prompts. `late`: at the beginning of a trial, which may gain it back."""
@@ -194,7 +189,7 @@ class Guarded(Drafter):
         if drafts and len(asked) < len(seqs) and (asked or among is not None):
             self._judge = None  # where costs rule drafts out, another drafter's may stand, and some rows show nothing
         if self._judge is None and not asked:
-            pace.tick()
+            pace.wait = max(pace.wait - 1, 0)
         late = [seq for seq in asked if not self._inside[seq.id]]
         if late and self._admitting:  # they wait for that prompt; this step is not judged
             asked = [seq for seq in asked if self._inside[seq.id]]

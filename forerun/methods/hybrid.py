@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import TYPE_CHECKING, ClassVar
 
 from forerun.engine.draft import Draft
@@ -59,7 +58,6 @@ class Hybrid(Suffix):
         return self.other == "auto" or self._other().any_tokenizer
 
     def _other(self) -> Method:
-        """Return the method `other`. Raises ValueError for an unknown name or bad settings."""
         from forerun.methods import METHODS, method, parse_value
 
         name, *given = str(self.other).split(":")
@@ -105,36 +103,32 @@ class Balance:
         self._price = costs.heading if is_head else costs.drafting
         steps = [n * self._price(1) + costs.verify(n + 1) for n in range(MOST + 1)]
         n = best_length(steps, [EXPECTED] * MOST)
-        self._steps, self._drafted = WEIGHT, WEIGHT * n
-        self._brought = WEIGHT * sum(EXPECTED**i for i in range(n + 1))
+        # of the other drafter: its steps, and the tokens that they drafted and brought
+        self._other = WEIGHT, WEIGHT * n, WEIGHT * sum(EXPECTED**i for i in range(n + 1))
         self._promised = [WEIGHT * size for size in range(1, len(SHARES) + 1)]
         self._true = [share * promised for share, promised in zip(SHARES, self._promised, strict=True)]
 
-    def prefers_suffix(self, seq: Sequence, draft: Draft, score: float, rows: int) -> bool:
+    def prefers_suffix(self, greedy: bool, draft: Draft, score: float, rows: int) -> bool:
         """Return whether a suffix draft takes less time a token than the other drafter in a step of N rows."""
-        costs, size, drafted = self._costs[seq.greedy], self._size(score), self._drafted / self._steps
-        brought = 1 + score * self._true[size] / self._promised[size]
-        own = costs.verify(rows * (draft.drafted + 1)) / brought
-        other = drafted * self._price(rows) + costs.verify(rows * (drafted + 1))
-        return own <= other * self._steps / self._brought
+        costs, size, (steps, drafted, brought) = self._costs[greedy], self._size(score), self._other
+        own = costs.verify(rows * (draft.drafted + 1)) / (1 + score * self._true[size] / self._promised[size])
+        other = drafted / steps * self._price(rows) + costs.verify(rows * (drafted / steps + 1))
+        return own <= other * steps / brought
 
     def _size(self, score: float) -> int:
         return min(max(int(score), 1), len(SHARES)) - 1
 
-    def observe(self, draft: Draft, score: float, came: list[int]) -> None:
-        """Record the tokens that came where a suffix draft was made, used or not."""
-        pairs = list(zip(draft.tokens[1:], came, strict=False))
-        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        seen = draft.drafted if right < len(pairs) else right  # what would have come after the last token is not known
-        size = self._size(score)
-        self._promised[size] = KEPT * self._promised[size] + score * seen / draft.drafted
-        self._true[size] = KEPT * self._true[size] + right
-
-    def observe_other(self, drafted: int, brought: int) -> None:
-        """Record a draft of the other drafter and the tokens that its step brought."""
-        self._steps = KEPT * self._steps + 1
-        self._drafted = KEPT * self._drafted + drafted
-        self._brought = KEPT * self._brought + brought
+    def observe(self, found: Draft, score: float, used: Draft, came: list[int]) -> None:
+        """Record the tokens of a step, where this suffix draft was found and that draft was used."""
+        if found.drafted:
+            size, pairs = self._size(score), list(zip(found.tokens[1:], came, strict=False))
+            right = next((n for n, (drafted, token) in enumerate(pairs) if drafted != token), len(pairs))
+            seen = found.drafted if right < len(pairs) else right  # what would come after the last token is not known
+            self._promised[size] = KEPT * self._promised[size] + score * seen / found.drafted
+            self._true[size] = KEPT * self._true[size] + right
+        if used.drafted and used is not found:
+            steps, drafted, brought = self._other
+            self._other = KEPT * steps + 1, KEPT * drafted + used.drafted, KEPT * brought + len(came)
 
 
 class HybridDrafter(Drafter):
@@ -151,9 +145,7 @@ class HybridDrafter(Drafter):
         self.suffixes, self.other, self.threshold, self.balance = suffixes, other, threshold, balance
         self.wants_hidden, self.spread = other.wants_hidden, other.spread
         self._asked: set[int] = set()  # sequences for which the other drafter was called in this step
-        self._found: dict[
-            int, tuple[Draft, float, int]
-        ] = {}  # suffix drafts of this step, scores, and lengths of texts
+        self._found: dict[int, tuple[Draft, float, int]] = {}  # suffix drafts, scores, and lengths of texts
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         yield from self.suffixes.admit(seq, hidden, chunk)
@@ -164,8 +156,10 @@ class HybridDrafter(Drafter):
         rest = []
         for seq in seqs:
             found, score = self.suffixes.find(seq, len(seqs))
-            drafts[seq.id] = found
-            if not found.drafted or not self._is_sure(seq, found, score, len(seqs)):
+            drafts[seq.id], is_sure = found, score >= self.threshold
+            if self.balance is not None:
+                is_sure = self.balance.prefers_suffix(seq.greedy, found, score, len(seqs))
+            if not found.drafted or not is_sure:
                 rest.append(seq)
             self._found[seq.id] = found, score, len(seq.tokens)
         self._asked, proposal, is_measuring = {seq.id for seq in rest}, Proposal([]), False
@@ -179,26 +173,16 @@ class HybridDrafter(Drafter):
                 drafts[seq.id] = draft
         return Proposal.together([drafts[seq.id] for seq in seqs], [proposal])
 
-    def _is_sure(self, seq: Sequence, found: Draft, score: float, rows: int) -> bool:
-        if self.balance is None:
-            return score >= self.threshold
-        return self.balance.prefers_suffix(seq, found, score, rows)
-
     def observe(
         self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
     ) -> None:
         # Hidden states come only once, so a drafter that wants them sees every step.
         rows = [row for row, seq in enumerate(seqs) if self.wants_hidden or seq.id in self._asked]
         observe_rows(self.other, rows, seqs, drafts, verdicts, hidden)
-        if self.balance is not None:
-            for seq, draft in zip(seqs, drafts, strict=True):
-                if seq.id not in self._found:  # a plain step that others measure
-                    continue
+        for seq, draft in zip(seqs, drafts, strict=True):
+            if self.balance is not None and seq.id in self._found:  # else a plain step that others measure
                 found, score, length = self._found[seq.id]
-                if found.drafted:
-                    self.balance.observe(found, score, seq.tokens[length:])
-                if draft.drafted and draft is not found:
-                    self.balance.observe_other(draft.drafted, len(seq.tokens) - length)
+                self.balance.observe(found, score, draft, seq.tokens[length:])
         self._asked, self._found = set(), {}
 
     def drop(self, seq: Sequence) -> None:

@@ -137,7 +137,6 @@ class LyannaDrafter(HeadDrafter):
             self.old[seq.id] = OldLogits(logits)
 
     def _free(self, seqs: list[Sequence], limits: list[int], left: list[int]) -> list[bool]:
-        """Return which rows draft from old logits alone."""
         if self.reuse != "free":
             return [False] * len(seqs)
         free = [count >= self.least for count in left]
@@ -177,7 +176,8 @@ class StepLogits:
         self._lengths: list[int] = []  # of the head's rows without this step's states
 
     def __call__(self, k: int, tokens: Tensor, at: Tensor) -> Tensor:
-        self._reach(k)
+        if self.fresh and k == len(self.places):
+            self._run(max(self._deep(row) for row in self.fresh) - k)
         found = self._summed(k, len(tokens))[:, None]
         if self.head.information is not None:
             return found + self.head.information(tokens)
@@ -195,11 +195,6 @@ class StepLogits:
 
     def _deep(self, row: int) -> int:
         return self.limits[row] if self.plan is None else self.plan.deep[row]
-
-    def _reach(self, k: int) -> None:
-        """Draft states up to depth k, unless done."""
-        if self.fresh and k == len(self.places):
-            self._run(max(self._deep(row) for row in self.fresh) - k)
 
     def _summed(self, k: int, count: int) -> Tensor:
         """Return logits [B, S] of place k without token information, with old logits added."""
@@ -229,7 +224,6 @@ class StepLogits:
         return torch.stack(rows)
 
     def _run(self, steps: int) -> None:
-        """Draft `steps` more states and their logits."""
         if steps < 1:
             return
         begun, ids = perf_counter(), [seq.id for seq in self.seqs]

@@ -108,8 +108,6 @@ class _Row:
 
 @dataclass
 class _Phrased(Chain):
-    """A chain in the making, with the rule that ends it."""
-
     rule: StopRule | None = None
     policy_seconds: float = 0.0
 
@@ -173,7 +171,6 @@ class OuroborosDrafter(ChainDrafter):
         return not self._without
 
     def _grow_by_phrases(self, chains: list[_Phrased]) -> Proposal:
-        """Draft for all chains, each with its own number of tokens a forward."""
         going = [chain for chain in chains if chain.depth > 0]
         for chain in going:
             chain.rule = self.policy.begin([chain.seq], 1)
@@ -207,7 +204,6 @@ class OuroborosDrafter(ChainDrafter):
         return tree
 
     def _known(self, phrase: abc.Sequence[int]) -> abc.Sequence[int]:
-        """Return a phrase, or nothing if the draft model lacks one of its tokens."""
         return phrase if self._knows(phrase or [0]) else ()
 
     def _walk(self, chain: _Phrased, tree: Tree, logits: Tensor) -> tuple[bool, list[int]]:
@@ -265,25 +261,15 @@ class OuroborosDrafter(ChainDrafter):
             of_chains.append(replace(verdict, rejected=verdict.rejected and verdict.accepted < count))
             if row.chain is None or not verdict.argmax:  # empty if a processor raised
                 continue
-            self._feed_back(row, draft, verdict.argmax)
-            if verdict.accepted < count:
-                self._learn_rejected(row, draft, verdict)
+            # Phrases after the chain give way to the target's tokens there, even if it was rejected before (unlike the
+            # original); after each of its tokens from a rejected one on the target's are phrases too.
+            for phrase, nodes in row.suffixes:
+                if len(nodes) == self.span:
+                    row.pool.drop(draft.tokens[row.chain], phrase)
+                    row.pool.add(draft.tokens[row.chain], [verdict.argmax[node] for node in (row.chain, *nodes[:-1])])
+            for node in range(verdict.accepted + 1, row.chain - self.span + 2):
+                row.pool.add(draft.tokens[node], verdict.argmax[node : node + self.span])
             row.read = row.pool.learn(seq.tokens, row.read)
             row.chain, row.suffixes = None, []  # the next step may have no draft
         self.policy.observe(seqs, drafts, of_chains)
         self._crop(seqs)
-
-    def _learn_rejected(self, row: _Row, draft: Draft, verdict: Verdict) -> None:
-        """Add as phrases the target's tokens after each token of the chain, from the rejected one on."""
-        assert row.chain is not None
-        for node in range(verdict.accepted + 1, row.chain - self.span + 2):
-            row.pool.add(draft.tokens[node], verdict.argmax[node : node + self.span])
-
-    def _feed_back(self, row: _Row, draft: Draft, argmax: list[int]) -> None:
-        """Replace phrases after the chain by the target's tokens there, even if the chain was rejected before (unlike
-        the original)."""
-        assert row.chain is not None
-        for phrase, nodes in row.suffixes:
-            if len(nodes) == self.span:
-                row.pool.drop(draft.tokens[row.chain], phrase)
-                row.pool.add(draft.tokens[row.chain], [argmax[node] for node in (row.chain, *nodes[:-1])])

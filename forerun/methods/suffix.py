@@ -63,8 +63,6 @@ class Suffix(Method):
 
 @dataclass
 class _Text:
-    """The suffixes of one text, as far as it was read."""
-
     automaton: Automaton = field(default_factory=Automaton)
     last: int = 0
     known: int = 0
@@ -121,7 +119,6 @@ class SuffixDrafter(Drafter):
     def _grow(
         self, automaton: Automaton, state: int, match: int, least: float, seq: Sequence
     ) -> tuple[list[int], float]:
-        """Return tokens and score of the continuation of a match of `match` tokens."""
         asked = self.settings
         most = min(asked.most, int(asked.factor * match + asked.offset), seq.remaining - 1)
         tokens, probs = automaton.grow(state, most if match else 0, least, seq.eos)

@@ -211,7 +211,6 @@ class Grammar(Constraint):
         return found
 
     def _goes(self, matcher: LLMatcher, text: tuple[int, ...]) -> bool:
-        """Move the matcher to a text; return whether the grammar allows it."""
         tokens, before, same = self._tokens, tuple(self._at), min(len(self._at), len(text))
         while before[:same] != text[:same]:
             same -= 1
@@ -228,7 +227,6 @@ class Grammar(Constraint):
         return True
 
     def _follows(self, matcher: LLMatcher) -> _State:
-        """Return what may follow at the matcher's text."""
         tokens, ends = self._tokens, list(self._tokens.ends)
         raw = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         bits = np.unpackbits(raw, count=max(tokens.size, *ends, 0) + 1, bitorder="little")
@@ -243,6 +241,5 @@ class Grammar(Constraint):
 
 
 def _line(error: object) -> str:
-    """Return an error as one bounded line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:200] + "..."

@@ -59,7 +59,6 @@ def _schema(given: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """A value in an error message, bounded."""
     if isinstance(value, str):
         return repr(value if len(value) <= 40 else value[:40] + "...")
     if value is None or isinstance(value, bool | int | float):

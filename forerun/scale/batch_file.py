@@ -117,14 +117,12 @@ def _id(found: dict[str, Any], name: str) -> str | None:
 
 
 def _plain(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return where a plain prompt or conversation goes, and its body. Raises ValueError."""
     if ("prompt" in found) == ("messages" in found):
         raise ValueError("the line must have prompt or messages, or custom_id, method, url and body")
     return CHAT if "messages" in found else COMPLETION, {key: each for key, each in found.items() if key != "id"}
 
 
 def _enveloped(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return where a line of OpenAI's format goes, and its body. Raises ValueError."""
     for key in _ENVELOPE:
         if found.get(key) is None:
             raise ValueError(f"{key} is missing")
@@ -137,7 +135,6 @@ def _enveloped(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _fill_in(body: dict[str, Any], number: int, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a body with the defaults that it needs."""
     given = {name for name, value in body.items() if value is not None}
     if "max_completion_tokens" in given:
         given.add("max_tokens")

@@ -73,7 +73,6 @@ class Folder:
             raise ValueError(f"cannot write to {self.path}: {error.strerror}") from None
 
     def _check(self) -> None:
-        """Raise ValueError unless the folder is this job's, or free."""
         known = self.path / "job.json"
         if not known.exists():
             if self.path.exists() and not all(

@@ -71,7 +71,6 @@ class Answer:
         return self._whole()
 
     def _whole(self) -> bytes:
-        """Return the JSON of an answer that has ended."""
         choices = []
         for index, choice in enumerate(self.choices):
             message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -101,7 +100,6 @@ class Answer:
             yield event
 
     def _begin(self) -> list[bytes]:
-        """Return the events before the first step's."""
         return []
 
     def _end(self, error: ApiError | None = None) -> list[bytes]:
@@ -199,7 +197,6 @@ def call_id(form: ToolForm) -> str:
 
 
 def _tool_calls(calls: list[ToolCall], form: ToolForm) -> list[dict[str, Any]]:
-    """Return calls as OpenAI has them, with new ids."""
     return [{"id": call_id(form), "type": "function", "function": vars(call)} for call in calls]
 
 

@@ -85,7 +85,11 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return _from_pydantic(error).response()
+        first = error.errors()[0]  # told without the input that pydantic would echo
+        if first["type"] == "json_invalid":
+            return ApiError(400, "the body is not JSON", "body", "invalid_json").response()
+        param = ".".join(str(each)[:40] for each in first["loc"][1:4] if not isinstance(each, int)) or "body"
+        return ApiError(400, f"{param}: {str(first['msg']).removeprefix('Value error, ')}", param).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -95,12 +99,3 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         return ApiError(500, "the server failed; its log says why").response(Connection="close")  # as uvicorn does
-
-
-def _from_pydantic(error: RequestValidationError) -> ApiError:
-    """Name the first mistake, without the input that pydantic would echo."""
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, "the body is not JSON", "body", "invalid_json")
-    param = ".".join(str(each)[:40] for each in first["loc"][1:4] if not isinstance(each, int)) or "body"
-    return ApiError(400, f"{param}: {str(first['msg']).removeprefix('Value error, ')}", param)

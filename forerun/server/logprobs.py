@@ -29,14 +29,8 @@ class TokenTexts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self._stops = tokenizer, StopStrings(tokenizer, ())
-        self.text = lru_cache(CACHED)(self._text)
-        self.both = lru_cache(CACHED)(self._both)
-
-    def _text(self, token: int) -> str:
-        return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
-
-    def _both(self, token: int) -> tuple[str, list[int]]:
-        return self.text(token), list(self._stops.bytes_of(token))
+        self.text = lru_cache(CACHED)(lambda token: str(tokenizer.decode([token], clean_up_tokenization_spaces=False)))
+        self.both = lru_cache(CACHED)(lambda token: (self.text(token), list(self._stops.bytes_of(token))))
 
 
 class LogprobsJson:

@@ -83,7 +83,6 @@ class BodyLimit:
         await self.app(scope, receive_body, send)
 
     async def _read(self, length: str, receive: Receive) -> bytes | None:
-        """Return the body, or None if its sender has gone."""
         body, more = bytearray(), True
         while more and len(body) <= self.limit and not (length.isdecimal() and int(length[:18]) > self.limit):
             message = await receive()

@@ -60,7 +60,6 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
 
 
 def _check_json(value: Any) -> None:
-    """Raise ValueError for what cannot be sent back."""
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
@@ -145,7 +144,6 @@ class ResponseAnswer(Answer):
         return as_json(self._response(self._status, True))
 
     def _told(self) -> list[bytes]:
-        """Return the events of what was read since the last call: text, then calls."""
         (choice,) = self.choices
         pieces: list[str | ToolCall] = [*([choice.text] if choice.text else []), *choice.calls]
         choice.text, choice.calls = "", []
@@ -206,7 +204,6 @@ class ResponseAnswer(Answer):
         ]
 
     def _new(self, item: dict[str, Any]) -> bytes:
-        """Return the event that begins an item."""
         self._items.append(item | {"status": "in_progress"})
         return self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
 
@@ -214,7 +211,6 @@ class ResponseAnswer(Answer):
         return self._event("response.output_item.done", output_index=len(self._items) - 1, item=self._items[-1])
 
     def _close(self, status: str) -> list[bytes]:
-        """Return the events that end the text that is open, if there is one."""
         if not self._is_open:
             return []
         self._is_open, item = False, self._items[-1]

@@ -104,7 +104,6 @@ def renders_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _renders_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the chat template writes calls and their results."""
     call = {"id": "abcdefghi", "type": "function", "function": {"name": _CALL, "arguments": {}}}
     result = {"role": "tool", "content": _ANSWER, "name": _CALL, "tool_call_id": "abcdefghi"}
     text = _tried(tokenizer, [{"role": "assistant", "content": "", "tool_calls": [call]}, result])
@@ -112,7 +111,6 @@ def _renders_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _tried(tokenizer: PreTrainedTokenizerBase, messages: list[Any], tools: list[Any] | None = None) -> str:
-    """Return a conversation as the template writes it; nothing if it refuses it."""
     try:
         found = [{"role": "user", "content": "x"}, *messages]
         return str(tokenizer.apply_chat_template(found, tools=tools, tokenize=False))

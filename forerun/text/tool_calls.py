@@ -167,7 +167,6 @@ class ToolStream:
         return ToolCall(name, json.dumps(arguments, ensure_ascii=False)) if is_call else None, end
 
     def _names_function(self, at: int) -> bool:
-        """Return whether the object at a place begins with the name of a function."""
         flat = re.sub(r"\s", "", self._rest[at:])
         if not flat.startswith(_NAMED[: len(flat)]):
             return False
@@ -188,7 +187,6 @@ class ToolStream:
         return -1
 
     def _say(self, length: int) -> None:
-        """Take that much of the rest as text."""
         if length:
             self.text += self._rest[:length]
             self._given.append(self._rest[:length])

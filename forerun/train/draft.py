@@ -19,7 +19,7 @@ from forerun.model.eager import capture_hidden_states
 from forerun.train.labels import Labels, cross_entropy, in_parts, label
 from forerun.train.loop import TrainConfig, mixed_precision, save_card, train
 from forerun.train.run import Run, check_context
-from forerun.train.texts import Texts, joined, load_train_val, of_windows, split_windows
+from forerun.train.texts import joined, load_train_val, of_windows, split_windows
 
 VALIDATION = 0.05  # of the windows of own output
 EVALUATED = 256  # texts, while a draft is trained
@@ -78,7 +78,9 @@ def train_draft(run: Run, recipe: DraftRecipe, init: str | None = None) -> None:
     texts, val = parts
     hot, share = hot_set(texts.frequencies(target.vocab_size), max(1, round(recipe.hot * target.vocab_size)))
     if stream is not None:
-        texts = joined(texts, _plain_text(stream, len(texts), recipe))
+        starts = np.random.default_rng(recipe.seed).integers(len(stream) - recipe.length + 1, size=len(texts))
+        plain = of_windows(np.stack([stream[start : start + recipe.length] for start in starts]))
+        texts = joined(texts, plain)
     labels, val_labels = (label(run, target, each) for each in (texts, val))
     own_hot = hot.to(model.device) if recipe.hot < 1 else None
 
@@ -152,11 +154,6 @@ def has_plain_head(model: CausalLM) -> bool:
     with capture_hidden_states(model.model) as captured:
         logits = model.model(input_ids=tokens, use_cache=False).logits
     return torch.allclose(model.head(captured[0]).float(), logits.float(), atol=1e-3, rtol=1e-3)
-
-
-def _plain_text(stream: np.ndarray, count: int, recipe: DraftRecipe) -> Texts:
-    starts = np.random.default_rng(recipe.seed).integers(len(stream) - recipe.length + 1, size=count)
-    return of_windows(np.stack([stream[start : start + recipe.length] for start in starts]))
 
 
 def distillation_loss(

@@ -113,7 +113,9 @@ def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[
     nn.Module.to(drafter, model.device)
     labels, val_labels = (label(run, target, each, states=True) for each in (texts, val))
     head = head_rows(target, drafter.hot, size)
-    is_copied = start is None and recipe.copied and _is_copyable(target)
+    lm: Any = target.model
+    is_copyable = type(lm).__name__ in FAMILY and "q_norm" not in dict(lm.model.layers[-1].self_attn.named_children())
+    is_copied = start is None and recipe.copied and is_copyable
     is_new = not (run.folder / "checkpoint.pt").exists()  # a checkpoint has what these would find
     if is_copied and is_new:
         initialise(drafter, target, labels, embed)
@@ -202,11 +204,6 @@ def _hot(target: str, counts: Tensor, size: int) -> Tensor:
     folder = None if draft is None else hot_folder(draft)
     known = hot_tokens(folder if isinstance(folder, Path) else None, None, len(counts))
     return known[:size] if known is not None and len(known) >= size else hot_set(counts, size)[0]
-
-
-def _is_copyable(target: CausalLM) -> bool:
-    model: Any = target.model
-    return type(model).__name__ in FAMILY and "q_norm" not in dict(model.model.layers[-1].self_attn.named_children())
 
 
 @torch.no_grad()

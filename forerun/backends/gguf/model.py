@@ -63,7 +63,6 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
 
 
 def _check(file: GgufFile, model: Any, modules: dict[str, str]) -> None:
-    """Raise ValueError unless the file has exactly the model's tensors, in its sizes."""
     wanted = {}
     for name, place in modules.items():
         for part, value in model.get_submodule(place).named_parameters():
@@ -132,7 +131,6 @@ def _fill(file: GgufFile, model: Any, modules: dict[str, str], kind: str | None)
 
 
 def _fill_plain(file: GgufFile, model: Any, modules: dict[str, str]) -> None:
-    """Fill in the file's weights in float32."""
     for name, place in modules.items():
         module, order = model.get_submodule(place), _order(name, model.config)
         if name == "output" and model.config.tie_word_embeddings:

@@ -91,7 +91,6 @@ def _vocabulary(tokens: list[str], types: list[int]) -> dict[str, int]:
 
 
 def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> Tokenizer:
-    """Return a byte-level BPE with the file's merges."""
     cut = file.value("tokenizer.ggml.pre", str, "default")
     if cut not in _SPLITS:
         raise file.error(f"its pre-tokenizer is {cut!r}; known are {', '.join(_SPLITS)}")
