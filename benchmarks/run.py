@@ -2,7 +2,8 @@
 
     python benchmarks/run.py --data DATA [--only chat/greedy,embedded/batch-4] [--runs runs]
 
-A run that is done is not made again; one that was stopped goes on. Settings were chosen from the validation runs,
+A run that is done is not made again; one that was stopped goes on, or is refused if its code or options have changed:
+delete its folder in `runs` then. Settings were chosen from the validation runs,
 of ours (`tuned.json` in forerun/zoo/weights) and of peers (below). Leave the machine alone.
 """
 

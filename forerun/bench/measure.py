@@ -90,8 +90,8 @@ def bench(
     datasets, tokenizer = load_prompts(plan, files)
     facts = facts_of_prompts(datasets)
     records: list[Record] = []
-    if out is not None:  # the commit may be another, one that mends what stopped the run
-        records = open_folder(out, plan, {"prompts": facts, "versions": versions() | {"commit": None}}, resume)
+    if out is not None:
+        records = open_folder(out, plan, {"prompts": facts, "versions": versions()}, resume)
     decoders, target = load_decoders(plan, tokenizer)
     loaded = Loaded(plan, datasets, tokenizer, target)
     runs = {

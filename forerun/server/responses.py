@@ -52,7 +52,7 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
             form = {"type": "json_schema", "json_schema": {key: form[key] for key in form if key != "type"}}
     with blame("tools"):
         _check_json(body.tools)
-        fields["tools"] = [_tool(tool) for tool in _listed(body.tools or [], "tools")]
+        fields["tools"] = [_tool(number, tool) for number, tool in enumerate(_listed(body.tools or [], "tools"), 1)]
     with blame("tool_choice"):
         _check_json(body.tool_choice)
         fields["tool_choice"] = _choice(body.tool_choice)
@@ -98,10 +98,8 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     return found
 
 
-# What has another form is passed on as it is: a chat's checks say what is wrong with it.
-
-
 def _content(content: Any) -> Any:
+    # What has another form is passed on as it is: a chat's checks say what is wrong with it.
     if not isinstance(content, list):
         return content
     is_text = [isinstance(part, dict) and part.get("type") in _TEXTS for part in content]
@@ -110,15 +108,20 @@ def _content(content: Any) -> Any:
     ]
 
 
-def _tool(tool: Any) -> Any:
-    if not isinstance(tool, dict):
-        return tool
+def _tool(number: int, tool: Any) -> dict[str, Any]:
+    kind = tool.get("type") if isinstance(tool, dict) else tool
+    if kind != "function":
+        raise ValueError(f"tool {number} has the type {str(kind)[:40]!r}; there are functions only")
     names = ("name", "description", "parameters", "strict")
-    return {"type": tool.get("type"), "function": {name: tool[name] for name in names if name in tool}}
+    return {"type": "function", "function": {name: tool[name] for name in names if name in tool}}
 
 
 def _choice(choice: Any) -> Any:
-    return {"type": choice.get("type"), "function": choice} if isinstance(choice, dict) else choice
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+        raise ValueError('tool_choice must be none, auto, required or {"type": "function", "name": ...}')
+    return {"type": "function", "function": {"name": choice["name"]}}
 
 
 class ResponseAnswer(Answer):
