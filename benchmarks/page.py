@@ -138,7 +138,7 @@ def section(page: str, name: str, title: str, found: dict[str, Any]) -> list[str
             places = " ".join(f"{each:.2f}" for each in (figures["acceptance_by_position"] or [])[:5])
             time = figures["time"] or {}
             shares = [f"{100 * time[key]:.0f} %" if key in time else "" for key in ("draft", "policy", "verify")]
-            prompt = figures.get("prompt_share")
+            prompt = figures.get("prompt_share", figures.get("prefill_share"))  # as older results call it
             shares.append("" if prompt is None else f"{100 * prompt:.0f} %")
             lines.append("| " + " | ".join([*named_row(method, figures), places, *shares]) + " |")
         lines.append("")
