@@ -264,7 +264,7 @@ def test_greedy_output_is_that_of_plain_decoding() -> None:
     assert greedy(Suffix()) == wanted
     small = noisy_copy(tiny("llama"), 0.03)
     for other in ("auto", "sd", "cumulative", "ouroboros", "benchmarks.baselines.lookahead:Lookahead:guesses=2"):
-        assert greedy(Hybrid(threshold=2.0, other=other), small) == wanted
+        assert greedy(Hybrid(threshold=2.0, other=other), small) == greedy(Hybrid(other=other), small) == wanted
     for kind in ("lyanna", "eagle"):
         head = random_head(CausalLM(tiny("llama")), kind=kind)
         assert greedy(Hybrid(threshold=2.0, other=kind), head=head) == wanted
@@ -377,29 +377,31 @@ def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
 def test_a_balance_goes_by_what_came_true_and_by_costs() -> None:
     table = Costs(target={1: 30.0, 2: 33.0, 4: 40.0, 8: 60.0}, draft={1: 10.0, 8: 40.0})
     drafts = {n: Draft.chain(0, list(range(1, n + 1))) for n in (1, 4)}
-    balance, none, other = Balance(table, False), Draft.root(0), Draft.chain(0, [0] * 7)
+    balance, none, other = Balance(table, SD()), Draft.root(0), Draft.chain(0, [0] * 7)
 
     def prefers(n: int) -> bool:
         return balance.prefers_suffix(True, drafts[n], float(n), 1)
 
     assert prefers(4) and not prefers(1)  # of a long match most comes, of one token little
     for _ in range(40):
-        balance.observe(drafts[4], 4.0, none, [9, 2])  # nothing of the promised four
-        balance.observe(drafts[1], 1.0, none, [1, 5])  # all of it
+        balance.observe(drafts[4], 4.0, none, [9, 2], 0)  # nothing of the promised four
+        balance.observe(drafts[1], 1.0, none, [1, 5], 0)  # all of it
     assert not prefers(4) and prefers(1)
     for _ in range(40):
-        balance.observe(drafts[4], 4.0, none, [1, 2])  # all that can be seen
+        balance.observe(drafts[4], 4.0, none, [1, 2], 0)  # all that can be seen
     assert prefers(4)
-    for brought, wanted in ((8, False), (1, True)):
-        for _ in range(200):
-            balance.observe(none, 0.0, other, [0] * brought)
+    for brought, forwards, wanted in ((8, 7, False), (1, 7, True), (8, 14, True)):
+        for _ in range(400):
+            balance.observe(none, 0.0, other, [0] * brought, forwards)
         assert prefers(1) == wanted
+    # A method that drafts with neither a model nor a head: its forwards are free, and its tokens are verified.
+    assert not Balance(Costs(target=table.target, draft={}), Suffix()).prefers_suffix(False, drafts[1], 1.0, 1)
 
 
 def test_an_automatic_threshold_moves_from_one_drafter_to_the_other() -> None:
     """What the text repeats is drafted by suffixes, once they have come true, and the other one drafts elsewhere."""
     other, table = Fixed(), Costs(target={1: 30.0, 8: 45.0}, draft={1: 10.0})
-    balance = Balance(table, False)
+    balance = Balance(table, SD())
     made = HybridDrafter(SuffixDrafter(Suffix(least=0.1)), other, 1000.0, balance)
     seq = begun(made, [3, 4, 5, 6, 7, 8, 9, 3])
     for token in (4, 5, 6, 7, 20, 21, 22):

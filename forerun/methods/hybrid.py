@@ -30,7 +30,8 @@ WEIGHT, KEPT = 4.0, 0.98  # what is expected counts as so many steps; a step cou
 class Hybrid(Suffix):
     """Use the suffix draft if its score, its expected number of accepted tokens by counts, is at least `threshold`;
     else a draft of the method `other`: a name, or name and settings as in "cumulative:threshold=0.2:most=8".
-    A `threshold` of None ("auto") takes what is expected to need less time a token (`Balance`).
+    A `threshold` of None ("auto") takes what is expected to need less time a token (`Balance`), and is 6 if no costs
+    are known.
 
     "auto" as `other` is the default method for the head or, without one, for the draft model. With neither, suffixes
     draft alone.
@@ -85,9 +86,9 @@ class Hybrid(Suffix):
         suffixes = self.suffixes(parts)
         if chosen.other == "auto":
             return suffixes
-        other = chosen._other().build(parts)
-        balance = Balance(parts.costs, bool(other.wants_hidden)) if self.threshold is None and parts.costs else None
-        other = parts.guarded(other) if parts.guarded is not None else other
+        method = chosen._other()
+        balance = Balance(parts.costs, method) if self.threshold is None and parts.costs else None
+        other = parts.guarded(method.build(parts)) if parts.guarded is not None else method.build(parts)
         return HybridDrafter(suffixes, other, USUAL if self.threshold is None else self.threshold, balance)
 
 
@@ -95,31 +96,39 @@ class Balance:
     """Weigh a suffix draft against the other drafter by the expected ms a token, from a table of costs. Ours.
 
     Counts promise too much, so scores are multiplied by the share of promises of their size that came true lately.
-    Every step shows it, whoever drafted. Of the other drafter count the tokens that its steps drafted and brought.
+    Every step shows it, whoever drafted. Of the other drafter count what its steps drafted, took and brought. A method
+    whose forwards no costs tell of counts as free.
     """
 
-    def __init__(self, costs: Costs, is_head: bool) -> None:
+    def __init__(self, costs: Costs, other: Method) -> None:
         self._costs = {True: costs, False: costs.sampled}
-        self._price = costs.heading if is_head else costs.drafting
-        steps = [n * self._price(1) + costs.verify(n + 1) for n in range(MOST + 1)]
+        self._is_head, self._is_model = bool(other.head and costs.head), bool(other.needs_draft and costs.draft)
+        steps = [n * self._price(costs, 1) + costs.verify(n + 1) for n in range(MOST + 1)]
         n = best_length(steps, [EXPECTED] * MOST)
-        # of the other drafter: its steps, and the tokens that they drafted and brought
-        self._other = WEIGHT, WEIGHT * n, WEIGHT * sum(EXPECTED**i for i in range(n + 1))
+        # of the other drafter: its steps, tokens that they drafted, its forwards, and tokens that came
+        self._other = [WEIGHT, WEIGHT * n, WEIGHT * n, WEIGHT * sum(EXPECTED**i for i in range(n + 1))]
         self._promised = [WEIGHT * size for size in range(1, len(SHARES) + 1)]
         self._true = [share * promised for share, promised in zip(SHARES, self._promised, strict=True)]
 
     def prefers_suffix(self, greedy: bool, draft: Draft, score: float, rows: int) -> bool:
         """Return whether a suffix draft takes less time a token than the other drafter in a step of N rows."""
-        costs, size, (steps, drafted, brought) = self._costs[greedy], self._size(score), self._other
-        own = costs.verify(rows * (draft.drafted + 1)) / (1 + score * self._true[size] / self._promised[size])
-        other = drafted / steps * self._price(rows) + costs.verify(rows * (drafted / steps + 1))
+        costs, size, (steps, drafted, forwards, brought) = self._costs[greedy], self._size(score), self._other
+        expected = min(score * self._true[size] / self._promised[size], draft.drafted)
+        own = costs.verify(rows * (draft.drafted + 1)) / (1 + expected)
+        other = forwards / steps * self._price(costs, rows) + costs.verify(rows * (drafted / steps + 1))
         return own <= other * steps / brought
+
+    def _price(self, costs: Costs, rows: int) -> float:
+        if self._is_head:
+            return costs.heading(rows)
+        return costs.drafting(rows) if self._is_model else 0.0
 
     def _size(self, score: float) -> int:
         return min(max(int(score), 1), len(SHARES)) - 1
 
-    def observe(self, found: Draft, score: float, used: Draft, came: list[int]) -> None:
-        """Record the tokens of a step, where this suffix draft was found and that draft was used."""
+    def observe(self, found: Draft, score: float, used: Draft, came: list[int], forwards: int) -> None:
+        """Record the tokens of a step, where this suffix draft was found and that draft was used, after so many
+        forwards of the other drafter."""
         if found.drafted:
             size, pairs = self._size(score), list(zip(found.tokens[1:], came, strict=False))
             right = next((n for n, (drafted, token) in enumerate(pairs) if drafted != token), len(pairs))
@@ -127,8 +136,8 @@ class Balance:
             self._promised[size] = KEPT * self._promised[size] + score * seen / found.drafted
             self._true[size] = KEPT * self._true[size] + right
         if used.drafted and used is not found:
-            steps, drafted, brought = self._other
-            self._other = KEPT * steps + 1, KEPT * drafted + used.drafted, KEPT * brought + len(came)
+            step = 1, used.drafted, forwards, len(came)
+            self._other = [KEPT * before + one for before, one in zip(self._other, step, strict=True)]
 
 
 class HybridDrafter(Drafter):
@@ -146,6 +155,7 @@ class HybridDrafter(Drafter):
         self.wants_hidden, self.spread = other.wants_hidden, other.spread
         self._asked: set[int] = set()  # sequences for which the other drafter was called in this step
         self._found: dict[int, tuple[Draft, float, int]] = {}  # suffix drafts, scores, and lengths of texts
+        self._forwards = 0  # of the other drafter in this step
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         yield from self.suffixes.admit(seq, hidden, chunk)
@@ -171,6 +181,7 @@ class HybridDrafter(Drafter):
         for seq, draft in zip(rest, proposal.drafts, strict=True):
             if draft.drafted or is_measuring:
                 drafts[seq.id] = draft
+        self._forwards = proposal.forwards
         return Proposal.together([drafts[seq.id] for seq in seqs], [proposal])
 
     def observe(
@@ -182,7 +193,7 @@ class HybridDrafter(Drafter):
         for seq, draft in zip(seqs, drafts, strict=True):
             if self.balance is not None and seq.id in self._found:  # else a plain step that others measure
                 found, score, length = self._found[seq.id]
-                self.balance.observe(found, score, draft, seq.tokens[length:])
+                self.balance.observe(found, score, draft, seq.tokens[length:], self._forwards)
         self._asked, self._found = set(), {}
 
     def drop(self, seq: Sequence) -> None:

@@ -102,10 +102,8 @@ def _content(content: Any) -> Any:
     # What has another form is passed on as it is: a chat's checks say what is wrong with it.
     if not isinstance(content, list):
         return content
-    is_text = [isinstance(part, dict) and part.get("type") in _TEXTS for part in content]
-    return [
-        {"type": "text", "text": part.get("text")} if ok else part for part, ok in zip(content, is_text, strict=True)
-    ]
+    texts = [isinstance(part, dict) and part.get("type") in _TEXTS for part in content]
+    return [{**part, "type": "text"} if is_text else part for part, is_text in zip(content, texts, strict=True)]
 
 
 def _tool(number: int, tool: Any) -> dict[str, Any]:
