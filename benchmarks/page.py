@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 PAGES = HERE.parent / "docs" / "results"
 CHAT = {
     "greedy": "Greedy, 128 new tokens",
+    "greedy-avx2": "Greedy with AVX2 alone (`FORERUN_KERNELS=avx2`)",
     "greedy-512": "Greedy, 512 new tokens",
     "heads": "Heads over hidden states, greedy",
     "nucleus": "Temperature 0.7, top-p 0.9",
