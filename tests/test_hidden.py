@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from toys import random_head, tiny, tiny_tokenizer
+from toys import decode, random_head, tiny, tiny_tokenizer, tokens_of
 
 import forerun
 from benchmarks.embedded.quantise import save_quantised
@@ -267,6 +267,26 @@ def test_equality_on_real_models(architecture: str, way: str) -> None:
         plain, done = (each.generate(prompts, max_new_tokens=24, ignore_eos=True) for each in (ar, decoder))
         assert [row.tokens for row in done] == [row.tokens for row in plain]
         assert sum(row.stats.drafted for row in done) > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_requests_of_all_modes_in_one_batch(way: str) -> None:
+    """Greedy, sampled and seeded ones that come and end at their own times: each gets what it gets alone."""
+    target = CausalLM(tiny("llama"))
+    head = HiddenLM(head_of(target, way), target)
+    modes: list[dict[str, Any]] = [{}, {"sampler": Sampler(False), "seed": 5}, {"sampler": Sampler(False), "seed": 6}]
+    each = [(i, prompt, mode) for i, prompt in enumerate(PROMPTS) for mode in modes[i % 2 : 2 + i % 2]]
+    requests = [Request(prompt, 7 + 5 * i, **mode) for i, prompt, mode in each]
+
+    def run(requests: abc.Sequence[Request], rows: int) -> list[tuple[list[int], list[int]]]:
+        drafter = Decoder(target, None, None, WAYS[way], guard=False, head=head, costs=COSTS).engine.drafter
+        found = decode(target.fresh(), drafter, requests, max_rows=rows)
+        assert not drafter.features and not drafter.head.cache.ids  # type: ignore[attr-defined]
+        return [(tokens_of(steps), [step.drafted for step in steps]) for steps in found]
+
+    for request, (tokens, drafted) in zip(requests, run(requests, 3), strict=True):
+        ((alone, sizes),) = run([request], 1)
+        assert tokens == alone and (request.sampler.greedy or drafted == sizes)
 
 
 def test_what_loading_refuses(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import families
 import pytest
 import torch
 import transformers
-from toys import COSTS, noisy_copy, p_value, rows_of, tiny, tiny_tokenizer
+from toys import COSTS, noisy_copy, p_value, random_layer, rows_of, tiny, tiny_tokenizer
 
 import forerun
 from forerun import Decoder
@@ -75,6 +75,21 @@ def test_int8_drafts_have_a_hot_head_too_and_a_row_its_bits_beside_others() -> N
     beside.add(1)
     assert torch.equal(beside.extend([0, 1], [[4, 38], [31, 32]])[0], alone)
     assert torch.isinf(beside.extend([0], [[5]])[0][:, [31, 32]]).all()
+
+
+@pytest.mark.parametrize("name", ["sd", "pacer", "ouroboros", "cumulative"])
+def test_greedy_output_is_the_targets(name: str) -> None:
+    target = tiny("llama")
+    wanted = Decoder(target, None, None, method("ar"), False).generate(PROMPTS, max_new_tokens=30, ignore_eos=True)
+    draft = hot(CausalLM(noisy_copy(target, 0.01)), list(range(0, 60, 2)))
+    if name == "pacer":
+        layer = random_layer(target, noisy_copy(target, 0.01))
+        decoder = Decoder(target, None, draft, method(name, threshold=0.2), False, pre_verifier=layer)
+    else:
+        decoder = Decoder(target, None, draft, method(name), False)
+    rows = decoder.generate(PROMPTS, max_new_tokens=30, ignore_eos=True)
+    assert [row.tokens for row in rows] == [row.tokens for row in wanted]
+    assert sum(row.stats.accepted for row in rows) > 0  # the draft was of use
 
 
 def test_tokens_of_the_text_are_drafted() -> None:

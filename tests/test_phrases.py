@@ -17,6 +17,7 @@ from toys import (
     decode,
     fit,
     noisy_copy,
+    parts_of,
     random_layer,
     random_table,
     sampled,
@@ -82,6 +83,24 @@ WAYS: dict[str, Method] = {
     "pacer-ouroboros": PacerOuroboros(ngram=3, suffixes=2, most=9),
     "lookahead": Lookahead(3, 3, 3),
 }
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma3", "mistral"])
+def test_equality_on_real_models(architecture: str, way: str) -> None:
+    """Batch 1 and 4, with cold pools and warm ones."""
+    target = tiny(architecture)
+    small = noisy_copy(target, 0.03)
+    prompts = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]
+    plain = Decoder(target).generate(prompts, max_new_tokens=24, ignore_eos=True)
+    decoder = Decoder(target, None, small, WAYS[way], False, **parts_of(WAYS[way].name, target, small))
+    for _ in range(2):
+        done = decoder.generate(prompts, max_new_tokens=24, ignore_eos=True)
+        assert [row.tokens for row in done] == [row.tokens for row in plain]
+        assert sum(row.stats.drafted for row in done) > 0
+        assert decoder.generate(prompts[2], max_new_tokens=24, ignore_eos=True).tokens == plain[2].tokens
+    (pool,) = decoder.pools.values()
+    assert len(pool) > 20
 
 
 def few(most: int) -> OuroborosDrafter:
