@@ -61,7 +61,7 @@ CHAT = {
     # What the default methods were chosen from, with these settings.
     "validation-default": f"{VALIDATION} --methods ar,sd,cumulative,pacer,suffix,hybrid",
     "validation-1-default": f"{VALIDATION} --methods ar,sd,cumulative,pacer,suffix,hybrid --temperature 1",
-    "greedy": f"--dataset {TEST} --limit 12 --rounds 1 --methods {OURS},{LLAMA}",
+    "greedy": f"--dataset {TEST} --limit 12 --rounds 3 --methods {OURS},{LLAMA}",
     "greedy-avx2": f"--dataset {TEST} --limit 12 --rounds 1 --methods ar,sd,cumulative,pacer,suffix,hybrid",
     "greedy-512": f"--dataset {TEST} --limit 8 --rounds 1 --max-new-tokens 512 --methods {OURS}",
     "nucleus": f"--dataset {TEST} --limit 12 --rounds 3 --methods {SAMPLED} --temperature 0.7 --top-p 0.9",
