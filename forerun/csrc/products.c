@@ -161,58 +161,49 @@ FR_INLINE f8 add_row(int bits, int scales, const b32 w[8], const scales32 *s, co
 }
 
 #if WIDE /* four outputs at once, two in a register: 16 lanes that come out as two times 8 would */
-FR_INLINE void unpack_wide(int bits, const uint8_t *u, __m512i w[4]) {
-    const __m512i low = _mm512_set1_epi8(15);
+FR_INLINE __m512i twice(const void *p) { return _mm512_broadcast_i64x4((__m256i)bytes_at(p)); }
+
+/* The codes of two outputs side by side. */
+FR_INLINE void unpack_wide(int bits, const uint8_t *one, const uint8_t *two, __m512i w[8]) {
+    __m512i v[8];
+    UNROLL for (int i = 0; i < bits; i++) v[i] = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)bytes_at(one + 32 * i)), (__m256i)bytes_at(two + 32 * i), 1);
     if (bits == 8) {
-        UNROLL for (int p = 0; p < 4; p++) w[p] = _mm512_xor_si512(_mm512_loadu_si512(u + 64 * p), _mm512_set1_epi8(-128));
+        UNROLL for (int t = 0; t < 8; t++) w[t] = _mm512_xor_si512(v[t], _mm512_set1_epi8(-128));
         return;
     }
-    UNROLL for (int i = 0; i < 2; i++) {
-        __m512i v = _mm512_loadu_si512(u + 64 * i);
-        w[i] = _mm512_and_si512(v, low), w[i + 2] = _mm512_and_si512(_mm512_srli_epi16(v, 4), low);
-    }
-    if (bits == 5) {
-        __m512i v = _mm512_broadcast_i64x4((__m256i)bytes_at(u + 128));
-        UNROLL for (int p = 0; p < 4; p++) {
-            __m512i mask = _mm512_inserti64x4(_mm512_set1_epi8((char)(1 << 2 * p)), _mm256_set1_epi8((char)(2 << 2 * p)), 1);
-            w[p] = _mm512_mask_add_epi8(w[p], _mm512_test_epi8_mask(v, mask), w[p], _mm512_set1_epi8(16));
-        }
-    }
-    if (bits == 6) {
-        __m512i v = _mm512_loadu_si512(u + 128);
-        UNROLL for (int p = 0; p < 4; p++) {
-            __m512i high = p < 2 ? _mm512_slli_epi16(v, 4 - 2 * p) : _mm512_srli_epi16(v, 2 * p - 4);
-            w[p] = _mm512_or_si512(w[p], _mm512_and_si512(high, _mm512_set1_epi8(48)));
-        }
+    UNROLL for (int t = 0; t < 8; t++) {
+        w[t] = _mm512_and_si512(t < 4 ? v[t] : _mm512_srli_epi16(v[t - 4], 4), _mm512_set1_epi8(15));
+        if (bits == 4) continue;
+        __m512i high = v[bits == 5 ? 4 : 4 + t % 2];
+        int by = bits == 5 ? 4 - t : 4 - t / 2 * 2;
+        high = by > 0 ? _mm512_slli_epi16(high, by) : _mm512_srli_epi16(high, -by);
+        w[t] = _mm512_or_si512(w[t], _mm512_and_si512(high, _mm512_set1_epi8(bits == 5 ? 16 : 48)));
     }
 }
 
 FR_INLINE __m512 wide(f8 a, f8 b) { return _mm512_insertf32x8(_mm512_castps256_ps512((__m256)a), (__m256)b, 1); }
 
 FR_INLINE void group(int bits, int scales, size_t unit, const uint8_t *u, const fr_record *x, int n, sums *f, int o) {
-    __m512i w[STEP][4], sc[STEP];
+    __m512i w[STEP / 2][8], sc[STEP / 2][2];
     __m512 d[STEP / 2], m[STEP / 2];
     scales32 s[STEP];
-    UNROLL for (int i = 0; i < STEP; i++) {
-        unpack_wide(bits, u + unit * (size_t)i, w[i]);
-        unpack_scales(bits, scales, u + unit * (size_t)i + 32 * bits, &s[i]);
-        sc[i] = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)s[i].sc[0]), (__m256i)s[i].sc[1], 1);
+    UNROLL for (int i = 0; i < STEP; i++) unpack_scales(bits, scales, u + unit * (size_t)i + 32 * bits, &s[i]);
+    UNROLL for (int i = 0; i < STEP / 2; i++) {
+        unpack_wide(bits, u + unit * (size_t)(2 * i), u + unit * (size_t)(2 * i + 1), w[i]);
+        d[i] = wide(s[2 * i].d, s[2 * i + 1].d), m[i] = wide(s[2 * i].m, s[2 * i + 1].m);
+        UNROLL for (int h = 0; h < 2; h++) sc[i][h] = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)s[2 * i].sc[h]), (__m256i)s[2 * i + 1].sc[h], 1);
     }
-    UNROLL for (int i = 0; i < STEP / 2; i++) d[i] = wide(s[2 * i].d, s[2 * i + 1].d), m[i] = wide(s[2 * i].m, s[2 * i + 1].m);
     for (int r = 0; r < n; r++, x++) {
-        __m512i a[STEP], q, start = _mm512_setzero_si512();
-        __m512 at, v, scale = _mm512_broadcast_f32x8((__m256)load8(x->scale)), sum = _mm512_broadcast_f32x8((__m256)load8(x->sum));
-        if (bits == 6 || bits == 8)
-            start = _mm512_madd_epi16(_mm512_loadu_si512(x->correction), _mm512_set1_epi16(bits == 6 ? 1 : 4));
-        UNROLL for (int p = 0; p < 4; p++) {
-            q = _mm512_loadu_si512(x->q + 64 * p);
-            UNROLL for (int i = 0; i < STEP; i++) a[i] = _mm512_dpbusd_epi32(p ? a[i] : start, w[i][p], q);
-        }
+        __m512i a[STEP / 2][2], start[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+        __m512 at, v, scale = _mm512_castsi512_ps(twice(x->scale)), sum = _mm512_castsi512_ps(twice(x->sum));
+        UNROLL for (int h = 0; h < 2; h++)
+            if (bits == 6 || bits == 8) start[h] = _mm512_madd_epi16(twice(x->correction + 16 * h), _mm512_set1_epi16(bits == 6 ? 1 : 4));
+        UNROLL for (int t = 0; t < 8; t++)
+            UNROLL for (int i = 0; i < STEP / 2; i++)
+                a[i][t % 2] = _mm512_dpbusd_epi32(t < 2 ? start[t] : a[i][t % 2], w[i][t], twice(x->q + 32 * t));
         UNROLL for (int i = 0; i < STEP / 2; i++) {
-            __m512i one = a[2 * i], two = a[2 * i + 1];
-            if (bits == 6) one = _mm512_mullo_epi32(one, sc[2 * i]), two = _mm512_mullo_epi32(two, sc[2 * i + 1]);
-            one = _mm512_add_epi32(_mm512_shuffle_i64x2(one, two, 0x44), _mm512_shuffle_i64x2(one, two, 0xee));
-            v = _mm512_mul_ps(_mm512_cvtepi32_ps(one), scale);
+            if (bits == 6) UNROLL for (int h = 0; h < 2; h++) a[i][h] = _mm512_mullo_epi32(a[i][h], sc[i][h]);
+            v = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(a[i][0], a[i][1])), scale);
             at = _mm512_fmadd_ps(v, d[i], _mm512_load_ps(&f[r].lane[o + 2 * i]));
             if (bits == 4 || bits == 5) at = _mm512_fmadd_ps(sum, m[i], at);
             if (scales == SM) {
