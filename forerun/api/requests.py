@@ -19,7 +19,6 @@ from transformers import (
 
 from forerun.engine.sequence import Request
 from forerun.model.causal_lm import CausalLM
-from forerun.model.compat import prompt_of_row
 from forerun.sampling.grammar import compiled, end_of
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.response_format import form_of
@@ -149,6 +148,6 @@ def for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
         processor.prompt_ignore_length = int(ignored[row])
     elif isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
-        prompt = prompt_of_row(processor, row)
+        prompt = row // int(processor._num_beams)  # since transformers 5.24 it counts returned sequences like beams
         return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(prompt, ids), 1)
     return processor

@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any
 
 import transformers
-from transformers import PrefixConstrainedLogitsProcessor
 
 TESTED = (5, 24)  # the newest version with which the whole suite passes
 CACHE_NAMES = ("cache", "past_key_values")  # since 5.24; before
@@ -30,14 +29,6 @@ def user_cache(model_kwargs: dict[str, Any]) -> tuple[str, Any]:
     """Return the name and value (or None) of the cache in the arguments that `generate` passes on."""
     given = [name for name in CACHE_NAMES if model_kwargs.get(name) is not None]
     return (given[0], model_kwargs[given[0]]) if given else (CACHE_NAMES[0], None)
-
-
-def prompt_of_row(processor: PrefixConstrainedLogitsProcessor, row: int) -> int:
-    """Return the prompt index that a processor's function gets for a row of the expanded batch.
-
-    Rows of one prompt share an index: since 5.24 the processor counts returned sequences like beams.
-    """
-    return row // int(processor._num_beams)
 
 
 @cache
