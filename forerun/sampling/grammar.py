@@ -75,7 +75,7 @@ def compiled(
     if kind == "grammar":
         special -= {int(token) for token in re.findall(r"<\[(\d{1,9})\]>", text)} - {vocabulary.eos_token}
     tokens = _Tokens(size, vocabulary.eos_token, ends, special)
-    wrong = Grammar(matcher, tokens, 0).wrong([])
+    wrong = Grammar(matcher, tokens, 0)._state([]).wrong
     if wrong is not None:
         raise ValueError(f"cannot use response_format.{kind}: it allows no text: {wrong}")
     return lambda start: Grammar(matcher, tokens, start)
@@ -179,10 +179,6 @@ class Grammar(Constraint):
     def stop(self, other: _Stop | None) -> _Stop:
         """Return what ends a sequence when the output is whole, at no forward for an end token, or `other` ends it."""
         return lambda ids: self.complete(ids) or (other is not None and other(ids))
-
-    def wrong(self, text: Sequence[int]) -> str | None:
-        """Return why output cannot go on, or None if it can."""
-        return self._state(text).wrong
 
     def _state(self, text: Sequence[int]) -> _State:
         with self._lock:
