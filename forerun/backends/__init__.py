@@ -18,23 +18,13 @@ _LOG = logging.getLogger("forerun")
 _LIBRARIES = ("torch", "transformers", "transformers_modules")  # the last holds the code of checkpoints
 
 
-def is_spread(model: PreTrainedModel) -> bool:
-    """Return whether a device map spread the model over several devices, disk included."""
-    places = getattr(model, "hf_device_map", None) or {}
-    return len(set(places.values())) > 1 or model.device.type == "meta"
-
-
-def is_untouched(module: nn.Module) -> bool:
-    """Return whether a module is torch's, transformers' or its checkpoint's own, neither hooked nor patched."""
-    return _package(module) in _LIBRARIES and not (
-        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    )
-
-
 def is_as_made(model: PreTrainedModel) -> bool:
-    """Return whether the weights alone decide the outputs: nothing is adapted, quantised, hooked or patched."""
-    plain = all(type(parameter.data) is Tensor for parameter in model.parameters())
-    return plain and all(map(is_untouched, model.modules()))
+    """Return whether the weights alone decide the outputs: nothing is adapted, quantised, hooked or patched, and all
+    modules are torch's, transformers' or the checkpoint's own."""
+    return all(type(parameter.data) is Tensor for parameter in model.parameters()) and not any(
+        each._forward_hooks or each._forward_pre_hooks or "forward" in vars(each) or _package(each) not in _LIBRARIES
+        for each in model.modules()
+    )
 
 
 def has_foreign_layers(model: nn.Module) -> bool:
@@ -69,7 +59,9 @@ def prepare(model: PreTrainedModel, fast: bool = True) -> CausalLM:
     if is_stored(model):
         if library() is None:
             warn_without_kernels()
-    elif is_spread(model) or not is_as_made(model):
-        return plain
+    else:
+        places = getattr(model, "hf_device_map", None) or {}  # several, if a device map spread the model
+        if len(set(places.values())) > 1 or model.device.type == "meta" or not is_as_made(model):
+            return plain
     forward = quantised_forward(model) if fast else None
     return plain if forward is None else CausalLM(model, forward)
