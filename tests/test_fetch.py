@@ -28,7 +28,7 @@ import forerun
 from forerun import zoo
 from forerun.api.options import ModelOptions
 from forerun.api.resolve import resolve
-from forerun.backends.gguf import load_gguf
+from forerun.backends.gguf.model import load_gguf
 from forerun.bench.plan import Plan, parse_methods
 from forerun.cli import demo
 from forerun.cli.commands import app

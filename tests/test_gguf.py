@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from toys import refuses
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel
 
-from forerun.api.loading import translation_for
+from forerun.api.loading import load_model, translation_for
 from forerun.backends import prepare
-from forerun.backends.gguf import gguf_config, gguf_tokenizer, load_gguf
+from forerun.backends.gguf.model import gguf_config, load_gguf
+from forerun.backends.gguf.tokenizer import gguf_tokenizer
 from forerun.backends.panels import Panels, Rows
 from forerun.backends.stored import FORMATS, StoredEmbedding, StoredLinear
 from forerun.zoo import gguf_file
@@ -127,17 +128,17 @@ def test_floats_beside_blocks(tmp_path: Path) -> None:
     half = original.model.embed_tokens.weight.half().float()
     assert torch.equal(model.model.embed_tokens(torch.arange(ggufs.VOCAB)), half)
     assert torch.equal(model.lm_head.stored.floats(), half)
-    refuses("unknown weights 'int3'; there are float32, bfloat16, int8, int4", load_gguf, tmp_path / "a.gguf", "int3")
+    refuses("unknown weights 'int3'; there are float32, bfloat16, int8, int4", load_model, "", "target", weights="int3")
     path = ggufs.write(tmp_path / "a.gguf", ggufs.small(intermediate_size=80), "F16")
     refuses(r"blk\.0\.ffn_down\.weight has 80 inputs.*choose bfloat16", load_gguf, path, "int4")
     load_gguf(path, "bfloat16")
 
 
-def test_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configuration(tmp_path: Path) -> None:
     original = ggufs.small("qwen3", num_attention_heads=8)
     metadata = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.padding_token_id": 5}
     path = ggufs.write(tmp_path / "a.gguf", original, "F16", metadata=metadata)
-    config = gguf_config(path)
+    config = gguf_config(open_gguf(path))
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     for name in (*sizes, "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "bos_token_id"):
         assert getattr(config, name) == getattr(original.config, name), name
@@ -145,15 +146,15 @@ def test_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.rope_parameters["rope_theta"] == 5000 and config.pad_token_id == 5
     model, _ = load_gguf(path)
     assert config.eos_token_id == model.generation_config.eos_token_id == [2, 7]
-    assert not gguf_config(ggufs.write(path, ggufs.small(tie_word_embeddings=False), "F16")).tie_word_embeddings
-    plain = gguf_config(ggufs.write(path, original, "F16", tokenizer=False))
+    untied = open_gguf(ggufs.write(path, ggufs.small(tie_word_embeddings=False), "F16"))
+    assert not gguf_config(untied).tie_word_embeddings
+    plain = gguf_config(open_gguf(ggufs.write(path, original, "F16", tokenizer=False)))
     assert (plain.bos_token_id, plain.eos_token_id, plain.pad_token_id) == (None, None, None)
     model = ggufs.small(rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     older = open_gguf(ggufs.write(path, model, "F16"))  # without the size of a head and the rotation
     for key in ("attention.key_length", "attention.value_length", "rope.freq_base", "rope.dimension_count"):
         older.fields.pop(f"llama.{key}")
-    monkeypatch.setattr("forerun.backends.gguf.config.open_gguf", lambda path: older)
-    config = gguf_config(tmp_path)
+    config = gguf_config(older)
     assert (config.head_dim, config.rope_parameters["rope_theta"]) == (16, 10000)
 
 

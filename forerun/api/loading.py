@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from forerun.backends import is_as_made
-from forerun.backends.gguf import gguf_config, gguf_tokenizer, load_gguf
-from forerun.backends.gguf.tokenizer import UNUSED
+from forerun.backends.gguf.model import gguf_config, load_gguf
+from forerun.backends.gguf.tokenizer import UNUSED, gguf_tokenizer
 from forerun.backends.stored import store
 from forerun.kinds import check_kind
 from forerun.model.causal_lm import context_of
@@ -144,7 +144,7 @@ def load_config(source: str | Path, part: str, *, trust_remote_code: bool = Fals
     """Load the text configuration of a hub id, folder or GGUF file. Raises ValueError for none or a broken one."""
     folder = locate(source, part)
     if (file := _gguf_file(folder)) is not None:
-        return gguf_config(file)
+        return gguf_config(open_gguf(file))
     with loading(f"{part} {str(source)!r}"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         config = config.get_text_config(decoder=True)
