@@ -1,17 +1,23 @@
-"""What a decoder needs before its first step: costs of forwards, and what drafts."""
+"""What a decoder needs before its first step: costs of forwards, and what drafts, for greedy and sampled sequences."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from forerun.api.options import EngineOptions
 from forerun.backends.costs import file_of, head_costs, kept, measure_costs
+from forerun.engine.acceptance import Verdict
 from forerun.engine.costs import Costs
-from forerun.engine.engine import Drafter, Engine
+from forerun.engine.draft import Draft
+from forerun.engine.engine import Engine
+from forerun.engine.sequence import Sequence
+from forerun.engine.step import Drafter, Proposal, observe_rows
 from forerun.methods import AR, Method, Parts
 from forerun.methods.guard import Guarded, SpeedTracker
-from forerun.methods.split import Split
 
 
 def measured(methods: list[Method], parts: Parts) -> Costs | None:
@@ -37,13 +43,6 @@ def build_engine(
     `trackers` keep the speeds of each method, for greedy decoding (True) and for sampling.
     """
     target = parts.target.fresh(options.prefix_bytes)
-    drafter = _drafter(methods, parts, options, trackers)
-    return Engine(target, drafter, max_rows=options.max_rows, max_queue=options.max_queue, kv_memory=options.kv_memory)
-
-
-def _drafter(
-    methods: list[Method], parts: Parts, options: EngineOptions, trackers: dict[tuple[Method, bool], SpeedTracker]
-) -> Drafter:
     clock, is_guarded = parts.target.clock, options.guard is not False
     drafters = []
     for method in methods:
@@ -51,8 +50,46 @@ def _drafter(
         guarded = (lambda drafter: Guarded(drafter, SpeedTracker(clock))) if is_guarded else None
         drafters.append(method.build(replace(parts, draft=draft, guarded=guarded)))
     drafter = drafters[0] if len(drafters) == 1 else Split(*drafters)
-    if not is_guarded or all(isinstance(method, AR) for method in methods):
-        return drafter
-    # Sampling costs and accepts otherwise than greedy decoding.
-    keys = (methods[0], True), (methods[-1], False)
-    return Guarded(drafter, *(trackers.setdefault(key, SpeedTracker(clock)) for key in keys))
+    if is_guarded and not all(isinstance(method, AR) for method in methods):
+        # Sampling costs and accepts otherwise than greedy decoding.
+        keys = (methods[0], True), (methods[-1], False)
+        drafter = Guarded(drafter, *(trackers.setdefault(key, SpeedTracker(clock)) for key in keys))
+    return Engine(target, drafter, max_rows=options.max_rows, max_queue=options.max_queue, kv_memory=options.kv_memory)
+
+
+class Split(Drafter):
+    """Pass each sequence to the drafter of its mode. In a step with both modes, both draft."""
+
+    def __init__(self, greedy: Drafter, sampled: Drafter) -> None:
+        self.drafters = {True: greedy, False: sampled}
+        self.wants_hidden = greedy.wants_hidden or sampled.wants_hidden
+        self.spread = max(greedy.spread, sampled.spread)
+
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+        drafter = self.drafters[seq.greedy]
+        return drafter.admit(seq, hidden if drafter.wants_hidden else None, chunk)
+
+    def pays(self, rows: int, unread: Sequence | None = None) -> bool:
+        if unread is not None:
+            return self.drafters[unread.greedy].pays(rows, unread)
+        return any(each.pays(rows) for each in self.drafters.values())
+
+    def propose(self, seqs: list[Sequence]) -> Proposal:
+        drafts: dict[int, Draft] = {}
+        proposals = []
+        for greedy, drafter in self.drafters.items():
+            own = [seq for seq in seqs if seq.greedy == greedy]
+            if own:
+                proposals.append(drafter.propose(own))
+                drafts |= zip([seq.id for seq in own], proposals[-1].drafts, strict=True)
+        return Proposal.together([drafts[seq.id] for seq in seqs], proposals)
+
+    def observe(
+        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+    ) -> None:
+        for greedy, drafter in self.drafters.items():
+            own = [row for row, seq in enumerate(seqs) if seq.greedy == greedy]
+            observe_rows(drafter, own, seqs, drafts, verdicts, hidden if drafter.wants_hidden else None)
+
+    def drop(self, seq: Sequence) -> None:
+        self.drafters[seq.greedy].drop(seq)
