@@ -274,11 +274,13 @@ def test_sampling_follows_the_targets_distribution() -> None:
     """With a memory that grows from batch to batch."""
     memory = SuffixMemory(500)
     suffixes = SuffixDrafter(Suffix(factor=2.0, offset=1.0, most=8, least=0.1), memory)
-    made = HybridDrafter(suffixes, SD(2).build(Parts(TableLM(TARGET), TableLM(DRAFT))), 2.0)
-    rows = sampled(lambda: made, 50, 20)
-    origins = Counter(origin for steps in rows for step in steps for origin in step.origins)
-    assert fit(rows) > 1e-4
-    assert len(memory) > 400 and min(origins["lookup"], origins["draft"]) > 200
+    costs = Costs(target={1: 30.0, 400: 50.0}, draft={1: 3.0, 400: 9.0})
+    for balance in (None, Balance(costs, SD(2))):
+        made = HybridDrafter(suffixes, SD(2).build(Parts(TableLM(TARGET), TableLM(DRAFT))), 2.0, balance)
+        rows = sampled(lambda made=made: made, 50, 20)
+        origins = Counter(origin for steps in rows for step in steps for origin in step.origins)
+        assert fit(rows) > 1e-4
+        assert len(memory) > 250 and min(origins["lookup"], origins["draft"]) > 150
 
 
 def test_the_text_and_the_memory_both_save_forwards() -> None:
@@ -323,6 +325,12 @@ class Fixed(PlainDrafter):
         self.wants_hidden = wants_hidden
         self.asked: list[list[int]] = []
         self.seen: list[list[int]] = []
+        self.read: list[int] = []
+
+    def admit(self, seq: Sequence, hidden: Any, chunk: int) -> abc.Iterator[int]:
+        for start in range(0, len(seq.tokens), chunk):
+            self.read.append(len(seq.tokens[start : start + chunk]))
+            yield self.read[-1]
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         self.asked.append([seq.id for seq in seqs])
@@ -380,36 +388,57 @@ def test_a_balance_goes_by_what_came_true_and_by_costs() -> None:
     balance, none, other = Balance(table, SD()), Draft.root(0), Draft.chain(0, [0] * 7)
 
     def prefers(n: int) -> bool:
-        return balance.prefers_suffix(True, drafts[n], float(n), 1)
+        return balance.saved(True, drafts[n], float(n), 1)[1] <= 0
 
     assert prefers(4) and not prefers(1)  # of a long match most comes, of one token little
     for _ in range(40):
-        balance.observe(drafts[4], 4.0, none, [9, 2], 0)  # nothing of the promised four
-        balance.observe(drafts[1], 1.0, none, [1, 5], 0)  # all of it
+        balance.observe(drafts[4], 4.0, none, [9, 2], 0, 50.0, False)  # nothing of the promised four
+        balance.observe(drafts[1], 1.0, none, [1, 5], 0, 50.0, False)  # all of it
     assert not prefers(4) and prefers(1)
     for _ in range(40):
-        balance.observe(drafts[4], 4.0, none, [1, 2], 0)  # all that can be seen
+        balance.observe(drafts[4], 4.0, none, [1, 2], 0, 50.0, False)  # all that can be seen
     assert prefers(4)
     for brought, forwards, wanted in ((8, 7, False), (1, 7, True), (8, 14, True)):
         for _ in range(400):
-            balance.observe(none, 0.0, other, [0] * brought, forwards)
+            balance.observe(none, 0.0, other, [0] * brought, forwards, 25.0 * brought, True)
         assert prefers(1) == wanted
     # A method that drafts with neither a model nor a head: its forwards are free, and its tokens are verified.
-    assert not Balance(Costs(target=table.target, draft={}), Suffix()).prefers_suffix(False, drafts[1], 1.0, 1)
+    free = Balance(Costs(target=table.target, draft={}), Suffix())
+    assert free.saved(False, drafts[1], 1.0, 1)[1] > 0 and free.pays(0.1, 999, 1, 1)
+    # What is unread must be little, or there must be many tokens to come of which the other one drafts some.
+    for wanted, pays in ((True, [True, False, True]), (False, [True, False, False])):
+        for _ in range(99):
+            balance.observe(none, 0.0, none, [1], 0, 25.0, wanted)
+        assert [balance.pays(15.0, *given, 1) for given in ((2, 9), (90, 9), (90, 99))] == pays
 
 
 def test_an_automatic_threshold_moves_from_one_drafter_to_the_other() -> None:
     """What the text repeats is drafted by suffixes, once they have come true, and the other one drafts elsewhere."""
-    other, table = Fixed(), Costs(target={1: 30.0, 8: 45.0}, draft={1: 10.0})
+    other, table = Fixed(), Costs(target={1: 30.0, 8: 45.0}, draft={1: 10.0, 8: 12.0})
     balance = Balance(table, SD())
     made = HybridDrafter(SuffixDrafter(Suffix(least=0.1)), other, 1000.0, balance)
-    seq = begun(made, [3, 4, 5, 6, 7, 8, 9, 3])
+    seq = begun(made, [3, 4, 5, 6, 7, 8, 9, 3], 99)
     for token in (4, 5, 6, 7, 20, 21, 22):
         (draft,) = made.propose([seq]).drafts
         seq.tokens.append(token)
         made.observe([seq], [draft], [Verdict([0], token, 0, False)], None)
     asked = len(other.asked)
-    assert 3 <= asked < 7 and balance._true[0] > 0.3 * 4 * 0.8
+    assert 2 <= asked < 7 and balance._true[0] > 0.3 * 4 * 0.8
+
+
+def test_a_prompt_is_read_when_it_is_first_needed() -> None:
+    """Whole if it is the only row, else a chunk a step. Who leaves meanwhile holds nobody up."""
+    made = beside(other := Fixed())
+    texts = [3, 4, 5, 6, 7, 3, 4, 5], [*range(20)], [9, 8, 7], [*range(30)], [1, 2]
+    seqs = [Sequence(Request(text, 20), id) for id, text in enumerate(texts)]
+    for seq in seqs:
+        list(made.admit(seq, None, 8))
+    for rows in (seqs[:1], seqs[:3], seqs[:3], seqs[:3], seqs[:4]):
+        made.propose(rows)
+    assert other.read == [8, 8, 4, 3, 8] and other.asked == [[1, 2]] * 2
+    made.drop(seqs[3])
+    made.propose(seqs[4:])
+    assert other.read[5:] == [2] and other.asked[2] == [4]
 
 
 @pytest.mark.parametrize("gamma", [1, 3])

@@ -181,7 +181,7 @@ class Engine:
     def _step(self, seqs: list[Sequence]) -> None:
         begun, ids = perf_counter(), [seq.id for seq in seqs]
         proposal = self._propose(seqs)
-        drafts = proposal.drafts
+        drafts, begun = proposal.drafts, begun + proposal.prompt_seconds
         proposed = perf_counter()
         logits, hidden = self.target.forward(ids, drafts, self._capture)
         forwarded = perf_counter()

@@ -25,6 +25,7 @@ class Proposal:
     forwards: int = 0  # draft model forwards, each for all sequences at once
     forward_seconds: float = 0.0
     policy_seconds: float = 0.0
+    prompt_seconds: float = 0.0  # of prompts that were read for these drafts; no part of a step
     rests: bool = False  # whether drafts are left out for some steps, as they were slower
 
     @classmethod
@@ -35,6 +36,7 @@ class Proposal:
             sum(each.forwards for each in parts),
             sum(each.forward_seconds for each in parts),
             sum(each.policy_seconds for each in parts),
+            sum(each.prompt_seconds for each in parts),
             any(each.rests for each in parts) and not any(draft.drafted for draft in drafts),
         )
 

@@ -205,6 +205,9 @@ class Guarded(Drafter):
             pace.charge(len(seqs), now - self._begun, late=True)
             self._begun = now
         proposal = self.drafter.propose(asked) if asked else Proposal([], rests=pace.paused)
+        if proposal.prompt_seconds and self._judge is not None:
+            pace.charge(len(seqs), proposal.prompt_seconds, late=False)
+            self._begun += proposal.prompt_seconds
         found = dict(zip([seq.id for seq in asked], proposal.drafts, strict=True))
         return replace(proposal, drafts=[found.get(seq.id) or Draft.root(seq.tokens[-1]) for seq in seqs])
 

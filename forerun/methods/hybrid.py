@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
+from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
 from forerun.engine.draft import Draft
@@ -19,11 +21,13 @@ if TYPE_CHECKING:
     from forerun.engine.acceptance import Verdict
     from forerun.engine.costs import Costs
     from forerun.engine.sequence import Sequence
+    from forerun.model.causal_lm import CausalLM
 
 ALONE = ("ar", "suffix", "hybrid")  # not allowed as `other`
 USUAL = 6.0  # the threshold if no costs are known
 SHARES = (0.3, 0.35, 0.45, 0.6)  # of 1, 2, 3, and more tokens that counts promise: how many come true, as is expected
 WEIGHT, KEPT = 4.0, 0.98  # what is expected counts as so many steps; a step counts `KEPT` times as much as the next
+FIRST, REST = 0.5, 128  # expected: the other drafter's share of tokens, and tokens to come beside as many as there are
 
 
 @dataclass(frozen=True)
@@ -87,65 +91,91 @@ class Hybrid(Suffix):
         if chosen.other == "auto":
             return suffixes
         method = chosen._other()
-        balance = Balance(parts.costs, method) if self.threshold is None and parts.costs else None
+        balance = Balance(parts.costs, method, parts.draft) if self.threshold is None and parts.costs else None
         other = parts.guarded(method.build(parts)) if parts.guarded is not None else method.build(parts)
         return HybridDrafter(suffixes, other, USUAL if self.threshold is None else self.threshold, balance)
 
 
 class Balance:
-    """Weigh a suffix draft against the other drafter by the expected ms a token, from a table of costs. Ours.
+    """Weigh a suffix draft, the other drafter and a plain step by expected ms, from a table of costs. Ours.
 
-    Counts promise too much, so scores are multiplied by the share of promises of their size that came true lately.
-    Every step shows it, whoever drafted. Of the other drafter count what its steps drafted, took and brought. A method
-    whose forwards no costs tell of counts as free.
+    A token is worth the ms that one took lately: where suffixes draft nearly all, the other drafter must not draft
+    slowly what they would soon draft. Counts promise too much, so scores are multiplied by the share of promises of
+    their size that came true lately. Every step shows it, whoever drafted. Of the other drafter count what its steps
+    drafted, took and brought; while it is not asked, this is forgotten. Forwards that no costs tell of are free.
+
+    A draft model first reads what it has not read of a text. That must be made good by this step, or by the tokens to
+    come, as many of which are its own as lately would have been.
     """
 
-    def __init__(self, costs: Costs, other: Method) -> None:
-        self._costs = {True: costs, False: costs.sampled}
+    def __init__(self, costs: Costs, other: Method, draft: CausalLM | None = None) -> None:
+        self._costs, self._draft = {True: costs, False: costs.sampled}, draft
         self._is_head, self._is_model = bool(other.head and costs.head), bool(other.needs_draft and costs.draft)
-        steps = [n * self._price(costs, 1) + costs.verify(n + 1) for n in range(MOST + 1)]
+        steps = [self.spent(True, 1, n, n) for n in range(MOST + 1)]
         n = best_length(steps, [EXPECTED] * MOST)
         # of the other drafter: its steps, tokens that they drafted, its forwards, and tokens that came
-        self._other = [WEIGHT, WEIGHT * n, WEIGHT * n, WEIGHT * sum(EXPECTED**i for i in range(n + 1))]
+        self._usual = [WEIGHT, WEIGHT * n, WEIGHT * n, WEIGHT * sum(EXPECTED**i for i in range(n + 1))]
+        self._other, self._share = self._usual, FIRST
+        self._spent = [WEIGHT * steps[n], self._usual[3]]  # ms of all steps, and tokens that came
         self._promised = [WEIGHT * size for size in range(1, len(SHARES) + 1)]
         self._true = [share * promised for share, promised in zip(SHARES, self._promised, strict=True)]
 
-    def prefers_suffix(self, greedy: bool, draft: Draft, score: float, rows: int) -> bool:
-        """Return whether a suffix draft takes less time a token than the other drafter in a step of N rows."""
-        costs, size, (steps, drafted, forwards, brought) = self._costs[greedy], self._size(score), self._other
-        expected = min(score * self._true[size] / self._promised[size], draft.drafted)
-        own = costs.verify(rows * (draft.drafted + 1)) / (1 + expected)
-        other = forwards / steps * self._price(costs, rows) + costs.verify(rows * (drafted / steps + 1))
-        return own <= other * steps / brought
+    def known(self, seq: Sequence) -> int:
+        """Return how many tokens of a new sequence the draft model has kept."""
+        return self._draft.prompts.known(seq.tokens, seq.request.salt) if self._draft is not None else 0
 
-    def _price(self, costs: Costs, rows: int) -> float:
-        if self._is_head:
-            return costs.heading(rows)
-        return costs.drafting(rows) if self._is_model else 0.0
+    def saved(self, greedy: bool, draft: Draft, score: float, rows: int) -> tuple[float, float]:
+        """Return the ms that a step of N rows is expected to save with suffix drafts, against a plain one, and the ms a
+        token with the other drafter, if it has read all, against the better of these."""
+        size, (_, drafted, forwards, brought) = self._size(score), [each / self._other[0] for each in self._other]
+        expected = min(score * self._true[size] / self._promised[size], draft.drafted)
+        worth, plain = self._spent[0] / self._spent[1], self.spent(greedy, rows)
+        own = worth * expected - self.spent(greedy, rows, draft.drafted) + plain
+        other = worth * (brought - 1) - self.spent(greedy, rows, drafted, forwards) + plain
+        return own, (other - max(own, 0.0)) / brought
+
+    def spent(self, greedy: bool, rows: int, drafted: float = 0, forwards: float = 0) -> float:
+        """Return ms of a step of N rows which draft so many tokens each, in so many forwards of the other drafter."""
+        costs = self._costs[greedy]
+        price = costs.heading(rows) if self._is_head else costs.drafting(rows) if self._is_model else 0.0
+        return forwards * price + costs.verify(rows * (drafted + 1))
+
+    def pays(self, saved: float, unread: int, left: int, rows: int) -> bool:
+        """Return whether the other drafter, which saves so many ms a token, pays in a text with so many unread tokens
+        and tokens to come. The other rows are taken to be like this one."""
+        reading = self._costs[True].reading(rows) if self._is_model else 0.0
+        later = max(0.0, self._share * saved - (1 - self._share) * reading)
+        return saved > 0 and saved * self._other[3] / self._other[0] + later * left >= reading * unread
 
     def _size(self, score: float) -> int:
         return min(max(int(score), 1), len(SHARES)) - 1
 
-    def observe(self, found: Draft, score: float, used: Draft, came: list[int], forwards: int) -> None:
-        """Record the tokens of a step, where this suffix draft was found and that draft was used, after so many
-        forwards of the other drafter."""
+    def observe(
+        self, found: Draft, score: float, used: Draft, came: list[int], forwards: int, spent: float, wanted: bool
+    ) -> None:
+        """Record the tokens of a step of so many ms by the table, where this suffix draft was found and that draft was
+        used, after so many forwards of the other drafter, which was `wanted` if it had read all."""
         if found.drafted:
             size, pairs = self._size(score), list(zip(found.tokens[1:], came, strict=False))
             right = next((n for n, (drafted, token) in enumerate(pairs) if drafted != token), len(pairs))
             seen = found.drafted if right < len(pairs) else right  # what would come after the last token is not known
             self._promised[size] = KEPT * self._promised[size] + score * seen / found.drafted
             self._true[size] = KEPT * self._true[size] + right
+        step = [(1 - KEPT) * usual for usual in self._usual]
         if used.drafted and used is not found:
-            step = 1, used.drafted, forwards, len(came)
-            self._other = [KEPT * before + one for before, one in zip(self._other, step, strict=True)]
+            step = [1, used.drafted, forwards, len(came)]
+        self._other = [KEPT * before + one for before, one in zip(self._other, step, strict=True)]
+        self._spent = [KEPT * before + one for before, one in zip(self._spent, (spent, len(came)), strict=True)]
+        self._share += (1 - KEPT ** len(came)) * (wanted - self._share)
 
 
 class HybridDrafter(Drafter):
     """Draft by suffixes, and call the other drafter for sequences whose suffix draft scores below `threshold`, or where
-    `balance` prefers it. If it has no draft, the suffix draft is used.
+    `balance` prefers it. If it has no draft, the suffix draft is used, unless `balance` prefers none.
 
-    The other drafter may have a guard of its own, which judges it by the steps in which it drafted for all rows. In a
-    pause of that guard suffixes draft for all rows. Plain steps that it measures stay plain.
+    The other drafter reads a prompt when it is first called, unless it wants hidden states: the whole prompt for the
+    only row, else a chunk a step. It may have a guard of its own, which judges it by the steps in which it drafted for
+    all rows. In a pause of that guard suffixes draft for all rows. Plain steps that it measures stay plain.
     """
 
     def __init__(
@@ -154,27 +184,40 @@ class HybridDrafter(Drafter):
         self.suffixes, self.other, self.threshold, self.balance = suffixes, other, threshold, balance
         self.wants_hidden, self.spread = other.wants_hidden, other.spread
         self._asked: set[int] = set()  # sequences for which the other drafter was called in this step
-        self._found: dict[int, tuple[Draft, float, int]] = {}  # suffix drafts, scores, and lengths of texts
+        # suffix drafts, scores, lengths of texts, and whether the other drafter would be faster
+        self._found: dict[int, tuple[Draft, float, int, bool]] = {}
         self._forwards = 0  # of the other drafter in this step
+        self._read: dict[int, int] = {}  # tokens of each sequence that the other drafter has read
+        self._unread: dict[int, Iterator[int]] = {}  # what reads a prompt that it has not read
+        self._reading = -1  # the sequence whose prompt it reads, or has read last
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         yield from self.suffixes.admit(seq, hidden, chunk)
-        yield from self.other.admit(seq, hidden, chunk)
+        self._read[seq.id] = self.balance.known(seq) if self.balance is not None else 0
+        self._chunk, self._unread[seq.id] = chunk, iter(self.other.admit(seq, hidden, chunk))
+        if self.wants_hidden:
+            yield from self._unread.pop(seq.id)
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         drafts: dict[int, Draft] = {}
-        rest = []
+        rest, rows = [], len(seqs)
         for seq in seqs:
-            found, score = self.suffixes.find(seq, len(seqs))
-            drafts[seq.id], is_sure = found, score >= self.threshold
+            found, score = self.suffixes.find(seq, rows)
+            drafts[seq.id], asks, saved = found, not found.drafted or score < self.threshold, 0.0
             if self.balance is not None:
-                is_sure = self.balance.prefers_suffix(seq.greedy, found, score, len(seqs))
-            if not found.drafted or not is_sure:
+                own, saved = self.balance.saved(seq.greedy, found, score, rows)
+                drafts[seq.id] = found if own > 0 else Draft.root(seq.tokens[-1])
+                left = min(seq.remaining, REST + len(seq.output))
+                asks = self.balance.pays(saved, len(seq.tokens) - self._read[seq.id], left, rows)
+            if asks:
                 rest.append(seq)
-            self._found[seq.id] = found, score, len(seq.tokens)
+            self._found[seq.id] = found, score, len(seq.tokens), saved > 0
+        begun = perf_counter()
+        rest = self._readers(rest, rows) if rest else []
+        reading = Proposal([], prompt_seconds=perf_counter() - begun)
         self._asked, proposal, is_measuring = {seq.id for seq in rest}, Proposal([]), False
         if rest and isinstance(self.other, Guarded):
-            proposal = self.other.propose(rest, len(seqs))
+            proposal = self.other.propose(rest, rows)
             is_measuring = self.other.is_measuring
         elif rest:
             proposal = self.other.propose(rest)
@@ -182,7 +225,18 @@ class HybridDrafter(Drafter):
             if draft.drafted or is_measuring:
                 drafts[seq.id] = draft
         self._forwards = proposal.forwards
-        return Proposal.together([drafts[seq.id] for seq in seqs], [proposal])
+        return Proposal.together([drafts[seq.id] for seq in seqs], [proposal, reading])
+
+    def _readers(self, seqs: list[Sequence], rows: int) -> list[Sequence]:
+        """Have the other drafter read prompts, one after the other; return the sequences whose prompts are read."""
+        left = self._chunk if rows > 1 else inf
+        for id in (self._reading, *(seq.id for seq in seqs)):
+            while id in self._unread and left > 0:
+                self._reading, count = id, next(self._unread[id], None)
+                if count is None:
+                    del self._unread[id]
+                left -= count or 0
+        return [seq for seq in seqs if seq.id not in self._unread]
 
     def observe(
         self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
@@ -192,10 +246,17 @@ class HybridDrafter(Drafter):
         observe_rows(self.other, rows, seqs, drafts, verdicts, hidden)
         for seq, draft in zip(seqs, drafts, strict=True):
             if self.balance is not None and seq.id in self._found:  # else a plain step that others measure
-                found, score, length = self._found[seq.id]
-                self.balance.observe(found, score, draft, seq.tokens[length:], self._forwards)
+                found, score, length, wanted = self._found[seq.id]
+                is_other = draft.drafted and draft is not found
+                forwards = self._forwards if is_other else 0
+                spent = self.balance.spent(seq.greedy, len(seqs), draft.drafted, forwards)
+                self.balance.observe(found, score, draft, seq.tokens[length:], forwards, spent, wanted)
+                if is_other:
+                    self._read[seq.id] = len(seq.tokens)
         self._asked, self._found = set(), {}
 
     def drop(self, seq: Sequence) -> None:
+        for each in (self._unread, self._read):
+            each.pop(seq.id, None)
         self.suffixes.drop(seq)
         self.other.drop(seq)

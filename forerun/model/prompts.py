@@ -61,6 +61,12 @@ class PromptCache:
         cache.reserve(1, len(tokens))
         return held
 
+    def known(self, tokens: list[int], salt: str) -> int:
+        """Return how many tokens of a prompt need not be run."""
+        held = common(self.tokens, tokens) if salt == self._salt else 0
+        stored = self.store.find(tokens, held, "", salt) if self.store is not None else None
+        return held if stored is None else stored[1]
+
     def append(self, tokens: list[int], hidden: Tensor | None) -> None:
         """Commit tokens that were run."""
         self.cache.commit([ROW], [range(len(tokens))])
