@@ -274,7 +274,7 @@ def test_first_buffers_that_cannot_be_had_are_tried_again(layer: int) -> None:
     pair.add(1, 3 * BLOCK)
     with memory(fails=layer), pytest.raises(torch.OutOfMemoryError):
         pair.forward({1: 3})
-    assert pair.cache.ids == [1] and pair.cache.lengths == [0] and not pair.cache.ready
+    assert pair.cache.ids == [1] and pair.cache.lengths == [0] and not pair.cache._ready()
     pair.run({1: [0, 2]})
     pair.add(2, 3 * BLOCK)
     pair.run({1: [0], 2: [0, 1, 2]})

@@ -242,4 +242,4 @@ def test_memory_is_reserved_by_rows_and_positions() -> None:
     assert lm.fits(0, 300, 512 * size) and not lm.fits(0, 300, 512 * size - 1)
     join_all(lm, {0: [1, 2, 3]}, reserve=300)
     assert lm.fits(1, 100, 1024 * size) and not lm.fits(1, 100, 1023 * size)
-    assert lm.cache.allocated_bytes == 512 * size and lm.cache.used_bytes == 3 * size
+    assert lm.cache.allocated_bytes == 512 * size and lm.memory().used == 3 * size

@@ -203,7 +203,7 @@ def test_an_aborted_sequence_leaves_nothing(target: CausalLM, spoilt: int, gone:
     for id in ids:
         engine.abort(id)
     drain(engine)
-    stored = [part for entry in engine.target.prefixes._entries for layer in entry.stored for part in layer or ()]
+    stored = [part for entry in engine.target.prompts.store._entries for layer in entry.stored for part in layer or ()]
     assert stored and all(part.isfinite().all() for part in stored)
     assert outputs(engine, NEXT) == solo(target, NEXT)
     assert_target_clean(engine)
@@ -246,7 +246,7 @@ def test_a_prompt_leaves_nothing(target: CausalLM, prefix_bytes: int) -> None:
     assert [step.finish_reason for step in steps[bad]] == ["error"] and steps[held][-1].finish_reason == "length"
     assert_target_clean(engine)
     if prefix_bytes:
-        assert not any(POISON in entry.tokens for entry in engine.target.prefixes._entries)
+        assert not any(POISON in entry.tokens for entry in engine.target.prompts.store._entries)
 
 
 def test_a_prompt_that_begins_like_a_bad_one_is_run_anew(target: CausalLM) -> None:
@@ -306,7 +306,7 @@ def test_a_draft_keeps_no_text_that_is_not_a_number() -> None:
     for prompt in (BAD, NEXT[2]):
         found = made.generate(prompt, max_new_tokens=12)
         assert found.tokens == plain.generate(prompt, max_new_tokens=12).tokens
-    assert not any(POISON in entry.tokens for entry in model.prefixes._entries)
+    assert not any(POISON in entry.tokens for entry in model.prompts.store._entries)
     assert_clean(model.cache, model.prompts.cache)
     assert found.stats.accepted == fresh.generate(NEXT[2], max_new_tokens=12).stats.accepted > 0
 

@@ -117,7 +117,7 @@ def test_what_is_known_of_a_prompt_is_not_run_again(architecture: str, hidden: b
     assert run(second) == 2
     lm.join(3)
     lm.forget_prompt()
-    assert run([*first, 7]) == 1 and lm.prefixes.hits == 1  # parked when its prefill ended
+    assert run([*first, 7]) == 1 and lm.prompts.store.hits == 1  # parked when its prefill ended
     lm.join(4)
     # A finished row is parked with what it generated.
     parts = [lm.prompt_hidden] if hidden else []

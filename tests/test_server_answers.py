@@ -250,7 +250,7 @@ def test_clients_in_processes_of_their_own(client: str, url: str, expected: str)
 def ran(engine: Engine) -> list[int]:
     """Tokens of prompts that target and draft have run, and the hits of their stores."""
     models = [engine.target, engine.drafter.model]  # type: ignore[attr-defined]
-    return [number for each in models for number in (each.prefilled, each.prefixes.hits)]
+    return [number for each in models for number in (each.prefilled, each.prompts.store.hits)]
 
 
 def spent(server: Live, path: str, body: dict[str, Any]) -> list[int]:

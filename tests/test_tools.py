@@ -361,10 +361,10 @@ def test_the_next_turn_finds_what_the_last_one_left(name: str) -> None:
         body = {"messages": HELLO, "tools": TOOLS, "tool_choice": NAMED, "temperature": 0, "max_tokens": 200}
         first = post(server, CHAT, body).json()
         message = first["choices"][0]["message"]
-        ran, hits = model.prefilled, model.prefixes.hits
+        ran, hits = model.prefilled, model.prompts.store.hits
         result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "fine"}
         again = post(server, CHAT, body | {"messages": [*HELLO, message, result]}).json()
-        assert model.prefixes.hits == hits + 1
+        assert model.prompts.store.hits == hits + 1
         new = again["usage"]["prompt_tokens"] - first["usage"]["total_tokens"]
         if name != "mistral":  # the last token of the answer was not run; the end and the result are new
             assert 0 < new < 40 and model.prefilled - ran <= new + 1

@@ -49,6 +49,10 @@ class Costs:
         most = max(self.draft)
         return tokens * self.draft[most] / most
 
+    def marginal(self, rows: int) -> float:
+        """Return the probability from which a drafted token is worth its place in a target forward of N rows."""
+        return self.verify(2 * rows) / self.verify(rows) - 1
+
     def heading(self, rows: int) -> float:
         """Return ms of a head's next state for each of N rows."""
         return interpolated(self.head, rows)

@@ -80,11 +80,8 @@ class SuffixDrafter(Drafter):
     def __init__(self, settings: Suffix, memory: SuffixMemory | None = None, costs: Costs | None = None) -> None:
         """Build a drafter. With `costs`, tokens that are not worth their place in a batch are left out."""
         self.settings, self.memory = settings, memory
-        # The probability from which a drafted token is worth its place in a step of N rows.
-        worth = (
-            (lambda rows: costs.verify(2 * rows) / costs.verify(rows) - 1) if costs is not None else lambda rows: 0.0
-        )
-        self._least = cache(lambda rows: max(settings.least, SURE * worth(rows)))
+        worth = costs.marginal if costs is not None else lambda rows: 0.0
+        self._least = cache(lambda rows: max(settings.least, SURE * worth(rows)))  # by the number of rows of a step
         self.rows: dict[int, _Text] = {}
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:

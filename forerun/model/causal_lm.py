@@ -19,7 +19,6 @@ from forerun.model.eager import EagerForward, lm_head
 from forerun.model.fingerprint import fingerprint, same_model
 from forerun.model.forward import DraftHead, Forward, FusedDraft
 from forerun.model.kv_cache import KVCache
-from forerun.model.prefix_store import PrefixStore
 from forerun.model.prompts import ROW, PromptCache
 from forerun.model.rows import Rows
 from forerun.model.support import check_model, context_of, window_of
@@ -98,11 +97,6 @@ class CausalLM(Rows):
         return lm_head(self.model)
 
     @property
-    def prefixes(self) -> PrefixStore | None:
-        """Return the prefix store, or None without one."""
-        return self.prompts.store
-
-    @property
     def keeps_prefixes(self) -> bool:
         return self.prompts.store is not None
 
@@ -136,8 +130,9 @@ class CausalLM(Rows):
         return self.cache.fits(rows, reserve, budget, self.position_bytes)
 
     def memory(self) -> Memory:
-        hits = 0 if self.prefixes is None else self.prefixes.hit_tokens
-        return Memory(self.cache.used_bytes, self.cache.allocated_bytes, hits)
+        hits = 0 if self.prompts.store is None else self.prompts.store.hit_tokens
+        used = sum(self.cache.lengths) * (self.cache.position_bytes or 0)
+        return Memory(used, self.cache.allocated_bytes, hits)
 
     # Prompts.
 
@@ -195,7 +190,7 @@ class CausalLM(Rows):
         """Add a sequence's committed positions to the prefix store, if any, for prompts with the same salt. Call it
         before `drop`. `tokens` may go beyond these positions; `hidden` [n, d] are the states captured at them."""
         length = self.cache.length(id)
-        if self.prefixes is not None and length:
+        if self.keeps_prefixes and length:
             hidden = hidden[:length] if hidden is not None and len(hidden) >= length else None
             self.prompts.remember(tokens[:length], self.cache.view(id, length), hidden, salt, capture)
 

@@ -176,7 +176,8 @@ class KVCache(Cache):
             for layer in self.layers:
                 layer.use()
         if size not in self._row_indexes:
-            device = self.device if slots is None and self.ready else None if slots is None else slots.device
+            ready = self._ready()
+            device = slots.device if slots is not None else ready[0].keys.device if ready else None
             self._row_indexes[size] = torch.arange(size, device=device)[:, None]
 
     # Memory.
@@ -194,20 +195,6 @@ class KVCache(Cache):
     def allocated_bytes(self) -> int:
         """Return the bytes of all buffers. On a CPU, memory that was never written is not taken from the system."""
         return self.rows_capacity * self.capacity * (self.position_bytes or 0)
-
-    @property
-    def used_bytes(self) -> int:
-        """Return the bytes of the committed positions."""
-        return sum(self.lengths) * (self.position_bytes or 0)
-
-    @property
-    def ready(self) -> bool:
-        """Return whether buffers have been allocated."""
-        return any(layer.is_initialized for layer in self.layers)
-
-    @property
-    def device(self) -> torch.device:
-        return self._ready()[0].keys.device
 
     def fits(self, rows: int, reserve: int, budget: int, position_bytes: int) -> bool:
         """Return whether buffers for the first `rows` rows and one more of `reserve` positions, of that many bytes
