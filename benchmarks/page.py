@@ -85,6 +85,7 @@ QWEN = {
     "temperature-1": "Temperature 1",
     "xeon/temperature-1": "The same on an Intel Xeon",
     "repeats": "Tasks that repeat themselves: a request after another one like it",
+    "xeon/repeats": "The same on an Intel Xeon, since `hybrid` weighs what its draft has to read",
     "transformers": "Beside transformers, in float32 what it decodes",
     "batch-4": "Batches of 4",
     "xeon/batch-4": "The same on an Intel Xeon, before costs ruled drafts out there",
