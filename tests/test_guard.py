@@ -22,6 +22,7 @@ from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Step
 from forerun.engine.sequence import Request, Sequence
+from forerun.engine.step import Proposal
 from forerun.methods import AR, SD, Hybrid, Method, Parts
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter
@@ -292,6 +293,24 @@ def test_prompts_of_drafts_have_to_be_earned() -> None:
     pace.pause(4)
     list(Guarded(SlowPrompts(clock, wants_hidden=True), pace).admit(Sequence(Request([0], 9), 0), None, 8))
     assert pace.paused and pace._earned == 0
+
+
+class ReadsLate(SlowPrompts):
+    def propose(self, seqs: list[Sequence]) -> Proposal:
+        self.clock.now += 8
+        return Proposal([Draft.root(0)], prompt_seconds=8.0)
+
+
+@pytest.mark.parametrize(("begins", "charged"), [(True, (8, 0)), (False, (0, -8))])
+def test_a_prompt_that_is_read_while_drafting_may_be_gained_back(begins: bool, charged: tuple[int, int]) -> None:
+    """By the trial that it begins. It is no part of a step."""
+    pace = SpeedTracker(clock := Clock())
+    for _ in range(LOOKS):
+        pace.record(1, 1, 1.0, drafted=False)
+    guarded, seq, pace.begins, pace._debt = Guarded(ReadsLate(clock), pace), Sequence(Request([0], 9), 0), begins, 0.0
+    guarded._inside[0] = True
+    guarded.propose([seq])
+    assert (pace._debt, pace._earned) == charged and guarded._begun == clock.now
 
 
 def test_a_lucky_trial_does_not_make_up_for_failures() -> None:

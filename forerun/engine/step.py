@@ -52,6 +52,7 @@ class Drafter(Protocol):
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
         """Admit a sequence of n tokens and run its prompt. Yield the size of each chunk, at most `chunk` tokens.
+        `hybrid` runs this between later steps or never, so the text may grow meanwhile.
         `hidden` [n - 1, d]: the target's states over all tokens but the last, if wanted."""
         return ()
 

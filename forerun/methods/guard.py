@@ -50,7 +50,7 @@ class SpeedTracker:
         self._spare = 0  # the part of the pause that new sequences may shorten
         self._earned = self._peak = self._debt = 0.0
         self._plain: dict[int, deque[float]] = {}  # seconds by number of rows
-        self._begins = True  # whether the next drafting step is the first of a trial
+        self.begins = True  # whether the next drafting step is the first of a trial
         self._looks = 0  # plain steps so far
         self._costs: deque[float] = deque(maxlen=5)  # seconds of the last drafting steps
         self._brought = self._spent = 0.0  # of about the last twenty
@@ -101,10 +101,10 @@ class SpeedTracker:
         cost = seconds / self._plain_seconds(rows)
         if self._costs:  # a step that the machine interrupted proves little
             cost = min(cost, 2 * median(self._costs))
-            if self._begins:  # the draft model runs the tokens of the pause: a cost of the trial, not of a step
+            if self.begins:  # the draft model runs the tokens of the pause: a cost of the trial, not of a step
                 usual = min(cost, median(self._costs))
                 self._debt, cost = self._debt + cost - usual, usual
-        self._begins = False
+        self.begins = False
         self._costs.append(cost)
         # A draft makes no step cheaper. If it seems to, plain steps have become faster.
         self._since += cost if cost > 0.9 else inf
@@ -127,7 +127,7 @@ class SpeedTracker:
             self.failures += 1
         self.pause(wait)
         self._earned = self._peak = self._debt = 0.0
-        self._begins = True
+        self.begins = True
 
     def _plain_seconds(self, rows: int) -> float:
         return max(median_low(self._plain[rows]), 1e-9)
@@ -206,7 +206,7 @@ class Guarded(Drafter):
             self._begun = now
         proposal = self.drafter.propose(asked) if asked else Proposal([], rests=pace.paused)
         if proposal.prompt_seconds and self._judge is not None:
-            pace.charge(len(seqs), proposal.prompt_seconds, late=False)
+            pace.charge(len(seqs), proposal.prompt_seconds, late=pace.begins)
             self._begun += proposal.prompt_seconds
         found = dict(zip([seq.id for seq in asked], proposal.drafts, strict=True))
         return replace(proposal, drafts=[found.get(seq.id) or Draft.root(seq.tokens[-1]) for seq in seqs])

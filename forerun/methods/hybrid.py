@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
@@ -27,6 +26,7 @@ ALONE = ("ar", "suffix", "hybrid")  # not allowed as `other`
 USUAL = 6.0  # the threshold if no costs are known
 SHARES = (0.3, 0.35, 0.45, 0.6)  # of 1, 2, 3, and more tokens that counts promise: how many come true, as is expected
 WEIGHT, KEPT = 4.0, 0.98  # what is expected counts as so many steps; a step counts `KEPT` times as much as the next
+PIECE = 2048  # most tokens of prompts that a step waits for
 FIRST, REST = 0.5, 128  # expected: the other drafter's share of tokens, and tokens to come beside as many as there are
 
 
@@ -90,8 +90,8 @@ class Hybrid(Suffix):
         suffixes = self.suffixes(parts)
         if chosen.other == "auto":
             return suffixes
-        method = chosen._other()
-        balance = Balance(parts.costs, method, parts.draft) if self.threshold is None and parts.costs else None
+        method, known = chosen._other(), parts.draft if parts.translation is None else None
+        balance = Balance(parts.costs, method, known) if self.threshold is None and parts.costs else None
         other = parts.guarded(method.build(parts)) if parts.guarded is not None else method.build(parts)
         return HybridDrafter(suffixes, other, USUAL if self.threshold is None else self.threshold, balance)
 
@@ -109,8 +109,9 @@ class Balance:
     """
 
     def __init__(self, costs: Costs, other: Method, draft: CausalLM | None = None) -> None:
-        self._costs, self._draft = {True: costs, False: costs.sampled}, draft
+        self._costs = {True: costs, False: costs.sampled}
         self._is_head, self._is_model = bool(other.head and costs.head), bool(other.needs_draft and costs.draft)
+        self._draft = draft if self._is_model else None
         steps = [self.spent(True, 1, n, n) for n in range(MOST + 1)]
         n = best_length(steps, [EXPECTED] * MOST)
         # of the other drafter: its steps, tokens that they drafted, its forwards, and tokens that came
@@ -173,8 +174,8 @@ class HybridDrafter(Drafter):
     """Draft by suffixes, and call the other drafter for sequences whose suffix draft scores below `threshold`, or where
     `balance` prefers it. If it has no draft, the suffix draft is used, unless `balance` prefers none.
 
-    The other drafter reads a prompt when it is first called, unless it wants hidden states: the whole prompt for the
-    only row, else a chunk a step. It may have a guard of its own, which judges it by the steps in which it drafted for
+    The other drafter reads a prompt when it is first called, unless it wants hidden states: `PIECE` tokens a step for
+    the only row, else a chunk. It may have a guard of its own, which judges it by the steps in which it drafted for
     all rows. In a pause of that guard suffixes draft for all rows. Plain steps that it measures stay plain.
     """
 
@@ -190,11 +191,13 @@ class HybridDrafter(Drafter):
         self._read: dict[int, int] = {}  # tokens of each sequence that the other drafter has read
         self._unread: dict[int, Iterator[int]] = {}  # what reads a prompt that it has not read
         self._reading = -1  # the sequence whose prompt it reads, or has read last
+        self._chunk = PIECE  # tokens of prompts to read in a step of several rows
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         yield from self.suffixes.admit(seq, hidden, chunk)
         self._read[seq.id] = self.balance.known(seq) if self.balance is not None else 0
-        self._chunk, self._unread[seq.id] = chunk, iter(self.other.admit(seq, hidden, chunk))
+        self._chunk = min(chunk, PIECE)
+        self._unread[seq.id] = iter(self.other.admit(seq, hidden, self._chunk))
         if self.wants_hidden:
             yield from self._unread.pop(seq.id)
 
@@ -207,7 +210,7 @@ class HybridDrafter(Drafter):
             if self.balance is not None:
                 own, saved = self.balance.saved(seq.greedy, found, score, rows)
                 drafts[seq.id] = found if own > 0 else Draft.root(seq.tokens[-1])
-                left = min(seq.remaining, REST + len(seq.output))
+                left = min(seq.remaining, REST + len(seq.tokens) - seq.prompt_length)
                 asks = self.balance.pays(saved, len(seq.tokens) - self._read[seq.id], left, rows)
             if asks:
                 rest.append(seq)
@@ -229,12 +232,15 @@ class HybridDrafter(Drafter):
 
     def _readers(self, seqs: list[Sequence], rows: int) -> list[Sequence]:
         """Have the other drafter read prompts, one after the other; return the sequences whose prompts are read."""
-        left = self._chunk if rows > 1 else inf
+        left = self._chunk if rows > 1 else PIECE
+        if self._reading in self._unread and self._reading not in self._found:
+            left = 0  # an error of that sequence must not end one of this step
         for id in (self._reading, *(seq.id for seq in seqs)):
             while id in self._unread and left > 0:
                 self._reading, count = id, next(self._unread[id], None)
                 if count is None:
                     del self._unread[id]
+                self._read[id] += count or 0
                 left -= count or 0
         return [seq for seq in seqs if seq.id not in self._unread]
 
