@@ -18,7 +18,7 @@ from forerun.train.corpus import source_files
 from forerun.train.texts import SPLITS
 
 OF_A_FILE = 24  # functions of one file
-FORMS = 2  # requests about a function
+FORMS = 4  # requests about a function
 ASKED = (
     "Write a Python function `{name}({arguments})`. {summary}",
     "Complete this function:\n\n```python\n{signature}\n```",
