@@ -124,15 +124,17 @@ EMBEDDED = {
 # Qwen2.5-Coder 1.5B with its 0.5B: a step takes ten times as long as smollm2's, so prompts are fewer.
 QWEN_SEARCH = "--dataset {here}/qwen-coder/validation.jsonl --limit 8 --rounds 1"
 QWEN_TEST = f"{{here}}/qwen-coder/test.jsonl,{{data}}/{HUMANEVAL}"
-QWEN_OURS = "ar,sd,cumulative,pacer,pacer-ouroboros,suffix,hybrid"
-QWEN_SAMPLED = "ar,sd,cumulative,pacer,suffix,hybrid"
-QWEN_BATCHES = "ar,pacer,suffix,hybrid"  # eight calls of each
+QWEN_OURS = "ar,sd,cumulative,pacer,pacer-ouroboros,lyanna,pacer-lyanna,suffix,hybrid"
+QWEN_SAMPLED = "ar,sd,cumulative,pacer,pacer-lyanna,suffix,hybrid"
+QWEN_BATCHES = "ar,pacer,pacer-lyanna,suffix,hybrid"  # eight calls of each
 QWEN_KNOBS = {
     "sd.gamma": "1,2,3,4",
     "cumulative.threshold": "0.5,0.6,0.7,0.8",
-    "hybrid.threshold": "2,3,6 --method-arg hybrid.other=pacer",
+    "hybrid.other": "pacer,pacer-lyanna:block=4,pacer-lyanna:block=6,pacer-lyanna:width=2,pacer-lyanna:width=3",
     "ouroboros.gamma": "2,3,4",
-    "lyanna.depth": "1,2,3",
+    "lyanna.depth": "2,3,4,6",
+    "pacer-lyanna.block": "1,2,3,6",
+    "pacer-lyanna.reuse": "off,free",
 }
 # llama.cpp's drafts: the draft model's tokens and least probability, and the prompt lookup's tokens and suffix.
 QWEN_LLAMA = ",".join(
@@ -144,13 +146,12 @@ QWEN = {
     **{f"validation-{knob}": f"{QWEN_SEARCH} --tune {knob}={values}" for knob, values in QWEN_KNOBS.items()},
     **{
         f"validation-1-{knob}": f"{QWEN_SEARCH} --temperature 1 --tune {knob}={QWEN_KNOBS[knob]}"
-        for knob in ("sd.gamma", "cumulative.threshold")
+        for knob in ("sd.gamma", "cumulative.threshold", "hybrid.other")
     },
     "validation-hot": f"{QWEN_SEARCH} --limit 6 --draft-vocabulary 0 --tune sd.gamma=2,3,4",
     "validation-peers": f"{QWEN_SEARCH} --limit 3 --max-new-tokens 64 --methods ar,{QWEN_LLAMA}",
     "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS},llama-cpp",
-    "heads": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods ar,pacer,lyanna,pacer-lyanna",
-    "greedy-avx2": f"--dataset {{data}}/{HUMANEVAL} --limit 8 --rounds 1 --methods ar,sd,pacer,suffix,hybrid",
+    "greedy-avx2": f"--dataset {{data}}/{HUMANEVAL} --limit 8 --rounds 1 --methods ar,sd,pacer,pacer-lyanna,suffix,hybrid",
     "peers": f"--dataset {{data}}/{HUMANEVAL} --limit 4 --rounds 1 --methods ar,suffix,hybrid,{QWEN_PEERS}",
     "nucleus": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 0.7 --top-p 0.9",
     "temperature-1": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 1",

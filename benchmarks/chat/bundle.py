@@ -22,6 +22,8 @@ from forerun.methods import Pacer
 from forerun.model.causal_lm import CausalLM
 from forerun.zoo import FOLDERS, HOT_FILE, QWEN_CODER, SMOLLM2
 
+CURVE = "curve.json"
+
 
 def put(source: Path, target: str, bits: int, work: Path | None) -> Path:
     """Writes the folder of a draft, head or layer; returns it."""
@@ -44,13 +46,16 @@ def put(source: Path, target: str, bits: int, work: Path | None) -> Path:
 
 
 def curve(source: Path, folder: Path, work: Path | None) -> None:
-    """Validation losses by step."""
+    """Writes the curve that stands beside what was trained, or the validation losses by step of its log."""
+    if (source / CURVE).exists():
+        shutil.copy(source / CURVE, folder)
+        return
     log = (work or source / "work") / "training" / source.name / "log.jsonl"
     if not log.exists():
         raise SystemExit(f"no log of the training of {source}: give --work")
     records = {each["step"]: each for each in map(json.loads, log.read_text().splitlines())}  # the later, if done again
     kept = [[step, each["validation"]] for step, each in sorted(records.items()) if "validation" in each]
-    write_text(folder / "curve.json", json.dumps({source.name: kept}) + "\n")
+    write_text(folder / CURVE, json.dumps({source.name: kept}) + "\n")
 
 
 def main() -> None:

@@ -33,9 +33,9 @@ KINDS = (
     "linked lists", "rounding", "sliding windows", "dynamic programming", "divisors", "Roman numerals", "filtering",
     "grouping", "merging", "removing duplicates", "the largest and smallest elements", "music notes", "temperatures",
 )  # fmt: skip
-ASKED = (
-    "Invent a programming exercise about {kind}. Write a Python function's signature and its docstring, which says what "
-    "the function must do and shows two calls with their results. Do not write the body."
+EXERCISE = (
+    "Invent a programming exercise about {kind}. Write a Python function's signature and its docstring, which says "
+    "what the function must do and shows two calls with their results. Do not write the body."
 )
 
 
@@ -50,9 +50,9 @@ def make(
     limit: int,
     say: Callable[[str], None],
 ) -> None:
-    """Make train.jsonl and validation.jsonl in `out`. Of the `given` requests, the exercises and the questions, of which
-    so many are asked for, those of the test split and those that share text with `held` are left out. Every second
-    answer is greedy, the others are drawn at temperature 1."""
+    """Make train.jsonl and validation.jsonl in `out`. So many `exercises` and `questions` are asked for, beside the
+    `given` requests; those of the test split and those that share text with `held` are left out. Every second answer is
+    greedy, the others are drawn at temperature 1."""
     stops = [tokenizer.convert_tokens_to_ids(each) for each in ("<|im_end|>", "<|endoftext|>")]
     known = {each[at : at + STRETCH] for each in held for at in range(len(each) - STRETCH + 1)}
 
@@ -60,7 +60,7 @@ def make(
         return not any(text[at : at + STRETCH] in known for at in range(0, len(text) - STRETCH + 1, STEP))
 
     begun, rng = time.time(), random.Random(0)
-    asked = [ASKED.format(kind=KINDS[number % len(KINDS)]) for number in range(exercises)]
+    asked = [EXERCISE.format(kind=KINDS[number % len(KINDS)]) for number in range(exercises)]
     header = _prompt(tokenizer, "\x01")[: _prompt(tokenizer, "\x01").index(tokenizer.encode("\x01")[0])]
     prompts = [*(_prompt(tokenizer, each) for each in asked), *[header] * questions]
     drawn = target.generate(prompts, [1.0] * len(prompts), 160, stops, rows=4096, least=LIKELY)
@@ -82,9 +82,7 @@ def make(
     rows = [each.partition("\n") for each in asked]
     prompts = [_prompt(tokenizer, text) for _, _, text in rows]
     kept = [number for number, each in enumerate(prompts) if len(each) <= LONGEST]
-    say(
-        f"{time.time() - begun:.0f} s: {Counter(rows[each][0] for each in kept)} questions of {Counter(map(len, sources.values()))}"
-    )
+    say(f"{time.time() - begun:.0f} s: questions {dict(Counter(rows[each][0] for each in kept))}")
     warmth = [float(place % 2) for place in range(len(kept))]
     begun = time.time()
     answers = target.generate([prompts[each] for each in kept], warmth, limit, stops)

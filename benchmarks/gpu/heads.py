@@ -226,8 +226,8 @@ def begin(target: Target, starts: Starts, form: Form) -> HiddenDrafter:
 
 
 class Compared(torch.autograd.Function):
-    """The mean cross-entropy of drafts with the target's laws over the hot set. Logits exist for PLACES places at a time;
-    the LM head is frozen. `whole` [n] divides a law; where it is none, all of it is on the token `best` [n]."""
+    """The mean cross-entropy of drafts with the target's laws over the hot set. Logits exist for PLACES places at a
+    time; the LM head is frozen. `whole` [n] divides a law; where it is none, all of it is on the token `best` [n]."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Qwen2 in plain torch and bfloat16, from a GGUF file: its states, its laws and its answers, thousands of rows at once."""
+"""Qwen2 in plain torch and bfloat16, from a GGUF file: its states, its laws and its answers, of many rows at once."""
 
 from __future__ import annotations
 

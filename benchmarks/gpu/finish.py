@@ -1,0 +1,71 @@
+"""Calibrates a head of `benchmarks.gpu.heads` with forerun's own forward and saves it as `forerun train` would:
+
+    python -m benchmarks.gpu.finish HEAD CHATS --out lyanna
+    python -m benchmarks.chat.bundle lyanna --target qwen-coder
+
+CHATS is a folder with validation.jsonl. It prints the shares of greedy chains whose first 1, 2, ... tokens are
+the target's, and the calibration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.chat.bundle import CURVE
+from forerun.backends import prepare
+from forerun.backends.heads import head_rows
+from forerun.files import write_text
+from forerun.heads.heads import HiddenConfig, HiddenDrafter
+from forerun.train.head import measure
+from forerun.train.labels import label
+from forerun.train.loop import save_card
+from forerun.train.run import Run
+from forerun.train.texts import of_chats, read_chats
+from forerun.zoo import QWEN_CODER
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("head", type=Path)
+    parser.add_argument("chats", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    run = Run(QWEN_CODER, given.out, chats=given.chats)
+    config = HiddenConfig(**json.loads((given.head / "config.json").read_text()))
+    head = HiddenDrafter(config)
+    head.load_state_dict({name: each.to(head.state_dict()[name].dtype) for name, each in _weights(given.head).items()})
+    model = run.load(QWEN_CODER, "target", frozen=True)
+    target, embed = prepare(model), cast(Any, model.get_input_embeddings())
+    rows, unroll = head_rows(target, head.hot, config.hidden_size), config.states
+    held = of_chats(read_chats(given.chats, "validation"))
+    survival, config.curves = measure(head, rows, label(run, target, held, states=True), embed, unroll)
+    config.target, config.recipe = target.fingerprint, config.recipe | {"validation": {"survival": survival}}
+    head.save_pretrained(run.out)
+    curve = [[each["positions"], each["accepted"]] for each in _log(given.head) if each["run"] == config.kind]
+    write_text(run.out / CURVE, json.dumps({"positions, accepted at places 1, 2, ...": curve}) + "\n")
+    shares = ", ".join(f"{share:.3f}" for share in survival)
+    text = f"""It drafts from the hidden states of `{QWEN_CODER}` and fits no other model: a fingerprint in
+config.json is compared when it is loaded. benchmarks/gpu made it.
+
+{sum(each.numel() for each in head.parameters()):,} parameters. On held-out output its greedy chains are the target's
+own in their first 1, 2, ... tokens in these shares: {shares}."""
+    save_card(run.out, f"A head of the kind {config.kind} for speculative decoding", text, config.recipe)
+    print(survival, config.curves)
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def _log(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder.parent / "log.jsonl").read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    main()
