@@ -13,10 +13,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from matplotlib import pyplot as plt
+
 from benchmarks.chart import OUT, chart
 from benchmarks.report import named_row, save_plots
 from forerun.bench.report import COLUMNS
 from forerun.files import write_text
+from forerun.zoo import FOLDERS, QWEN_CODER
 
 HERE = Path(__file__).parent
 PAGES = HERE.parent / "docs" / "results"
@@ -76,36 +79,41 @@ on transformers' own forwards: what drafting gains there is not our forwards' do
 """
 QWEN = {
     "greedy": "Greedy, 128 new tokens",
-    "xeon/greedy": "The same on an Intel Xeon",
     "greedy-avx2": "Greedy with AVX2 alone (`FORERUN_KERNELS=avx2`)",
-    "heads": "With an earlier head in place of the draft model",
-    "xeon/heads": "With the head in the package, on an Intel Xeon",
     "peers": "Beside llama.cpp's own drafts, with the best settings of validation prompts",
-    "xeon/oracle": "Beside a rule that knows what will be rejected (`SeeingOracle`), on an Intel Xeon",
-    "nucleus": "Temperature 0.7, top-p 0.9",
     "temperature-1": "Temperature 1",
-    "xeon/temperature-1": "The same on an Intel Xeon",
+    "nucleus": "Temperature 0.7, top-p 0.9",
     "repeats": "Tasks that repeat themselves: a request after another one like it",
-    "xeon/repeats": "The same on an Intel Xeon, since `hybrid` weighs what its draft has to read",
-    "transformers": "Beside transformers, in float32 what it decodes",
     "batch-4": "Batches of 4",
-    "xeon/batch-4": "The same on an Intel Xeon, before costs ruled drafts out there",
     "batch-16": "Batches of 16, 64 new tokens",
-    "xeon/batch-16": "The same on an Intel Xeon, before costs ruled drafts out there",
+    "transformers": "Beside transformers, in float32 what it decodes",
+    "oracle": "Beside a rule that knows what will be rejected (`SeeingOracle`), with the draft model",
+    "epyc/greedy": "Before this head: greedy on an AMD EPYC",
+    "epyc/greedy-avx2": "Before this head: greedy with AVX2 alone on the EPYC",
+    "epyc/peers": "Before this head: llama.cpp's own drafts on the EPYC",
+    "epyc/temperature-1": "Before this head: temperature 1 on the EPYC",
+    "epyc/nucleus": "Before this head: temperature 0.7, top-p 0.9 on the EPYC",
+    "epyc/repeats": "Before this head: tasks that repeat themselves on the EPYC",
+    "epyc/batch-4": "Before this head: batches of 4 on the EPYC",
+    "epyc/batch-16": "Before this head: batches of 16 on the EPYC, 64 new tokens",
 }
-QWEN_FRONT = """# Qwen2.5-Coder 1.5B with its 0.5B
+QWEN_FRONT = """# Qwen2.5-Coder 1.5B
 
-Qwen's own Q4_K_M files of both models (`forerun fetch qwen-coder`), on a CPU. `test` is prompts that the target wrote
-itself and questions about the standard library's code, held out from whatever is trained
-(`benchmarks/qwen-coder/test.jsonl`). HumanEval's problems are put as messages. Answers end where the model ends them.
-`python benchmarks/run.py --data DATA --only qwen-coder` makes the runs, `page.py` beside it this page.
+Qwen's own Q4_K_M files of the 1.5B and of its draft, the 0.5B (`forerun fetch qwen-coder`), on a CPU, with the head
+and the layer that come with forerun. `test` is prompts that the target wrote itself and questions about the standard
+library's code, held out from whatever is trained (`benchmarks/qwen-coder/test.jsonl`). HumanEval's problems are put
+as messages. Answers end where the model ends them. `python benchmarks/run.py --data DATA --only qwen-coder` makes the
+runs, `page.py` beside it this page.
 
-`llama-cpp` is llama.cpp in its best build for the processor, on the same files, in the same run. Columns are those of
-[chat.md](chat.md); `draft`, `stop rule` and `verify` share the time after the prompt, `prompt` is the share of the
-whole call that reading the prompt takes, which every speedup contains. In batches the guard is on, elsewhere off, so
-that slower methods show. Each table names its processor: an AMD EPYC (Zen 4) where the title names no other. These
-machines are shared: where tau is 1.00 a method decodes plainly, and what its speedup differs from 1.00 by is the noise
-of the cell.
+`lyanna` and `pacer-lyanna` draft with the head, `hybrid` with suffixes and the head; `sd`, `cumulative`, `pacer` and
+`pacer-ouroboros` draft with the 0.5B. `llama-cpp` is llama.cpp in its best build for the processor, on the same
+files, in the same run. Columns are those of [chat.md](chat.md); `draft`, `stop rule` and `verify` share the time
+after the prompt, `prompt` is the share of the whole call that reading the prompt takes, which every speedup contains.
+In batches the guard is on, elsewhere off, so that slower methods show.
+
+Each table names its processor: an Intel Xeon (Emerald Rapids) where the title names no other. Those on an AMD EPYC
+(Zen 4) are of the days before this head, when `hybrid` drafted with the 0.5B. These machines are shared: where tau is
+1.00 a method decodes plainly, and what its speedup differs from 1.00 by is the noise of the cell.
 """
 FRONTS = {
     "chat": (CHAT_FRONT, CHAT),
@@ -177,7 +185,21 @@ def ablation(found: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+def trained(curve: list[tuple[int, dict[str, list[float]]]], path: Path) -> None:
+    """Draw what a head accepts at its first place against the positions that it was trained on."""
+    figure, axes = plt.subplots(figsize=(6, 3.5))
+    for source in curve[-1][1]:
+        axes.plot([each / 1e6 for each, _ in curve], [shares[source][0] for _, shares in curve], "o-", label=source)
+    axes.set_xlabel("positions trained on, millions")
+    axes.set_ylabel("accepted at place 1, held out")
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
 def main() -> None:
+    curve = json.loads((FOLDERS[QWEN_CODER] / "lyanna" / "curve.json").read_text())
+    trained(next(iter(curve.values())), PAGES / "qwen-coder" / "training.png")
     for page, (front, titles) in FRONTS.items():
         lines = [front]
         for name, title in titles.items():

@@ -151,7 +151,8 @@ QWEN = {
     "validation-hot": f"{QWEN_SEARCH} --limit 6 --draft-vocabulary 0 --tune sd.gamma=2,3,4",
     "validation-peers": f"{QWEN_SEARCH} --limit 3 --max-new-tokens 64 --methods ar,{QWEN_LLAMA}",
     "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS},llama-cpp",
-    "greedy-avx2": f"--dataset {{data}}/{HUMANEVAL} --limit 8 --rounds 1 --methods ar,sd,pacer,pacer-lyanna,suffix,hybrid",
+    "greedy-avx2": f"--dataset {{data}}/{HUMANEVAL} --limit 8 --rounds 1 --methods "
+    "ar,sd,pacer,pacer-lyanna,suffix,hybrid",
     "peers": f"--dataset {{data}}/{HUMANEVAL} --limit 4 --rounds 1 --methods ar,suffix,hybrid,{QWEN_PEERS}",
     "nucleus": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 0.7 --top-p 0.9",
     "temperature-1": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 1",

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from toys import noisy_copy, tiny, tiny_tokenizer
+from toys import noisy_copy, save_models, tiny, tiny_tokenizer
 
 from forerun.model.causal_lm import CausalLM
 from forerun.train.run import Run
@@ -25,9 +25,7 @@ def save_pair(folder: Path, context: int = 256) -> tuple[str, str]:
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.chat_template = TEMPLATE
     target = tiny_target(context)
-    for name, model in (("target", target), ("draft", noisy_copy(target, 0.02))):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    save_models(folder, tokenizer, target=target, draft=noisy_copy(target, 0.02))
     return str(folder / "target"), str(folder / "draft")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModelForCausalLM, PromptTuningConfig, get_peft_model
-from toys import VOCAB, noisy_copy, tiny
+from toys import VOCAB, noisy_copy, refuses, tiny
 from transformers import PreTrainedModel
 
 import forerun
@@ -149,6 +149,5 @@ def test_merged_adapters_are_noticed_where_weights_were_copied() -> None:
 def test_prompt_tuning_is_refused() -> None:
     base = tiny("llama")
     model = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
-    with pytest.raises(ValueError, match="prepare_inputs_for_generation is replaced, as for prompt tuning"):
-        plainly(model, LONG, **FAST)
+    refuses("prepare_inputs_for_generation is replaced, as for prompt tuning", plainly, model, LONG, **FAST)
     assert plainly(base, LONG, **FAST) == plainly(base, LONG)

@@ -12,7 +12,7 @@ import pytest
 from commands import run
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import BASELINES, LAYERED, noisy_copy, random_layer, refuses, tiny
+from toys import BASELINES, LAYERED, noisy_copy, piecemeal, random_layer, refuses, tiny
 
 import forerun
 from benchmarks.baselines.lookup import Lookup, LookupDrafter
@@ -206,18 +206,6 @@ def test_copies_from_the_latest_longest_match() -> None:
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 20), st.integers(1, 4))
 def test_indexing_token_by_token_equals_indexing_at_once(tokens: list[int], begin: int, ngram: int) -> None:
-    """Beside another sequence, which comes and goes."""
-    seq, other = Sequence(Request(tokens[:begin], 100), 0), Sequence(Request([3, 2, 1, 0], 9), 1)
     drafter = LookupDrafter(6, ngram)
-    drafter.admit(seq, None, 8)
-    for count, token in enumerate(tokens[begin:]):
-        if count % 3 == 0:
-            drafter.admit(other, None, 8)
-        drafter.propose([[seq], [other, seq], [seq, other]][count % 3])
-        if count % 3 == 2:
-            drafter.drop(other)
-        seq.tokens.append(token)
-    assert drafter.propose([seq]).drafts[0].tokens[1:] == proposed(seq.tokens, ngram=ngram)
-    for each in (seq, other):
-        drafter.drop(each)
+    assert piecemeal(drafter, tokens, begin) == proposed(tokens, ngram=ngram)
     assert not drafter._of

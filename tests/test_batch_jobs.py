@@ -13,7 +13,7 @@ import typer
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from serving import make_decoder, models, until
-from toys import refuses
+from toys import refuses, save_models
 
 from forerun.api.decoder import Decoder
 from forerun.api.load import load
@@ -25,10 +25,7 @@ from forerun.server import worker
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("model")
-    models()[0].save_pretrained(found)
-    make_decoder().tokenizer.save_pretrained(found)  # type: ignore[union-attr]
-    return found
+    return save_models(tmp_path_factory.mktemp("models"), make_decoder().tokenizer, target=models()[0]) / "target"
 
 
 def write(path: Path, lines: list[Any]) -> Path:

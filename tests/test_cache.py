@@ -14,7 +14,7 @@ import torch
 from families import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import noisy_copy, take_step, tokens_of
+from toys import noisy_copy, refuses, take_step, tokens_of
 
 from forerun import Decoder
 from forerun.backends import prepare
@@ -203,8 +203,7 @@ def test_what_is_reserved_takes_no_memory_before_it_is_used() -> None:
 def test_a_sequence_has_one_row() -> None:
     cache = KVCache(LAYERS)
     cache.add(4)
-    with pytest.raises(ValueError, match="has a row already"):
-        cache.add(4)
+    refuses("has a row already", cache.add, 4)
     cache.drop(5)
     assert 4 in cache and 5 not in cache and cache.length(5) == 0
     with pytest.raises(AssertionError):  # a longer length cannot be cropped to

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from recipes import losses, make_run, save_pair
+from toys import refuses
 
 from benchmarks.chat.data import ChatRecipe, Question, apart, is_sound, make_chats
 from benchmarks.chat.questions import questions
@@ -73,16 +74,14 @@ def test_a_stopped_run_goes_on(target: str, chats: Path, tmp_path: Path, monkeyp
     assert sum(line.startswith("answers") for line in lines) == 3
     for name in ("answers-00000.jsonl", "answers-00001.jsonl", "train.jsonl"):
         assert (tmp_path / name).read_text() == (chats / name).read_text()
-    with pytest.raises(ValueError, match="holds a run with other settings"):
-        make_chats(target, tmp_path, RECIPE, given=GIVEN[1:])
+    refuses("holds a run with other settings", make_chats, target, tmp_path, RECIPE, given=GIVEN[1:])
 
 
 def test_questions_are_mostly_words(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unsound = "Hi", "a b " * 100, "12 + 34 = 46, 57 - 29 = 28", "What is \x00 this for anyway"
     assert is_sound("What is the capital of France?") and not any(map(is_sound, unsound))
     monkeypatch.setattr("benchmarks.chat.data.is_sound", lambda _: False)
-    with pytest.raises(ValueError, match="asks nothing new"):
-        make_chats(target, tmp_path, RECIPE, given=GIVEN[:60], say=lambda _: None)
+    refuses("asks nothing new", make_chats, target, tmp_path, RECIPE, given=GIVEN[:60], say=lambda _: None)
 
 
 def test_neighbours_of_held_out_questions_are_dropped() -> None:
@@ -124,8 +123,7 @@ def test_heads_learn_from_conversations(kind: str, target: str, chats: Path, tmp
     found = train_head(run, replace(recipe, steps=30, batch=4, unroll=2, lr=1e-2, hot=0.5, copied=False))
     assert losses(run)[-1] < losses(run)[0] and len(found["survival"]) == 2
     for given, message in ((run, "give --data or --chats, not both"), (replace(run, chats=None), "--chats$")):
-        with pytest.raises(ValueError, match=message):
-            train_head(replace(given, data=["text"] if given.chats else []), recipe)
+        refuses(message, train_head, replace(given, data=["text"] if given.chats else []), recipe)
 
 
 def test_a_draft_learns_from_conversations(target: str, chats: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from homes import home_at
 from toys import noisy_copy, refuses, tiny, tiny_tokenizer
 
 from forerun.api.load import Decoder
@@ -17,13 +16,6 @@ from forerun.engine.costs import Costs, costs_of
 from forerun.methods import AR, SD, Suffix
 
 COSTS = Costs(target={1: 10.0, 2: 10.0, 4: 12.0, 8: 20.0}, draft={1: 1.0, 2: 1.5})
-
-
-@pytest.fixture
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    home = home_at(tmp_path / "home")
-    monkeypatch.setenv("FORERUN_HOME", str(home))
-    return home
 
 
 def test_costs_are_measured_for_what_is_there() -> None:
@@ -38,7 +30,8 @@ def test_costs_are_measured_for_what_is_there() -> None:
     refuses("context of 64 is full after 64 tokens", measure_costs, target, context=64)
 
 
-def test_costs_are_measured_once_and_for_methods_that_ask(own_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_measured_once_and_for_methods_that_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORERUN_HOME", str(tmp_path))
     measure = Mock(return_value=COSTS)
     monkeypatch.setattr("forerun.api.build.measure_costs", measure)
     model = tiny("llama")
@@ -59,7 +52,7 @@ def test_costs_are_measured_once_and_for_methods_that_ask(own_home: Path, monkey
     assert seen == [COSTS]  # one drafter for both calls
     Decoder(model, method=Asking()).generate([1, 2, 3], max_new_tokens=2)
     assert measure.call_count == 1 and seen == [COSTS, COSTS]  # kept in a file
-    (file,) = (own_home / "costs").iterdir()
+    (file,) = (tmp_path / "costs").iterdir()
     file.write_text(file.read_text()[:-9])
     Decoder(model, method=Asking()).generate([1, 2, 3], max_new_tokens=2)
     assert measure.call_count == 2 and costs_of(json.loads(file.read_text())) == COSTS
@@ -88,8 +81,7 @@ def test_greedy_decoding_and_sampling_have_methods_of_their_own() -> None:
     drawn = decoder.generate([5, 6, 7], max_new_tokens=12, temperature=1.0, seed=1)
     assert greedy.stats.draft_forwards == 0 and drawn.stats.draft_forwards > 0
     assert max(each.drafted for each in drawn.steps) == 2
-    with pytest.raises(ValueError, match="method 'sd' needs a draft model"):
-        Decoder(decoder.target, method=AR(), sampling_method=SD(2))
+    refuses("method 'sd' needs a draft model", Decoder, decoder.target, method=AR(), sampling_method=SD(2))
 
 
 def test_the_embedded_pair_has_costs_of_its_own() -> None:

@@ -15,7 +15,7 @@ import torch
 from eagle3_heads import random_eagle3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import VOCAB, TableLM, decode, drain, noisy_copy, parts_of, random_table, take_step, tiny, tokens_of
+from toys import VOCAB, TableLM, decode, drain, noisy_copy, parts_of, random_table, refuses, take_step, tiny, tokens_of
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import logits_process as hf
 
@@ -493,8 +493,7 @@ def test_the_kv_budget_holds_and_a_request_that_can_never_fit_is_refused() -> No
         assert engine.target.cache.allocated_bytes <= 2 * 256 * position
     assert [tokens_of(steps[id]) for id in ids] == wanted
     assert max(step.rows for own in steps.values() for step in own) == 2
-    with pytest.raises(ValueError, match="kv_memory"):
-        made.generate(PROMPTS[0], max_new_tokens=1500)
+    refuses("kv_memory", made.generate, PROMPTS[0], max_new_tokens=1500)
 
 
 def test_the_queue_is_bounded_and_served_in_order() -> None:
@@ -509,8 +508,7 @@ def test_the_queue_is_bounded_and_served_in_order() -> None:
             ids.append(engine.add(Request([1, 2], 2)))
     assert list(first) == ids
     for name in ("max_rows", "max_queue", "kv_memory"):
-        with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
-            Engine(TableLM(random_table(8, 1)), PlainDrafter(), **{name: 0})
+        refuses(f"{name} must be at least 1, not 0", Engine, TableLM(random_table(8, 1)), PlainDrafter(), **{name: 0})
 
 
 def test_a_long_prompt_does_not_hold_up_those_that_run() -> None:
@@ -528,12 +526,9 @@ def test_a_long_prompt_does_not_hold_up_those_that_run() -> None:
 
 def test_mistakes_are_refused_when_they_are_added() -> None:
     engine = Decoder(tiny("llama"), method=method("ar")).engine
-    with pytest.raises(ValueError, match="at least one token"):
-        Request([], 5)
-    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, not 0"):
-        Request([1], 0)
-    with pytest.raises(ValueError, match="fills the context of 256"):
-        engine.add(Request([1] * 256, 5))
+    refuses("at least one token", Request, [], 5)
+    refuses("max_new_tokens must be at least 1, not 0", Request, [1], 0)
+    refuses("fills the context of 256", engine.add, Request([1] * 256, 5))
     assert not engine.busy
 
 

@@ -20,7 +20,6 @@ import commands
 import ggufs
 import huggingface_hub
 import pytest
-from homes import home_at
 from toys import random_head, random_layer, refuses
 from typer.testing import CliRunner
 
@@ -45,7 +44,7 @@ needs_pip = pytest.mark.skipif(find_spec("pip") is None, reason="this Python has
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FORERUN_HOME", str(home_at(tmp_path / "home")))
+    monkeypatch.setenv("FORERUN_HOME", str(tmp_path / "home"))
     monkeypatch.setitem(zoo.MODELS, "smollm2", replace(SMOLLM2, member=f"no_such_package/{FILE}"))  # it may be here
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)

@@ -357,15 +357,13 @@ def test_deep_and_odd_values() -> None:
         SamplingParams(response_format={"type": "json_schema", "json_schema": {"schema": schema}})
     while schema:
         schema = schema["items"]  # level by level: letting go of all at once is deep as well
-    with pytest.raises(ValueError, match="ignore_eos cannot be given beside response_format"):
-        SamplingParams(response_format={"type": "json_object"}, ignore_eos=True)
+    refuses("ignore_eos cannot be given beside response_format", SamplingParams, response_format=JSON, ignore_eos=True)
     plain = decoder("ar").generate("a", max_new_tokens=5).tokens
     assert decoder("ar").generate("a", max_new_tokens=5, response_format={"type": "text"}).tokens == plain
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="response_format needs a tokenizer"):
-        Decoder(model(), None, None, AR()).generate([1, 2], response_format=JSON)
+    refuses("response_format needs a tokenizer", Decoder(model(), method=AR()).generate, [1, 2], response_format=JSON)
     endless = PreTrainedTokenizerFast(tokenizer_object=letters().backend_tokenizer)
     refuses("response_format needs an end token", decoder("ar", endless).generate, [1, 2], response_format=JSON)
     monkeypatch.setitem(sys.modules, "llguidance", None)

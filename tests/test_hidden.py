@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from toys import decode, random_head, tiny, tiny_tokenizer, tokens_of
+from toys import decode, random_head, refuses, save_models, tiny, tokens_of
 
 import forerun
 from benchmarks.embedded.quantise import save_quantised
@@ -300,20 +300,16 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
         ("head", target, "eagle", "of the kind 'lyanna'; the method needs 'eagle'"),
         ("nothing", target, "lyanna", r"there is no .*config\.json"),
     ):
-        with pytest.raises(ValueError, match=message):
-            load_head(tmp_path / name, model, kind)
-    with pytest.raises(ValueError, match="needs a head: give one, or train one with `forerun train lyanna`"):
-        Decoder(target, method=Lyanna())
-    with pytest.raises(ValueError, match="of the kind 'eagle'; the method needs 'lyanna'"):
-        Decoder(target, method=Lyanna(), head=toys("eagle")[1])
+        refuses(message, load_head, tmp_path / name, model, kind)
+    refuses("needs a head: give one, or train one with `forerun train lyanna`", Decoder, target, method=Lyanna())
+    refuses("of the kind 'eagle'; the method needs 'lyanna'", Decoder, target, method=Lyanna(), head=toys("eagle")[1])
     save_quantised(head, tmp_path / "small", {})
     small = load_head(tmp_path / "small", target)
     assert torch.equal(small.hot, head.hot) and small.config.target == head.config.target
     for mine, whole in zip(small.parameters(), head.parameters(), strict=True):
         torch.testing.assert_close(mine, whole, rtol=0, atol=float(whole.detach().abs().max()) / 200)
     head.hot[0] = target.vocab_size
-    with pytest.raises(ValueError, match="hot set that does not fit"):
-        load_head(head, target, "lyanna")
+    refuses("hot set that does not fit", load_head, head, target, "lyanna")
     config = tmp_path / "head" / "config.json"
     settings = json.loads(config.read_text())
     older = {name: settings[name] for name in set(settings) - {"feature", "fusion"}}  # from before there was a choice
@@ -326,16 +322,14 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
         (older | {"widht": 3}, "unknown field 'widht'"),
     ):
         config.write_text(json.dumps(given))
-        with pytest.raises(ValueError, match=message):
-            load_head(tmp_path / "head", target, "lyanna")
+        refuses(message, load_head, tmp_path / "head", target, "lyanna")
 
 
 def test_hot_sets() -> None:
     tokens, share = hot_set([1, 5, 0, 3, 5], 3)
     assert tokens.tolist() == [1, 4, 3] and share == pytest.approx(13 / 14)
     for size in (0, 6):
-        with pytest.raises(ValueError, match=f"1 to 5 tokens, not {size}"):
-            hot_set([1, 5, 0, 3, 5], size)
+        refuses(f"1 to 5 tokens, not {size}", hot_set, [1, 5, 0, 3, 5], size)
 
 
 @pytest.mark.parametrize(
@@ -349,18 +343,15 @@ def test_hot_sets() -> None:
     ],
 )
 def test_settings_are_checked(name: str, wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        method(name, **wrong)
+    refuses(message, method, name, **wrong)
 
 
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])
 def test_a_head_alone_names_its_method(kind: str, tmp_path: Path) -> None:
     model = tiny("llama")
-    model.save_pretrained(tmp_path / "target")
-    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    save_models(tmp_path, target=model)
     save_quantised(random_head(CausalLM(model), kind=kind), tmp_path / "head", {})
     decoder = forerun.load(tmp_path / "target", head=tmp_path / "head")
     assert decoder.method.name == kind and decoder.head is not None
     assert forerun.load(tmp_path / "target", head=tmp_path / "head", method="suffix").head is None
-    with pytest.raises(ValueError, match="nowhere"):
-        forerun.load(tmp_path / "target", head=tmp_path / "nowhere")
+    refuses("nowhere", forerun.load, tmp_path / "target", head=tmp_path / "nowhere")

@@ -8,7 +8,7 @@ import families
 import pytest
 import torch
 import transformers
-from toys import COSTS, noisy_copy, p_value, random_layer, rows_of, tiny, tiny_tokenizer
+from toys import COSTS, noisy_copy, p_value, random_layer, refuses, rows_of, save_models, tiny
 
 import forerun
 from forerun import Decoder
@@ -134,19 +134,14 @@ def test_which_tokens_are_hot(tmp_path: Path) -> None:
     for count, wanted in ((None, [7, 2, 5]), (2, [7, 2]), (5, [7, 2, 5, 0, 1]), (10, [7, 2, 5, 0, 1, 3, 4, 6, 8, 9])):
         assert hot_tokens(tmp_path, count, 10).tolist() == wanted  # type: ignore[union-attr]
     assert hot_tokens(tmp_path, 0, 10) is None
-    with pytest.raises(ValueError, match="draft_vocabulary must be 0 to 10, not 11"):
-        hot_tokens(tmp_path, 11, 10)
-    with pytest.raises(ValueError, match="must hold token ids from 0 to 6"):
-        hot_tokens(tmp_path, None, 7)
+    refuses("draft_vocabulary must be 0 to 10, not 11", hot_tokens, tmp_path, 11, 10)
+    refuses("must hold token ids from 0 to 6", hot_tokens, tmp_path, None, 7)
     (tmp_path / HOT_FILE).write_bytes(b"what is this")
-    with pytest.raises(ValueError, match="holds no hot tokens"):
-        hot_tokens(tmp_path, None, 10)
+    refuses("holds no hot tokens", hot_tokens, tmp_path, None, 10)
 
 
 def test_a_folder_that_names_its_hot_tokens(tmp_path: Path) -> None:
-    for part in ("target", "draft"):
-        tiny("llama", vocab=300).save_pretrained(tmp_path / part)
-        tiny_tokenizer().save_pretrained(tmp_path / part)
+    save_models(tmp_path, target=tiny("llama", vocab=300), draft=tiny("llama", vocab=300))
     save_hot(tmp_path / "draft", torch.arange(20))
     folders = {"target": tmp_path / "target", "draft": tmp_path / "draft"}
     for options, hot_count in (({}, 20), ({"draft_vocabulary": 9}, 9), ({"draft_vocabulary": 0}, None)):
@@ -159,8 +154,7 @@ def test_a_folder_that_names_its_hot_tokens(tmp_path: Path) -> None:
             each.generate([PROMPTS[0]], max_new_tokens=20, ignore_eos=True) for each in (decoder, plain)
         )
         assert row.tokens == wanted.tokens
-    with pytest.raises(ValueError, match="draft_vocabulary must be at least 0, not -1"):
-        forerun.load(**folders, draft_vocabulary=-1)  # type: ignore[arg-type]
+    refuses("draft_vocabulary must be at least 0, not -1", forerun.load, **folders, draft_vocabulary=-1)
 
 
 def test_the_hot_tokens_of_a_fetched_draft_come_with_forerun() -> None:

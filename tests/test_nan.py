@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_cache import Pair
 from test_engine import SETTINGS, interrupt_once
-from toys import drain, noisy_copy, parts_of, random_head, tiny, tokens_of
+from toys import drain, noisy_copy, parts_of, random_head, refuses, tiny, tokens_of
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import logits_process as hf
 
@@ -146,8 +146,7 @@ def test_a_token_that_is_chosen_needs_scores_that_are_numbers() -> None:
         assert best_of([chosen])[0] == tokens
     verdict = accept_greedy(Draft.chain(0, [1, 1]), tokens, highest)
     assert (verdict.path, verdict.token) == ([0, 1], 2)
-    with pytest.raises(ValueError, match=ALONE):
-        accept(Draft.chain(0, [1, 2]), scores, True, None)
+    refuses(ALONE, accept, Draft.chain(0, [1, 2]), scores, True, None)
     none = torch.full((1, 3), -torch.inf)  # as transformers has it
     assert accept(Draft.root(0), none, True, None).token == 0
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from toys import COSTS, PROMPT, TableLM, decode, fit, noisy_copy, random_layer, random_table, tiny, tokens_of
+from toys import COSTS, PROMPT, TableLM, decode, fit, noisy_copy, random_layer, random_table, refuses, tiny, tokens_of
 
 from forerun import Decoder
 from forerun.api.layers import load_pre_verifier
@@ -347,13 +347,11 @@ def test_files_come_back_and_each_mistake_has_its_own_message(tmp_path: Path) ->
         (broken("kind", kind="acceptance"), (target, draft), "its kind 'acceptance' is no longer supported"),
         (tmp_path / "nothing", (target, draft), r"there is no .*config\.json"),
     ):
-        with pytest.raises(ValueError, match=message):
-            load_pre_verifier(path, *models)
+        refuses(message, load_pre_verifier, path, *models)
     # Fields of layers from before.
     more = {"draft_size": 32, "target_size": 32, "token_size": 32, "heads": 4, "layers": 0, "kind": "survival"}
     assert load_pre_verifier(broken("older", inputs=["confidence", "echoes", "history"], **more), target, draft)
-    with pytest.raises(ValueError, match="needs a pre-verifier"):
-        Decoder(target, None, draft, Pacer())
+    refuses("needs a pre-verifier", Decoder, target, None, draft, Pacer())
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType as Type
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from toys import refuses
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from forerun import load
@@ -223,15 +224,12 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
         load(model, weights="int8", method="suffix")
     with pytest.raises(ValueError, match=r"GPT2LMHeadModel has no nn\.Linear in its layers to store as int8"):
         store(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)), "int8")
-    with pytest.raises(ValueError, match=r"q_proj .* 48 inputs, which blocks of 32 do not divide"):
-        store(tiny("llama", hidden_size=48), "int4")
+    refuses(r"q_proj .* 48 inputs, which blocks of 32 do not divide", store, tiny("llama", hidden_size=48), "int4")
     assert prepare(store(tiny("llama", hidden_size=48), "bfloat16")).exact == "bitwise"
     for wrong, message in (
         ({"weights": "int3"}, "unknown weights 'int3'; there are float32, bfloat16, int8, int4 and auto"),
         ({"weights": "int8", "dtype": "bfloat16"}, "give dtype or weights, not both"),
     ):
-        with pytest.raises(ValueError, match=message):
-            load(**wrong)
+        refuses(message, load, **wrong)
     monkeypatch.setenv("FORERUN_KERNELS", "abacus")
-    with pytest.raises(ValueError, match=r"FORERUN_KERNELS must be plain, .* or none on this machine, not 'abacus'"):
-        library()
+    refuses(r"FORERUN_KERNELS must be plain, .* or none on this machine, not 'abacus'", library)

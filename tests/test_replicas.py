@@ -14,6 +14,7 @@ from unittest.mock import MagicMock, Mock
 import httpx
 import pytest
 from serving import PLAIN, make_decoder
+from toys import refuses
 
 from forerun.server.app import Settings
 
@@ -37,8 +38,7 @@ def test_replicas_have_their_share_of_a_cluster(monkeypatch: pytest.MonkeyPatch)
     def run(count: int, cpus: int) -> None:
         replicas.run("auto", make_decoder, Settings("tiny"), replicas=count, cpus=cpus, **HOW)
 
-    with pytest.raises(ValueError, match="--replicas 3 with 2 threads each do not fit into 5 cores"):
-        run(3, 2)
+    refuses("--replicas 3 with 2 threads each do not fit into 5 cores", run, 3, 2)
     # What cannot start is one line, and takes its application along, also where the cluster is gone.
     monkeypatch.setattr(signal, "signal", Mock())
     started = Mock(side_effect=RuntimeError("Deploying failed"))
@@ -47,8 +47,7 @@ def test_replicas_have_their_share_of_a_cluster(monkeypatch: pytest.MonkeyPatch)
     deleted = Mock(side_effect=replicas.RayServeException("gone"))
     for name, own in (("start", Mock()), ("run", started), ("delete", deleted), ("status", lambda: status)):
         monkeypatch.setattr(replicas.serve, name, own)
-    with pytest.raises(ValueError, match=r"^--ray: the replicas did not start: ValueError: no model$"):
-        run(5, 1)
+    refuses("^--ray: the replicas did not start: ValueError: no model$", run, 5, 1)
     assert started.call_args.args[0]._bound_deployment.ray_actor_options == {"num_cpus": 1, "num_gpus": 0.3333}
     assert deleted.call_args.args == (started.call_args.kwargs["name"],)
 

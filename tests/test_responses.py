@@ -10,6 +10,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 from serving import CHAT, HELLO, NAME, Live, live, make_decoder, post
+from test_server_errors import refusal, sent
 from tools import make_decoder as make_caller
 from tools import scripted
 
@@ -197,13 +198,9 @@ BAD: list[tuple[str, list[Any]]] = [
 @pytest.mark.parametrize(("param", "values"), BAD, ids=lambda value: value if isinstance(value, str) else "")
 def test_bad_fields_are_named(server: Live, param: str, values: list[Any]) -> None:
     for value in values:
-        content = json.dumps({"input": "hello"} | {param.partition(".")[0]: value})
-        headers = {"content-type": "application/json"}
-        for stream in ("", '"stream": true, '):
-            body = "{" + stream + content[1:]
-            found = httpx.post(server.url + RESPONSES, content=body, headers=headers, timeout=120, trust_env=False)
-            assert found.status_code == 400, (value, found.text)
-            assert found.json()["error"]["param"] == param, (value, found.text)
+        for more in ({}, {"stream": True}):
+            body = more | {"input": "hello"} | {param.partition(".")[0]: value}
+            assert refusal(sent(server, RESPONSES, body))["param"] == param, value
 
 
 def test_what_asks_for_nothing_is_accepted(server: Live) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_engine import interrupt_once
-from toys import DRAFT, TARGET, TableLM, fit, noisy_copy, random_head, random_layer, sampled, tiny
+from toys import DRAFT, TARGET, TableLM, fit, noisy_copy, piecemeal, random_head, random_layer, refuses, sampled, tiny
 from transformers import LogitsProcessorList
 
 from forerun import Decoder
@@ -179,20 +179,8 @@ def test_a_grammar_cuts_a_draft() -> None:
 
 @given(texts, st.integers(1, 20))
 def test_reading_token_by_token_equals_reading_at_once(tokens: list[int], begin: int) -> None:
-    """Beside another sequence, which comes and goes."""
-    seq, other = Sequence(Request(tokens[:begin], 100), 0), Sequence(Request([3, 2, 1, 0], 9), 1)
     drafter = SuffixDrafter(Suffix(offset=3.0, least=0.1))
-    list(drafter.admit(seq, None, 8))
-    for count, token in enumerate(tokens[begin:]):
-        if count % 3 == 0:
-            list(drafter.admit(other, None, 8))
-        drafter.propose([[seq], [other, seq], [seq, other]][count % 3])
-        if count % 3 == 2:
-            drafter.drop(other)
-        seq.tokens.append(token)
-    assert drafter.propose([seq]).drafts[0].tokens[1:] == proposed(seq.tokens, room=100, least=0.1)
-    for each in (seq, other):
-        drafter.drop(each)
+    assert piecemeal(drafter, tokens, begin) == proposed(tokens, room=100, least=0.1)
     assert not drafter.rows
 
 
@@ -314,10 +302,8 @@ def test_auto_is_what_the_decoder_has() -> None:
         assert len(both.generate([[1, 2, 3]], temperature=1.0, max_new_tokens=6, ignore_eos=True)[0].tokens) == 6
     late = Decoder(target, None, small, SD(), guard=False).replace(method=Hybrid())
     assert isinstance(late.engine.drafter, HybridDrafter)
-    with pytest.raises(ValueError, match="method 'hybrid' needs a draft model"):
-        Decoder(target, method=Hybrid(other="sd"))
-    with pytest.raises(ValueError, match="needs a head"):
-        Decoder(target, method=Hybrid(other="lyanna"))
+    refuses("method 'hybrid' needs a draft model", Decoder, target, method=Hybrid(other="sd"))
+    refuses("needs a head", Decoder, target, method=Hybrid(other="lyanna"))
 
 
 class Fixed(PlainDrafter):

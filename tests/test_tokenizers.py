@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
-from toys import TableLM, decode, fit, pieces, random_table, tiny, tiny_tokenizer, tokens_of
+from toys import TableLM, decode, fit, pieces, random_table, refuses, save_models, tiny, tiny_tokenizer, tokens_of
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation import logits_process as hf
 
@@ -139,9 +139,7 @@ def test_what_is_read_is_the_text(tokens: list[int], other: list[int], cuts: lis
         assert found.lower() == text.lower()
 
 
-def test_each_token_is_read_for_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_token_is_read_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.text.vocabularies.LEAST", 0.0)
     target, draft = of_letters("ab cd"), of_letters("dcba", [("a", "b"), ("ab", "c")])
     both = translate(target, draft, "d")
@@ -367,12 +365,9 @@ def test_steps_without_drafts_and_other_drafts_between() -> None:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
-    target_model().save_pretrained(tmp_path / "target")
-    tiny_tokenizer().save_pretrained(tmp_path / "target")
     for name in MAKERS:
-        draft_for(name).save_pretrained(tmp_path / name)
-        MAKERS[name]().save_pretrained(tmp_path / name)
-    return tmp_path
+        save_models(tmp_path, MAKERS[name](), **{name: draft_for(name)})
+    return save_models(tmp_path, target=target_model())
 
 
 def test_a_draft_with_another_tokenizer_is_loaded_and_its_way_is_said(
@@ -391,8 +386,7 @@ def test_a_draft_with_another_tokenizer_is_loaded_and_its_way_is_said(
     assert decoder.translation is not None and decoder.generate(PROMPTS[0], max_new_tokens=20).tokens == wanted
     # The target's own tokenizer changes nothing.
     caplog.clear()
-    target_model().save_pretrained(folders / "same")
-    tiny_tokenizer().save_pretrained(folders / "same")
+    save_models(folders, same=target_model())
     assert forerun.load(folders / "target", draft=folders / "same").translation is None
     assert not caplog.records
 
@@ -405,11 +399,9 @@ def test_errors_name_both(folders: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert method("hybrid", other="sd").any_tokenizer and not method("hybrid", other="pacer").any_tokenizer
     refused: list[dict[str, Any]] = [{"method": "hybrid", "other": "ouroboros"}, {"method": "ouroboros"}]
     for options in refused:
-        with pytest.raises(ValueError, match=r"needs a draft with the target's tokenizer.*pieces"):
-            forerun.load(**pair, **options)
+        refuses("needs a draft with the target's tokenizer.*pieces", forerun.load, **pair, **options)
     of_letters("thean").save_pretrained(folders / "pieces")
-    with pytest.raises(ValueError, match=r"draft '.*pieces': its tokenizer has \d+% of the target's .*at least 50%"):
-        forerun.load(**pair)
+    refuses(r"draft '.*pieces': its tokenizer has \d+% of the target's .*at least 50%", forerun.load, **pair)
 
 
 def test_the_chat_model_with_the_embedded_draft(monkeypatch: pytest.MonkeyPatch) -> None:

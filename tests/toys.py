@@ -194,11 +194,11 @@ def pieces(*, prefix: bool = True) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-def save_models(folder: Path, **models: PreTrainedModel) -> Path:
-    """Save models, each in a folder of its name with the toys' tokenizer."""
+def save_models(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None, **models: PreTrainedModel) -> Path:
+    """Save models, each in a folder of its name with a tokenizer, that of the toys if none is given."""
     for name, model in models.items():
         model.save_pretrained(folder / name)
-        tiny_tokenizer().save_pretrained(folder / name)
+        (tokenizer or tiny_tokenizer()).save_pretrained(folder / name)
     return folder
 
 
@@ -377,6 +377,23 @@ def take_step(engine: Engine, steps: dict[int, list[Step]]) -> None:
 def tokens_of(steps: Iterable[Step]) -> list[int]:
     """The output that steps add up to."""
     return [token for step in steps for token in step.tokens]
+
+
+def piecemeal(drafter: Drafter, tokens: Sequence[int], begin: int) -> list[int]:
+    """What is drafted after a text that came token by token from `begin` on, beside another that comes and goes."""
+    seq, other = EngineSequence(Request(tokens[:begin], 100), 0), EngineSequence(Request([3, 2, 1, 0], 9), 1)
+    list(drafter.admit(seq, None, 8))
+    for count, token in enumerate(tokens[begin:]):
+        if count % 3 == 0:
+            list(drafter.admit(other, None, 8))
+        drafter.propose([[seq], [other, seq], [seq, other]][count % 3])
+        if count % 3 == 2:
+            drafter.drop(other)
+        seq.tokens.append(token)
+    (draft,) = drafter.propose([seq]).drafts
+    for each in (seq, other):
+        drafter.drop(each)
+    return draft.tokens[1:]
 
 
 def p_value(outcomes: Sequence[Sequence[int]], joint: Tensor) -> float:

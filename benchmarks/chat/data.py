@@ -37,7 +37,7 @@ _MARK = "\x01"
 
 class Question(NamedTuple):
     text: str
-    source: str  # "own" or "given"
+    source: str
     split: str
 
 
@@ -200,7 +200,8 @@ def apart(conversations: list[Conversation], questions: Sequence[Question]) -> t
 
 
 def stretches(text: str) -> Iterator[int]:
-    """Return hashes of all stretches of STRETCH characters."""
+    """Return hashes of all stretches of STRETCH characters, with one space where there is any."""
+    text = " ".join(text.split())
     return (hash(text[start : start + STRETCH]) for start in range(len(text) - STRETCH + 1))
 
 

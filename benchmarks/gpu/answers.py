@@ -12,19 +12,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.chat.data import is_sound
+from benchmarks.chat.data import Question, apart, is_sound
 from benchmarks.gpu.target import Target
 from forerun.files import write_text
 from forerun.text.chat import chat_prompt
-from forerun.train.corpus import STRETCH, split_of
+from forerun.train.corpus import Split, split_of
 from forerun.train.texts import SPLITS, Conversation
 
-STEP = 8  # between the stretches of a text that are looked up
+ROWS = 2048  # decoded together
+ASKED = 160  # tokens of a question
 LONGEST = 320  # tokens of a prompt
 LIKELY = 0.02  # of the likeliest token's probability: what is less likely is not drawn in a question
-KINDS = (
+TOPICS = (
     "strings", "lists of integers", "dictionaries", "matrices", "prime numbers", "dates and times", "parentheses",
     "sorting", "searching", "recursion", "words in a sentence", "vowels and letters", "ciphers", "file paths",
     "polynomials", "fractions", "bits", "base conversion", "intervals", "graphs", "trees", "stacks and queues",
@@ -34,15 +35,22 @@ KINDS = (
     "grouping", "merging", "removing duplicates", "the largest and smallest elements", "music notes", "temperatures",
 )  # fmt: skip
 EXERCISE = (
-    "Invent a programming exercise about {kind}. Write a Python function's signature and its docstring, which says "
+    "Invent a programming exercise about {topic}. Write a Python function's signature and its docstring, which says "
     "what the function must do and shows two calls with their results. Do not write the body."
 )
+
+
+class Given(NamedTuple):
+    """A question from a file, and what it is about: questions about one thing are of one split."""
+
+    text: str
+    about: str
 
 
 def make(
     target: Target,
     tokenizer: Any,
-    given: Sequence[str],
+    given: Sequence[Given],
     held: Iterable[str],
     out: Path,
     exercises: int,
@@ -50,73 +58,87 @@ def make(
     limit: int,
     say: Callable[[str], None],
 ) -> None:
-    """Make train.jsonl and validation.jsonl in `out`. So many `exercises` and `questions` are asked for, beside the
-    `given` requests; those of the test split and those that share text with `held` are left out. Every second answer is
-    greedy, the others are drawn at temperature 1."""
+    """Ask for `exercises` and `questions`, add the `given` requests, and answer all with at most `limit` tokens, every
+    second greedily and the others at temperature 1. Write validation.jsonl and train.jsonl to `out`.
+
+    Those of the test split are left out, and those that share text with `held` or with another split's questions. All
+    questions are kept in questions.json and answers in a file for ROWS of them, so that a run that was stopped goes on.
+    """
     stops = [tokenizer.convert_tokens_to_ids(each) for each in ("<|im_end|>", "<|endoftext|>")]
-    known = {each[at : at + STRETCH] for each in held for at in range(len(each) - STRETCH + 1)}
+    path = out / "questions.json"
+    held = list(held)
+    if not path.exists():
+        found = [("request", each.text, split_of(each.about)) for each in given]
+        found += _asked(target, tokenizer, exercises, questions, stops)
+        known = {_plain(each) for each in held}
+        chosen = {_plain(text): (source, text, split) for source, text, split in found if split != SPLITS[2]}
+        rows = sorted(each for plain, each in chosen.items() if plain not in known)
+        random.Random(0).shuffle(rows)
+        write_text(path, json.dumps(rows))
+    rows = json.loads(path.read_text())
+    say(f"questions {dict(Counter(source for source, _, _ in rows))}")
+    prompts = [_prompt(tokenizer, text) for _, text, _ in rows]
+    # Those of a length together, so that short ones do not wait.
+    order = sorted((at for at, each in enumerate(prompts) if len(each) <= LONGEST), key=lambda at: len(prompts[at]))
+    conversations: list[Conversation] = []
+    for number, start in enumerate(range(0, len(order), ROWS)):
+        some, path = order[start : start + ROWS], out / f"answers-{number:05d}.json"
+        warmth = [float(at % 2) for at in some]
+        if not path.exists():
+            begun = time.time()
+            answers = target.generate([prompts[at] for at in some], warmth, limit, stops)
+            write_text(path, json.dumps(answers))
+            rate = sum(map(len, answers)) / (time.time() - begun)
+            say(f"answers to {start + len(some)} of {len(order)} questions, {rate:.0f} tokens a second")
+        answers = json.loads(path.read_text())
+        texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+        for at, temperature, answer, text in zip(some, warmth, answers, texts, strict=True):
+            source, question, split = rows[at]
+            conversations.append(Conversation(question, prompts[at], answer, text, temperature, source, split))
+    splits = [Question(text, source, split) for source, text, split in rows]
+    kept, dropped = apart(conversations, splits + [Question(text, "held", SPLITS[2]) for text in held])
+    say(f"{len(kept)} conversations, {dropped} more are neighbours of held-out questions")
+    for split in (SPLITS[1], SPLITS[0]):
+        lines = [json.dumps(asdict(each)) + "\n" for each in kept if each.split == split]
+        write_text(out / f"{split}.jsonl", "".join(lines))
 
-    def is_apart(text: str) -> bool:
-        return not any(text[at : at + STRETCH] in known for at in range(0, len(text) - STRETCH + 1, STEP))
 
-    begun, rng = time.time(), random.Random(0)
-    asked = [EXERCISE.format(kind=KINDS[number % len(KINDS)]) for number in range(exercises)]
-    header = _prompt(tokenizer, "\x01")[: _prompt(tokenizer, "\x01").index(tokenizer.encode("\x01")[0])]
+def _asked(
+    target: Target, tokenizer: Any, exercises: int, questions: int, stops: list[int]
+) -> list[tuple[str, str, Split]]:
+    """Return (source, text, split) of exercises and questions that the target makes up. Exercises of one name are of
+    one split; questions are sampled after the template's user header (as in Magpie, arXiv 2406.08464)."""
+    asked = [EXERCISE.format(topic=TOPICS[number % len(TOPICS)]) for number in range(exercises)]
+    shown = _prompt(tokenizer, "\x01")
+    header = shown[: shown.index(tokenizer.encode("\x01")[0])]
     prompts = [*(_prompt(tokenizer, each) for each in asked), *[header] * questions]
-    drawn = target.generate(prompts, [1.0] * len(prompts), 160, stops, rows=4096, least=LIKELY)
-    texts = tokenizer.batch_decode([each[:-1] if each[-1] in stops else each for each in drawn])
-    is_ended = [each[-1] in stops for each in drawn]
-    own = [text.strip() for text, ended in zip(texts[exercises:], is_ended[exercises:], strict=True) if ended]
-    sources = {
-        "request": given,
-        "exercise": [found for text in texts[:exercises] if (found := exercise(text))],
-        "own": [text for text in own if is_sound(text)],
-    }
-    chosen: dict[str, str] = {}  # by the text without signs
-    for source, some in sources.items():
-        for text in some:
-            if split_of(text) != SPLITS[2] and is_apart(text):
-                chosen.setdefault(re.sub(r"\W+", " ", text.lower()), f"{source}\n{text}")
-    asked = list(chosen.values())
-    rng.shuffle(asked)
-    rows = [each.partition("\n") for each in asked]
-    prompts = [_prompt(tokenizer, text) for _, _, text in rows]
-    kept = [number for number, each in enumerate(prompts) if len(each) <= LONGEST]
-    say(f"{time.time() - begun:.0f} s: questions {dict(Counter(rows[each][0] for each in kept))}")
-    warmth = [float(place % 2) for place in range(len(kept))]
-    begun = time.time()
-    answers = target.generate([prompts[each] for each in kept], warmth, limit, stops)
-    spent, tokens = time.time() - begun, sum(map(len, answers))
-    say(f"{spent:.0f} s: {len(answers)} answers of {tokens} tokens, {tokens / spent:.0f} a second")
-    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    lines: dict[str, list[str]] = {split: [] for split in SPLITS[:2]}
-    for number, temperature, answer, text in zip(kept, warmth, answers, texts, strict=True):
-        source, _, question = rows[number]
-        if is_apart(text):
-            one = Conversation(question, prompts[number], answer, text, temperature, source, split_of(question))
-            lines[one.split].append(json.dumps(asdict(one)) + "\n")
-    for split, some in lines.items():
-        write_text(out / f"{split}.jsonl", "".join(some))
+    drawn = target.generate(prompts, [1.0] * len(prompts), ASKED, stops, rows=2 * ROWS, least=LIKELY)
+    texts = tokenizer.batch_decode(drawn, skip_special_tokens=True)
+    made = [found for text in texts[:exercises] if (found := exercise(text))]
+    own = [text.strip() for text, each in zip(texts[exercises:], drawn[exercises:], strict=True) if each[-1] in stops]
+    return [("exercise", text, split_of(name)) for name, text in made] + [
+        ("own", text, split_of(text)) for text in own if is_sound(text)
+    ]
 
 
-def exercise(text: str) -> str | None:
-    """Return the signature and the docstring in an answer, or None if it has no such function."""
+def exercise(text: str) -> tuple[str, str] | None:
+    """Return the name of a function in an answer and its signature with the docstring; None if there is none."""
     block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    code = block[1] if block else text
-    start = re.search(r"^def ", code, re.MULTILINE)
+    start = re.search(r"^def (\w+).*", block[1] if block else text, re.MULTILINE | re.DOTALL)
     if start is None:
         return None
-    code = code[start.start() :]
-    quotes = '"""' if '"""' in code else "'''"
-    parts = code.split(quotes)
-    if len(parts) < 3:
-        return None
-    code = quotes.join(parts[:2]) + quotes
+    quotes = '"""' if '"""' in start[0] else "'''"
+    parts = start[0].split(quotes)
+    code = quotes.join([*parts[:2], "\n"])
     try:
         ast.parse(code)
     except (SyntaxError, ValueError):
         return None
-    return code + "\n" if 80 <= len(code) <= 900 else None
+    return (start[1], code) if len(parts) >= 3 and 80 <= len(code) <= 900 else None
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\W+", " ", text.lower()).strip()
 
 
 def _prompt(tokenizer: Any, text: str) -> list[int]:

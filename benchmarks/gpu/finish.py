@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file
 
 from benchmarks.chat.bundle import CURVE
+from benchmarks.gpu.answers import LONGEST
+from benchmarks.gpu.heads import LIMIT
 from forerun.backends import prepare
 from forerun.backends.heads import head_rows
 from forerun.files import write_text
-from forerun.heads.heads import HiddenConfig, HiddenDrafter
+from forerun.heads.heads import HiddenDrafter
 from forerun.train.head import measure
 from forerun.train.labels import label
 from forerun.train.loop import save_card
@@ -35,19 +36,23 @@ def main() -> None:
     parser.add_argument("head", type=Path)
     parser.add_argument("chats", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--texts", type=int, default=40, help="of each source of questions")
     given = parser.parse_args()
     run = Run(QWEN_CODER, given.out, chats=given.chats)
-    config = HiddenConfig(**json.loads((given.head / "config.json").read_text()))
-    head = HiddenDrafter(config)
-    head.load_state_dict({name: each.to(head.state_dict()[name].dtype) for name, each in _weights(given.head).items()})
+    head = HiddenDrafter.from_pretrained(given.head, dtype=torch.float32)
+    config = head.config
     model = run.load(QWEN_CODER, "target", frozen=True)
     target, embed = prepare(model), cast(Any, model.get_input_embeddings())
     rows, unroll = head_rows(target, head.hot, config.hidden_size), config.states
-    held = of_chats(read_chats(given.chats, "validation"))
+    known = read_chats(given.chats, "validation")
+    sources = sorted({each.source for each in known})
+    parts = [[each for each in known if each.source == source][: given.texts] for source in sources]
+    held = of_chats([each for some in parts for each in some], LONGEST + LIMIT)
     survival, config.curves = measure(head, rows, label(run, target, held, states=True), embed, unroll)
     config.target, config.recipe = target.fingerprint, config.recipe | {"validation": {"survival": survival}}
     head.save_pretrained(run.out)
-    curve = [[each["positions"], each["accepted"]] for each in _log(given.head) if each["run"] == config.kind]
+    log = map(json.loads, (given.head.parent / "log.jsonl").read_text().splitlines())
+    curve = [[each["positions"], each["accepted"]] for each in log if each["run"] == config.kind]
     write_text(run.out / CURVE, json.dumps({"positions, accepted at places 1, 2, ...": curve}) + "\n")
     shares = ", ".join(f"{share:.3f}" for share in survival)
     text = f"""It drafts from the hidden states of `{QWEN_CODER}` and fits no other model: a fingerprint in
@@ -57,14 +62,6 @@ config.json is compared when it is loaded. benchmarks/gpu made it.
 own in their first 1, 2, ... tokens in these shares: {shares}."""
     save_card(run.out, f"A head of the kind {config.kind} for speculative decoding", text, config.recipe)
     print(survival, config.curves)
-
-
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def _log(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder.parent / "log.jsonl").read_text().splitlines()]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Makes qwen-coder's heads on one GPU: answers, the target's states, the head of the package, an EAGLE-like one of the
 same size, steps and data, and short runs that change one thing each, with three seeds.
 
-    python -m benchmarks.gpu.heads --requests requests.jsonl --held DATA --out OUT [--seconds 180] [--until 600]
+    python -m benchmarks.gpu.heads --requests requests.jsonl --held PROMPTS... --out OUT
 
-`python -m benchmarks.gpu.finish OUT/lyanna` calibrates a head on a CPU afterwards. OUT/log.jsonl has the curves.
+A run that was stopped goes on: answers and heads' checkpoints are kept in OUT, states are computed again. OUT/log.jsonl
+has the curves. `python -m benchmarks.gpu.finish OUT/lyanna` calibrates a head on a CPU afterwards.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -23,19 +24,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.gpu import answers
-from benchmarks.gpu.target import PART, Target, product
+from benchmarks.gpu.target import LOGITS, PART, Target, product
 from forerun.api.loading import load_tokenizer
 from forerun.backends.hot import hot_tokens
 from forerun.bench.datasets import read_prompts
 from forerun.heads.heads import HeadLayer, HiddenConfig, HiddenDrafter
-from forerun.train.texts import Conversation, read_chats, read_texts
+from forerun.train.loop import claim, load_checkpoint, save_checkpoint
+from forerun.train.texts import Conversation, read_chats
 from forerun.zoo import QWEN_CODER, hot_folder, require
 
+LIMIT = 320  # tokens of an answer
+HOT, RANK, INNER = 16_384, 64, 2048
+BATCH = 16_384  # positions of a step
 PROMPTS = 0.25  # share of the prompts' positions that count
 MUON, ADAM, DECAY = 2e-3, 4e-3, 0.05
-PLACES = 8192  # whose logits exist at a time
-LIMIT = 320  # tokens of an answer
-HOT = 16_384
+WARMUP, COOLDOWN = 20, 0.7  # steps; share of the steps
+PLACES = 4  # that are measured
+NOTES = 6  # of a training
+SHORT_STEPS = 150
 
 
 @dataclass(frozen=True)
@@ -44,34 +50,30 @@ class Form:
 
     kind: str = "lyanna"
     hot: int = HOT
-    rank: int = 64
-    inner: int = 2048
+    rank: int = RANK
     unroll: int = 4
-    layers: int = 1
-    seed: int = 0
     copied: bool = True  # begins as least squares' map and the target's last layer
-    informed: bool = True  # the first step sees the token that follows
+    reads_token: bool = True  # the first step sees the token that follows
     law: bool = True  # the loss is with the target's law, not with its likeliest token
-    batch: int = 16_384  # positions
-    rate: float = 1.0  # of both learning rates
+    seed: int = 0
 
 
 MAIN = Form()
 SHORT = {
     "as it is": MAIN,
-    "no token in the first step": replace(MAIN, informed=False),
+    "no token in the first step": replace(MAIN, reads_token=False),
     "no token information": replace(MAIN, rank=0),
     "likeliest token": replace(MAIN, law=False),
     "8,192 hot tokens": replace(MAIN, hot=8192),
     "unrolled once": replace(MAIN, unroll=1),
-    "random start": replace(MAIN, copied=False),
+    "no map and no copied layer": replace(MAIN, copied=False),
     "EAGLE-like": replace(MAIN, kind="eagle"),
 }
-SHORT_STEPS = 40
 
 
 class Batch(NamedTuple):
-    """Texts: their positions in Data's tensors [B, T], which of them are texts', and which of them answers'."""
+    """Rows of texts: each position's place in Data's tensors [B, T], whether it is within the text, and whether it is
+    an answer's."""
 
     at: Tensor
     within: Tensor
@@ -79,21 +81,20 @@ class Batch(NamedTuple):
 
 
 class Data:
-    """Texts with the target's states. `whole` [n] divides the law behind a state, `best` [n] is its likeliest token."""
+    """Texts with the target's states. `whole` [n] is the log-sum-exp of the logits of a state, `best` [n] its likeliest
+    token."""
 
     def __init__(self, target: Target, known: list[Conversation]) -> None:
         rows = [(each.prompt + each.answer)[:-1] for each in known]
-        order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
-        self.sources = [known[each].source for each in order]
         device = target.device
-        self.lengths = torch.tensor([len(rows[each]) for each in order])
-        self.begins = torch.tensor([len(known[each].prompt) - 1 for each in order], device=device)
-        starts = self.lengths.cumsum(0) - self.lengths
-        total = int(self.lengths.sum())
-        self.tokens = torch.tensor([token for each in order for token in rows[each]], device=device)
+        self.sources = [each.source for each in known]
+        self.lengths = torch.tensor([len(each) for each in rows])
+        self.sizes, self.starts = self.lengths.to(device), (self.lengths.cumsum(0) - self.lengths).to(device)
+        self.begins = torch.tensor([len(each.prompt) - 1 for each in known], device=device)
+        self.tokens = torch.tensor([token for row in rows for token in row], device=device)
+        total = len(self.tokens)
         self.states = torch.empty(total, target.size, dtype=torch.bfloat16, device=device)
         self.whole, self.best = torch.empty(total, device=device), torch.empty(total, dtype=torch.int32, device=device)
-        self.starts, self.ends = starts.to(device), self.lengths.to(device)
         for some in self.batches(PART, random.Random(0)):
             at, within, _ = self.take(some)
             states = target.read(self.tokens[at])[within]
@@ -118,7 +119,7 @@ class Data:
     def take(self, rows: list[int]) -> Batch:
         own = torch.tensor(rows, device=self.starts.device)
         at = torch.arange(int(self.lengths[rows].max()), device=self.starts.device)
-        within = at < self.ends[own][:, None]
+        within = at < self.sizes[own][:, None]
         return Batch(self.starts[own][:, None] + at * within, within, within & (at >= self.begins[own][:, None]))
 
 
@@ -127,26 +128,28 @@ class Starts:
 
     def __init__(self, target: Target, data: Data) -> None:
         vocabulary = len(target.embed)
-        counts = torch.bincount(data.tokens, minlength=vocabulary).float().cpu()
+        at = torch.arange(int(data.lengths.max()), device=target.device)
+        is_answer = (at >= data.begins[:, None])[at < data.sizes[:, None]]  # of all positions in turn
+        counts = torch.bincount(data.tokens, torch.where(is_answer, 1.0, 0.3), vocabulary).cpu()
         known = hot_tokens(cast(Path, hot_folder(f"{QWEN_CODER}-draft")), None, vocabulary)
         assert known is not None
         counts[known] += torch.linspace(2, 0, len(known))  # the draft's own order, for rare ones
-        self.hot = counts.argsort(descending=True)[:HOT].to(target.device)
+        self.hot = counts.argsort(descending=True, stable=True)[:HOT].to(target.device)
         self.number = torch.full((vocabulary,), -1, device=target.device)
         self.number[self.hot] = torch.arange(HOT, device=target.device)
-        self.rank = MAIN.rank
         self.embed, self.answer = self._bigrams(data, vocabulary)
-        self.fuse = self._linear(target, data)
+        self.fuse = {reads: self._linear(target, data, reads) for reads in (True, False)}
 
-    def _bigrams(self, data: Data, vocabulary: int, steps: int = 400, size: int = 32_768) -> tuple[Tensor, Tensor]:
-        """Fit a model of the next hot token by the last one: its states [V, r] and its weight [S, r]."""
-        device = data.tokens.device
+    def _bigrams(self, data: Data, vocabulary: int) -> tuple[Tensor, Tensor]:
+        """Fit a model of the next hot token by the last one: its states [V, r] and its weight [S, r], at 0.4 of its
+        size, as the states know most of it."""
+        device, steps, size = data.tokens.device, 400, 2 * BATCH
         torch.manual_seed(0)
-        embed = torch.randn(vocabulary, self.rank, device=device, requires_grad=True)
-        weight = torch.zeros(HOT, self.rank, device=device, requires_grad=True)
+        embed = torch.randn(vocabulary, RANK, device=device, requires_grad=True)
+        weight = torch.zeros(HOT, RANK, device=device, requires_grad=True)
         optimizer = torch.optim.Adam([{"params": [embed]}, {"params": [weight]}], betas=(0.9, 0.95))
         is_last = torch.zeros(len(data.tokens), dtype=torch.bool, device=device)
-        is_last[data.starts + data.ends - 1] = True
+        is_last[data.starts + data.sizes - 1] = True
         following = self.number[data.tokens.roll(-1)]
         chosen = (~is_last & (following >= 0)).nonzero()[:, 0]
         for step in range(steps):
@@ -154,21 +157,22 @@ class Starts:
                 group["lr"] = rate * min(1, (step + 1) / 30, (1 - step / steps) / 0.7)
             at = chosen[torch.randint(len(chosen), (size,), device=device)]
             with torch.autocast(device.type, torch.bfloat16):
-                logits = functional.linear(functional.rms_norm(embed[data.tokens[at]], (self.rank,)), weight)
+                logits = functional.linear(functional.rms_norm(embed[data.tokens[at]], (RANK,)), weight)
             optimizer.zero_grad()
             functional.cross_entropy(logits.float(), following[at]).backward()
             optimizer.step()
-        return functional.rms_norm(embed.detach(), (self.rank,)), 0.4 * weight.detach()
+        return functional.rms_norm(embed.detach(), (RANK,)), 0.4 * weight.detach()
 
-    def _linear(self, target: Target, data: Data) -> Tensor:
-        """Return least squares' map [d, 2 d] from a state and the next token's embedding to the next state."""
+    def _linear(self, target: Target, data: Data, reads_token: bool) -> Tensor:
+        """Return least squares' map [d, 2 d] from a state and the next token's embedding, or from the state alone, to
+        the next state."""
         size, gain = target.size, target.norm.float().clamp(min=0.1)
         both, wanted = (torch.zeros(2 * size, width, device=target.device) for width in (2 * size, size))
         for rows in data.batches(16_384, random.Random(1))[:24]:
             at, within, _ = data.take(rows)
             states, seen = data.states[at].float(), within[:, 1:]
             after = functional.rms_norm(target.embed[data.tokens[at][:, 1:]].float(), (size,))
-            x = torch.cat([states[:, :-1], after], -1)[seen]
+            x = torch.cat([states[:, :-1], after * reads_token], -1)[seen]
             both += x.T @ x
             wanted += x.T @ (states[:, 1:] / gain)[seen]
         both.diagonal().add_(3e-3 * both.diagonal().mean())
@@ -178,7 +182,7 @@ class Starts:
 def begin(target: Target, starts: Starts, form: Form) -> HiddenDrafter:
     """Return a head. A copied one begins as least squares' map; its layers are the target's last, whose output does not
     count yet."""
-    inner, table = form.inner, MAIN.rank * (len(target.embed) + form.hot)
+    inner, table = INNER, RANK * (len(target.embed) + form.hot)
     if form.kind == "eagle":  # the same size: more neurons in place of token information
         inner += round(table / (3 * target.size * 32)) * 32
     config = HiddenConfig(
@@ -194,7 +198,6 @@ def begin(target: Target, starts: Starts, form: Form) -> HiddenDrafter:
         vocab_size=len(target.embed),
         hot_size=form.hot,
         states=form.unroll,
-        num_hidden_layers=form.layers,
         max_position_embeddings=32768,
     )
     torch.manual_seed(form.seed)
@@ -210,24 +213,25 @@ def begin(target: Target, starts: Starts, form: Form) -> HiddenDrafter:
         head.norm.weight.copy_(target.norm.clamp(min=0.1))
         if not form.copied:
             return head
-        head.fuse.weight.copy_(starts.fuse)
+        head.fuse.weight.copy_(starts.fuse[form.reads_token])
         gate, up = last["gate_up"].float().chunk(2)
         kept = (
             (gate.norm(dim=1) * up.norm(dim=1) * last["down"].float().norm(dim=0)).topk(min(inner, len(gate))).indices
         )
-        for layer in cast(list[HeadLayer], list(head.layers)):
-            layer.qkv.weight.copy_(last["qkv"])
-            layer.qkv.bias.copy_(last["bias"])
-            layer.gate_up.weight[: len(kept)] = gate[kept]
-            layer.gate_up.weight[inner : inner + len(kept)] = up[kept]
-            layer.before_attention.weight.copy_(last["before_attention"])
-            layer.before_mlp.weight.copy_(last["before_mlp"])
+        layer = cast(HeadLayer, head.layers[0])
+        layer.qkv.weight.copy_(last["qkv"])
+        layer.qkv.bias.copy_(last["bias"])
+        layer.gate_up.weight[: len(kept)] = gate[kept]
+        layer.gate_up.weight[inner : inner + len(kept)] = up[kept]
+        layer.before_attention.weight.copy_(last["before_attention"])
+        layer.before_mlp.weight.copy_(last["before_mlp"])
     return head
 
 
 class Compared(torch.autograd.Function):
-    """The mean cross-entropy of drafts with the target's laws over the hot set. Logits exist for PLACES places at a
-    time; the LM head is frozen. `whole` [n] divides a law; where it is none, all of it is on the token `best` [n]."""
+    """The mean cross-entropy of drafts with the target's laws over the hot set. Logits exist for LOGITS places at a
+    time; the LM head is frozen. `own` is the target's states [n, d], whose laws have the log-sum-exp `whole` [n], or
+    the numbers [n] of its likeliest tokens in the hot set, -1 for one that is not in it."""
 
     @staticmethod
     def forward(
@@ -237,7 +241,7 @@ class Compared(torch.autograd.Function):
         matrix, x = torch.cat([lm, answer.bfloat16()], 1), torch.cat([states, said], 1).bfloat16()
         by_x, by_answer = torch.empty_like(x), torch.zeros_like(answer)
         total, weight = states.new_zeros(()), 1 / max(1, len(x))
-        for part in torch.arange(len(x), device=x.device).split(PLACES):
+        for part in torch.arange(len(x), device=x.device).split(LOGITS):
             logits = product(x[part], matrix)
             if own.ndim == 2:
                 wanted = product(own[part], lm).sub_(whole[part, None]).exp_()
@@ -275,7 +279,7 @@ class Trainer:
     def drafts(self, data: Data, at: Tensor, steps: int) -> list[Tensor]:
         with torch.autocast(at.device.type, torch.bfloat16):
             embedded = self.embed[data.tokens[at]].float()
-            return self.head.drafted(data.states[at].float(), embedded * self.form.informed, steps)
+            return self.head.drafted(data.states[at].float(), embedded * self.form.reads_token, steps)
 
     def token_states(self, tokens: Tensor) -> Tensor:
         return self.head.token_states(tokens) if self.head.informed else self.none[:1].expand(len(tokens), 0)
@@ -294,22 +298,19 @@ class Trainer:
         return torch.stack(losses)
 
     @torch.no_grad()
-    def measure(self, data: Data, places: int = 4) -> dict[str, list[float]]:
+    def measure(self, data: Data) -> dict[str, list[float]]:
         """Return for each source of questions the shares of greedy drafts that the target accepts at places 1, 2, ...
-        after those before were accepted, and the share of its tokens that are hot."""
+        after those before were accepted."""
         names = sorted(set(data.sources))
-        hits, cases = torch.zeros(2, len(names), places + 1, device=data.tokens.device).unbind(0)
+        hits, cases = torch.zeros(2, len(names), PLACES, device=data.tokens.device).unbind(0)
         kinds = torch.tensor([names.index(each) for each in data.sources], device=data.tokens.device)
         for rows in data.batches(PART, random.Random(0)):
             at, within, answers = data.take(rows)
             best = data.best[at].long()
             kept = functional.pad(best[:, :-1] == data.tokens[at][:, 1:], (0, 1))
-            live = (answers & functional.pad(within[:, places:], (0, places)))[:, :-places]
+            live = answers[:, :-PLACES] & within[:, PLACES:]
             length, kind = live.shape[1], kinds[torch.tensor(rows, device=at.device)]
-            hot = (self.number[best] >= 0) & answers
-            hits[:, places].index_add_(0, kind, hot.sum(1).float())
-            cases[:, places].index_add_(0, kind, answers.sum(1).float())
-            for k, states in enumerate(self.drafts(data, at, places), 1):
+            for k, states in enumerate(self.drafts(data, at, PLACES), 1):
                 text, place = live.nonzero(as_tuple=True)
                 logits = product(states[text, place].bfloat16(), self.lm)
                 if self.head.informed:
@@ -323,25 +324,21 @@ class Trainer:
         shares = (hits / cases.clamp(min=1)).tolist()
         return {name: [round(share, 4) for share in row] for name, row in zip(names, shares, strict=True)}
 
-    def train(self, data: Data, held: Data, steps: int | None, seconds: float, every: float) -> int:
-        """Train `steps` steps, or for so many seconds; return the steps taken."""
+    def train(self, data: Data, held: Data, steps: int) -> None:
+        """Train up to `steps` steps, from a checkpoint if there is one."""
         named = dict(self.head.named_parameters())
-        inner = [
-            each for name, each in named.items() if each.ndim == 2 and name.split(".")[0] not in ("embed", "answer")
-        ]
-        others = [each for each in named.values() if all(each is not one for one in inner)]
+        inner = [n for n, each in named.items() if each.ndim == 2 and n.split(".")[0] not in ("embed", "answer")]
         optimizers = [
-            torch.optim.AdamW(others, ADAM, betas=(0.9, 0.95), weight_decay=0.0),
-            torch.optim.Muon(inner, MUON, DECAY, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW([named[n] for n in named if n not in inner], ADAM, betas=(0.9, 0.95), weight_decay=0.0),
+            torch.optim.Muon([named[n] for n in inner], MUON, DECAY, adjust_lr_fn="match_rms_adamw"),
         ]
-        step, positions, recent = 0, 0, []
-        started = evaluated = time.time()
-        queue = self._forever(data)
-        while True:
-            passed = step / steps if steps else (time.time() - started) / seconds
-            if passed >= 1:
-                break
-            rate = self.form.rate * max(0.01, min(1.0, (step + 1) / 20, (1 - passed) / 0.7))
+        checkpoint = self.log.with_name(f"{self.name}-{self.form.seed}.pt")
+        first = load_checkpoint(checkpoint, self.head, optimizers) if checkpoint.exists() else 0
+        queue, recent, started = self._forever(data), list[Tensor](), time.time()
+        positions = sum(int(data.lengths[next(queue)].sum()) for _ in range(first))
+        torch.manual_seed(self.form.seed + first)
+        for step in range(first, steps):
+            rate = max(0.01, min(1.0, (step + 1) / WARMUP, (1 - step / steps) / COOLDOWN))
             for optimizer, base in zip(optimizers, (ADAM, MUON), strict=True):
                 optimizer.param_groups[0]["lr"] = base * rate
                 optimizer.zero_grad()
@@ -350,18 +347,16 @@ class Trainer:
             torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
             for optimizer in optimizers:
                 optimizer.step()
-            step, positions = step + 1, positions + int(data.lengths[rows].sum())
+            positions += int(data.lengths[rows].sum())
             recent = [*recent[-19:], losses.detach()]
-            if time.time() - evaluated > every:
-                self.note(step, positions, started, recent, held)
-                evaluated = time.time()
-        self.note(step, positions, started, recent, held)
-        return step
+            if (step + 1) % max(1, steps // NOTES) == 0 or step + 1 == steps:
+                save_checkpoint(checkpoint, step + 1, self.head, optimizers)
+                self.note(step + 1, positions, time.time() - started, recent, held)
 
-    def note(self, step: int, positions: int, started: float, recent: list[Tensor], held: Data) -> None:
+    def note(self, step: int, positions: int, seconds: float, recent: list[Tensor], held: Data) -> None:
         losses = [round(each, 3) for each in torch.stack(recent).mean(0).tolist()]
         line = {"run": self.name, "seed": self.form.seed, "step": step, "positions": positions}
-        line |= {"seconds": round(time.time() - started, 1), "losses": losses, "accepted": self.measure(held)}
+        line |= {"seconds": round(seconds, 1), "losses": losses, "accepted": self.measure(held)}
         with self.log.open("a") as log:
             log.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
@@ -369,11 +364,12 @@ class Trainer:
     def _forever(self, data: Data) -> Iterator[list[int]]:
         rng = random.Random(self.form.seed)
         while True:
-            yield from data.batches(self.form.batch, rng)
+            yield from data.batches(BATCH, rng)
 
-    def save(self, out: Path) -> None:
+    def save(self, out: Path, steps: int) -> None:
         """Save the head in bfloat16, without its calibration."""
-        self.head.config.recipe = {name: each for name, each in vars(self.form).items() if name != "kind"}
+        given = {"muon": MUON, "adam": ADAM, "decay": DECAY, "prompts": PROMPTS, "batch": BATCH, "steps": steps}
+        self.head.config.recipe = asdict(self.form) | given
         self.head.config.save_pretrained(out)
         tensors = {
             name: each.contiguous() if each.dtype == torch.long else each.bfloat16().contiguous()
@@ -385,15 +381,13 @@ class Trainer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=Path, required=True)
-    parser.add_argument(
-        "--held", type=Path, nargs="+", required=True, help="prompt files that nothing may share text with"
-    )
+    parser.add_argument("--held", type=Path, nargs="+", required=True, help="prompts that nothing may share text with")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--exercises", type=int, default=8192, help="how many are asked for")
-    parser.add_argument("--questions", type=int, default=8192, help="how many are asked for")
-    parser.add_argument("--seconds", type=float, default=180, help="of the training of each of the two heads")
-    parser.add_argument("--until", type=float, default=600, help="seconds after which no short run begins")
-    parser.add_argument("--limit", type=int, help="requests")
+    parser.add_argument("--limit", type=int, help="how many requests are read")
+    parser.add_argument("--exercises", type=int, default=3072, help="how many are asked for")
+    parser.add_argument("--questions", type=int, default=3072, help="how many are asked for")
+    parser.add_argument("--steps", type=int, default=1541, help="of the training of each of the two heads")
+    parser.add_argument("--until", type=float, default=1e9, help="seconds after which no short run begins")
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
     started = time.time()
@@ -402,13 +396,14 @@ def main() -> None:
         print(f"[{time.time() - started:.0f} s] {text}", flush=True)
 
     torch.manual_seed(0)
-    given.out.mkdir(parents=True, exist_ok=True)
+    claim(given.out, {name: getattr(given, name) for name in ("limit", "exercises", "questions", "steps")})
     target, tokenizer = Target(require(QWEN_CODER), given.device), load_tokenizer(QWEN_CODER)
     say("target loaded")
     chats = given.out / "chats"
     chats.mkdir(exist_ok=True)
     if not (chats / "train.jsonl").exists():
-        requests = list(read_texts([str(given.requests)]))[: given.limit]
+        lines = given.requests.read_text().splitlines()[: given.limit]
+        requests = [answers.Given(**json.loads(line)) for line in lines]
         held = [
             each.text or " ".join(message["content"] for message in each.messages or ())
             for path in given.held
@@ -418,20 +413,18 @@ def main() -> None:
         torch.cuda.empty_cache()
     data, held_out = (Data(target, read_chats(chats, split)) for split in ("train", "validation"))
     say(f"{len(data.tokens)} positions read, {len(held_out.tokens)} held out")
-    starts = Starts(target, data)
+    starts, log = Starts(target, data), given.out / "log.jsonl"
     say("starts made")
-    log = given.out / "log.jsonl"
-    steps: int | None = None
     for name, form in (("lyanna", MAIN), ("eagle", replace(MAIN, kind="eagle"))):
-        trainer = Trainer(name, form, target, starts, log)
-        steps = trainer.train(data, held_out, steps, given.seconds, given.seconds / 6)
-        trainer.save(given.out / name)
-        say(f"{name} made in {steps} steps")
+        if not (given.out / name / "model.safetensors").exists():
+            trainer = Trainer(name, form, target, starts, log)
+            trainer.train(data, held_out, given.steps)
+            trainer.save(given.out / name, given.steps)
+            say(f"{name} made")
     for seed in range(3):
         for name, form in SHORT.items():
             if time.time() - started < given.until:
-                trainer = Trainer(name, replace(form, seed=seed), target, starts, log)
-                trainer.train(data, held_out, SHORT_STEPS, 0, 1e9)
+                Trainer(name, replace(form, seed=seed), target, starts, log).train(data, held_out, SHORT_STEPS)
     say("done")
 
 

@@ -30,7 +30,7 @@ def product(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 class Target:
-    """The de-quantised weights and what is computed with them."""
+    """Qwen2's de-quantised weights, and its forward."""
 
     def __init__(self, path: Path, device: str) -> None:
         reader = GGUFReader(path)
@@ -106,8 +106,8 @@ class Target:
         return torch.cat(best), torch.cat(whole)
 
     def sample(self, states: Tensor, temperatures: Tensor, least: float) -> Tensor:
-        """Return a token [n] behind each state [n, d]. One less likely than `least` times the likeliest is not drawn;
-        a temperature of 0 draws the likeliest."""
+        """Return a token [n] behind each state [n, d]. One less likely than `least` times the likeliest is not drawn; a
+        temperature of 0 draws the likeliest, or one as near to it as rounding."""
         logits = product(states, self.head)
         if least:
             logits.masked_fill_(logits < logits.amax(-1, keepdim=True) + log(least), -torch.inf)

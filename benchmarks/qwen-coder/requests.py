@@ -1,6 +1,8 @@
 """Requests for code, made of the functions of Python's standard library that have a docstring:
 python benchmarks/qwen-coder/requests.py COUNT > requests.jsonl
-python -m benchmarks.chat.data --target qwen-coder --questions requests.jsonl --conversations 6000 --shard 256 --out OUT
+
+`benchmarks.gpu.heads --requests` reads them. Each line has the "text" and what it is "about": the docstring, about
+which there are several requests.
 
 The docstring is the request; the function's body is never shown. HumanEval's problems are of neither.
 """
@@ -28,8 +30,8 @@ ASKED = (
 )
 
 
-def requests(count: int) -> Iterator[str]:
-    """Yield requests about `count` functions, in the order of their files' hashes."""
+def requests(count: int) -> Iterator[tuple[str, str]]:
+    """Yield (docstring, request) about `count` functions, in the order of their files' hashes."""
     files = [each for split in SPLITS for each in source_files(split) if "test" not in each[0]]
     seen: set[str] = set()
     for _, text in sorted(files, key=lambda each: _digest(each[0])):
@@ -43,12 +45,15 @@ def requests(count: int) -> Iterator[str]:
             quoted = doc.replace("\n", "\n    ")
             first = int(_digest(doc)[:8], 16)
             for form in range(first, first + FORMS):
-                yield ASKED[form % len(ASKED)].format(
-                    name=name,
-                    arguments=arguments,
-                    doc=doc,
-                    summary=doc.partition("\n\n")[0].replace("\n", " "),
-                    signature=f'def {name}({arguments}):\n    """{quoted}\n    """',
+                yield (
+                    doc,
+                    ASKED[form % len(ASKED)].format(
+                        name=name,
+                        arguments=arguments,
+                        doc=doc,
+                        summary=doc.partition("\n\n")[0].replace("\n", " "),
+                        signature=f'def {name}({arguments}):\n    """{quoted}\n    """',
+                    ),
                 )
 
 
@@ -71,5 +76,5 @@ def _digest(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for request in requests(int(sys.argv[1])):
-        print(json.dumps({"text": request}))
+    for doc, request in requests(int(sys.argv[1])):
+        print(json.dumps({"text": request, "about": doc}))

@@ -117,7 +117,7 @@ def lyanna(
     rank: Annotated[int, typer.Option(min=0, help="Rank of the token information; 0 for a head without it.")] = 64,
     hot: Annotated[
         float | None,
-        typer.Option(help="Share of the vocabulary that it drafts from; default: 1/4, at most 8,192."),
+        typer.Option(help="Share of the vocabulary that it drafts from; default: 1/4, at most 16,384."),
     ] = None,
     inner: Annotated[
         int | None, typer.Option(help="Neurons of its MLP; default: as the target, as many as fit 24 MB in 6 bits.")

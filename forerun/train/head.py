@@ -33,7 +33,7 @@ from forerun.zoo import hot_folder, own_draft
 SEED = 9000  # of the output; no draft is distilled with it
 EVALUATED = 128  # texts, while a head is trained
 LONGEST = 65536  # context of a head whose target names none
-HOT = 8192
+HOT = 16384
 LARGEST = 31_000_000  # parameters, which take 24 MB in 6 bits
 
 

@@ -79,7 +79,7 @@ class Conversation:
     answer: list[int]  # token ids, with the end token of a finished answer
     text: str  # of the answer
     temperature: float  # of the answer
-    source: str  # of the question: "own" or "given"
+    source: str  # of the question, as "own" or "given"
     split: str  # one of SPLITS, which follows from the question
 
 
