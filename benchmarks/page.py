@@ -95,7 +95,7 @@ QWEN = {
     "epyc/nucleus": "Before this head: temperature 0.7, top-p 0.9 on the EPYC",
     "epyc/repeats": "Before this head: tasks that repeat themselves on the EPYC",
     "epyc/batch-4": "Before this head: batches of 4 on the EPYC",
-    "epyc/batch-16": "Before this head: batches of 16 on the EPYC, 64 new tokens",
+    "epyc/batch-16": "Before this head: batches of 16 on the EPYC",
 }
 QWEN_FRONT = """# Qwen2.5-Coder 1.5B
 

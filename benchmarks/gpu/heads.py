@@ -4,7 +4,8 @@ same size, steps and data, and short runs that change one thing each, with three
     python -m benchmarks.gpu.heads --requests requests.jsonl --held PROMPTS... --out OUT
 
 A run that was stopped goes on: answers and heads' checkpoints are kept in OUT, states are computed again. OUT/log.jsonl
-has the curves. `python -m benchmarks.gpu.finish OUT/lyanna` calibrates a head on a CPU afterwards.
+has the curves. `python -m benchmarks.gpu.finish OUT/lyanna OUT/chats --out lyanna` calibrates a head afterwards, on a
+CPU.
 """
 
 from __future__ import annotations
