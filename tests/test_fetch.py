@@ -378,7 +378,9 @@ def test_companions_are_found_by_name_only(home: Path, model: Path) -> None:
         file.parent.mkdir(parents=True)
         shutil.copy(model, file)
         assert own_draft("qwen-coder") == draft
-        assert resolve("qwen-coder", models=ModelOptions()).draft == draft
+        found = resolve("qwen-coder", models=ModelOptions())  # its default drafts with a head
+        assert found.draft is None and found.head == companion("qwen-coder", "lyanna")
+    assert resolve("qwen-coder", method="sd", models=ModelOptions()).draft == "qwen-coder-draft"
 
 
 def test_load_takes_what_comes_along(home: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,8 @@ def shipped(target: object, draft: object) -> dict[str, Any]:
     It has {"greedy" or "sampling": {method: {setting: value}}}; "default": the method of each of the two; and "costs"
     of forwards, with which the pair's methods do the same things everywhere.
     """
-    own = own_draft(target)  # None if it is not fetched
-    folder = FOLDERS.get(str(target)) if own is not None and draft in (None, own) else None
+    is_own = isinstance(target, str) and draft in (None, own_draft(target))
+    folder = FOLDERS.get(str(target)) if is_own else None
     path = folder / "tuned.json" if folder is not None else None
     return dict(json.loads(read_text(path))) if path is not None and path.is_file() else {}
 
