@@ -158,7 +158,7 @@ QWEN = {
     "temperature-1": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 1",
     "repeats": f"--dataset {REPEATS} --limit 8 --rounds 1 --methods {QWEN_SAMPLED}",
     "batch-4": f"--dataset {{data}}/{HUMANEVAL} --limit 32 --rounds 1 --batch 4 --guard --methods {QWEN_BATCHES}",
-    "batch-16": f"--dataset {{data}}/{HUMANEVAL} --limit 64 --rounds 2 --batch 16 --guard --max-new-tokens 64 "
+    "batch-16": f"--dataset {{data}}/{HUMANEVAL} --limit 64 --rounds 1 --batch 16 --guard --max-new-tokens 64 "
     f"--methods {QWEN_BATCHES}",
     "transformers": f"--dataset {{data}}/{HUMANEVAL} --limit 2 --rounds 1 --max-new-tokens 64 "
     "--methods ar,sd,hf-ar,hf-assisted/heuristic/5,hf-assisted/constant/3/0.4",
