@@ -89,6 +89,8 @@ def test_costs_have_a_figure_for_each_count_that_fits() -> None:
     assert list(costs) == [1, 2]
     assert all(value > 0 for value in costs.values())
     assert model.cache.ids == [] and model.prefilled == 0  # it ran elsewhere
+    with pytest.raises(ValueError, match="is full after"):
+        forward_costs(model, context=CONTEXT)
 
 
 def _hook(model: PreTrainedModel) -> None:

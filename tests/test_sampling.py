@@ -301,6 +301,11 @@ def test_a_sampler_of_parameters_is_transformers_own(options: dict[str, Any], ow
     assert torch.equal(sampler.scores(logits, lambda i: text), wanted)
 
 
+def test_a_bias_on_a_token_that_is_not_there() -> None:
+    params = SamplingParams(logit_bias={10: 1.0})
+    refuses(r"logit_bias has token ids outside 0\.\.9", Sampler.of, params, 1, 10)
+
+
 PREFIX_READERS: dict[str, LogitsProcessor] = {
     "repetition": hf.RepetitionPenaltyLogitsProcessor(1.7),
     "ngram": hf.NoRepeatNGramLogitsProcessor(2),

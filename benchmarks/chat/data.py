@@ -126,7 +126,7 @@ def _questions(
             write_text(path, json.dumps(_sampled_questions(decoder, recipe, number)))
         known = len(own)
         for text in json.loads(read_text(path)):
-            own.setdefault(re.sub(r"[^a-z0-9]+", " ", text.lower()).strip(), text)
+            own.setdefault(plain(text), text)
         if len(own) == known:
             raise ValueError("the model asks nothing new after its template's user header: give --questions")
         number += 1
@@ -138,15 +138,25 @@ def _questions(
 def _sampled_questions(decoder: Decoder, recipe: ChatRecipe, number: int) -> list[str]:
     tokenizer = decoder.tokenizer
     assert tokenizer is not None
-    text = str(tokenizer.apply_chat_template([_message(_MARK)], tokenize=False, add_generation_prompt=True))
-    header, mark, _ = text.partition(_MARK)
-    if not mark:
-        raise ValueError("the chat template does not show the user's words as they are")
-    ids = tokenizer(header, add_special_tokens=False)["input_ids"]
+    ids = user_header(tokenizer)
     seed = recipe.seed + 100_000 + number
     params = SamplingParams(max_new_tokens=recipe.question, temperature=1.0, top_p=0.95, seed=seed)
     found = decoder.generate([ids] * recipe.shard, params)
     return [each.text.strip() for each in found if each.finish_reason == "stop" and is_sound(each.text)]
+
+
+def user_header(tokenizer: Any) -> list[int]:
+    """Return the tokens of a conversation up to where the user's words begin."""
+    text = str(tokenizer.apply_chat_template([_message(_MARK)], tokenize=False, add_generation_prompt=True))
+    header, mark, _ = text.partition(_MARK)
+    if not mark:
+        raise ValueError("the chat template does not show the user's words as they are")
+    return list(tokenizer(header, add_special_tokens=False)["input_ids"])
+
+
+def plain(text: str) -> str:
+    """Return a question in lower case, without signs."""
+    return re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
 
 
 def is_sound(text: str) -> bool:

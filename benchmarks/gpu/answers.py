@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.chat.data import Question, apart, is_sound
+from benchmarks.chat.data import Question, apart, is_sound, plain, user_header
 from benchmarks.gpu.target import Target
 from forerun.files import write_text
 from forerun.text.chat import chat_prompt
@@ -70,9 +70,9 @@ def make(
     if not path.exists():
         found = [("request", each.text, split_of(each.about)) for each in given]
         found += _asked(target, tokenizer, exercises, questions, stops)
-        known = {_plain(each) for each in held}
-        chosen = {_plain(text): (source, text, split) for source, text, split in found if split != SPLITS[2]}
-        rows = sorted(each for plain, each in chosen.items() if plain not in known)
+        known = {plain(each) for each in held}
+        chosen = {plain(text): (source, text, split) for source, text, split in found if split != SPLITS[2]}
+        rows = sorted(each for name, each in chosen.items() if name not in known)
         random.Random(0).shuffle(rows)
         write_text(path, json.dumps(rows))
     rows = json.loads(path.read_text())
@@ -109,9 +109,7 @@ def _asked(
     """Return (source, text, split) of exercises and questions that the target makes up. Exercises of one name are of
     one split; questions are sampled after the template's user header (as in Magpie, arXiv 2406.08464)."""
     asked = [EXERCISE.format(topic=TOPICS[number % len(TOPICS)]) for number in range(exercises)]
-    shown = _prompt(tokenizer, "\x01")
-    header = shown[: shown.index(tokenizer.encode("\x01")[0])]
-    prompts = [*(_prompt(tokenizer, each) for each in asked), *[header] * questions]
+    prompts = [*(_prompt(tokenizer, each) for each in asked), *[user_header(tokenizer)] * questions]
     drawn = target.generate(prompts, [1.0] * len(prompts), ASKED, stops, rows=2 * ROWS, least=LIKELY)
     texts = tokenizer.batch_decode(drawn, skip_special_tokens=True)
     made = [found for text in texts[:exercises] if (found := exercise(text))]
@@ -135,10 +133,6 @@ def exercise(text: str) -> tuple[str, str] | None:
     except (SyntaxError, ValueError):
         return None
     return (start[1], code) if len(parts) >= 3 and 80 <= len(code) <= 900 else None
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"\W+", " ", text.lower()).strip()
 
 
 def _prompt(tokenizer: Any, text: str) -> list[int]:

@@ -188,9 +188,8 @@ class Target:
             # The queries of a group are rows of one product.
             asked = q.unflatten(1, (self.groups, -1)).squeeze(3)
             mask = seen.expand(-1, self.groups, asked.shape[2], -1)
-            return functional.scaled_dot_product_attention(asked, keys, values, attn_mask=mask).flatten(1, 2)[
-                :, :, None
-            ]
+            mixed = functional.scaled_dot_product_attention(asked, keys, values, attn_mask=mask)
+            return mixed.flatten(1, 2).unsqueeze(2)
 
         return self.forward(tokens[:, None], places[:, None], attend)[:, 0]
 
