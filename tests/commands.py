@@ -46,9 +46,8 @@ def run(
 @cache
 def _server(pid: int) -> subprocess.Popen[str]:
     """Start the process that forks. It ends with the process `pid`, which holds its standard input."""
-    return subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, __file__], **pipes, start_new_session=True)
 
 
 def _serve() -> None:

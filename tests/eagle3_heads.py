@@ -19,6 +19,8 @@ from forerun.model.causal_lm import CausalLM
 
 HOT = 24
 SIZES = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+ROPE = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 32}
+ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "own embeddings": {"embedding": True},
@@ -27,16 +29,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "norms": {"fc_norm": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "qwen3": {"model_type": "qwen3"},
-    "llama3 rope": {
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 100.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        }
-    },
+    "llama3 rope": {"rope_parameters": ROPE},
 }
 
 
@@ -153,9 +146,8 @@ class Plain:
         scores = torch.einsum("qhd,khd->hqk", q, k) * size**-0.5
         scores = scores.masked_fill(torch.ones(count, count, dtype=torch.bool).triu(1), -torch.inf)
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
-        x = (normed if self.settings.get("norm_before_residual") else states) + self._linear(
-            "layers.0.self_attn.o_proj", mixed
-        )
+        attended = self._linear("layers.0.self_attn.o_proj", mixed)
+        x = (normed if self.settings.get("norm_before_residual") else states) + attended
         y = self._norm("layers.0.post_attention_layernorm", x)
         gate, up = (self._linear(f"layers.0.mlp.{each}_proj", y) for each in ("gate", "up"))
         return x + self._linear("layers.0.mlp.down_proj", functional.silu(gate) * up)

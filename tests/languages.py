@@ -100,10 +100,11 @@ def head(
         layer.down.weight.zero_()
     made.fuse.weight.copy_(torch.cat([moves(states or {}), moves(tokens or {})], 1))
     if kind == "lyanna":
+        made.hot.copy_(made.hot.flip(0))  # of equally likely tokens those that nobody says come first
         made.embed.weight.copy_(torch.eye(VOCAB))
         made.answer.weight.zero_()
         for token, row in (information or {}).items():
-            made.answer.weight[:, token] = logits(row) / sqrt(VOCAB)
+            made.answer.weight[:, token] = logits(row).flip(0) / sqrt(VOCAB)
     return made
 
 

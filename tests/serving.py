@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import uvicorn
 from tokenizers import AddedToken
@@ -91,6 +92,23 @@ def live(make: Any = make_decoder, idle: int = 15, **settings: Any) -> Iterator[
     with running(app, timeout_keep_alive=idle) as url:
         until(lambda: worker.ready.is_set() or worker.failed, 120)
         yield Live(url, worker, app.state.service)
+
+
+def served(make: Any) -> Any:
+    """A fixture: a server with the decoder that `make` makes, for the tests of a module."""
+
+    @pytest.fixture(scope="module")
+    def server() -> Iterator[Live]:
+        with live(make) as found:
+            yield found
+
+    return server
+
+
+def client_of(server: Live) -> openai.OpenAI:
+    """OpenAI's client of a server, which closes its connections at the end of a `with`."""
+    http = httpx.Client(trust_env=False)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http, max_retries=0)
 
 
 def until(condition: Callable[[], Any], seconds: float = 60) -> None:

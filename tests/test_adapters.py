@@ -41,9 +41,8 @@ def adapted() -> PeftModelForCausalLM:
 
 def plainly(model: PreTrainedModel, prompt: list[int], **options: Any) -> list[int]:
     ids = torch.tensor([prompt])
-    output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0, **options
-    )
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | options
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     return output[0, len(prompt) :].tolist()
 
 

@@ -13,7 +13,7 @@ import typer
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from serving import make_decoder, models, until
-from toys import refuses, save_models
+from toys import refuses, save_lines, save_models
 
 from forerun.api.decoder import Decoder
 from forerun.api.load import load
@@ -26,11 +26,6 @@ from forerun.server import worker
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_models(tmp_path_factory.mktemp("models"), make_decoder().tokenizer, target=models()[0]) / "target"
-
-
-def write(path: Path, lines: list[Any]) -> Path:
-    path.write_text("".join((each if isinstance(each, str) else json.dumps(each)) + "\n" for each in lines))
-    return path
 
 
 def asked(custom_id: str, url: str = COMPLETION, **body: Any) -> dict[str, Any]:
@@ -76,7 +71,7 @@ def test_defaults_fill_in_what_a_line_lacks() -> None:
 
 def test_records_of_all_kinds_of_lines(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     messages = [{"role": "user", "content": "the cat"}]
-    source = write(
+    source = save_lines(
         tmp_path / "in.jsonl",
         [
             asked("chat \ud83d\ude00", CHAT, messages=messages, max_tokens=8, temperature=0, logprobs=True),
@@ -131,12 +126,12 @@ def test_records_of_all_kinds_of_lines(model: Path, tmp_path: Path, capsys: pyte
         ({}, "belongs to another input"),
     ):
         if not options:
-            write(source, ["{}"])
+            save_lines(source, ["{}"])
         refuses(message, batch, source, out, **run | options)
 
 
 def test_a_seed_decides_what_is_said_and_rows_do_not(model: Path, tmp_path: Path) -> None:
-    source = write(tmp_path / "in.jsonl", [{"prompt": "the cat"}] * 6)
+    source = save_lines(tmp_path / "in.jsonl", [{"prompt": "the cat"}] * 6)
     texts = []
     for rows in (1, 5):
         out = tmp_path / f"out{rows}"
@@ -176,7 +171,7 @@ def test_what_failed_is_asked_again(
 ) -> None:
     prompts = [f"the cat {i}" for i in range(9)]
     prompts[2] = "!" * 100
-    source = write(tmp_path / "in.jsonl", [*({"prompt": each, "max_tokens": 4} for each in prompts), "x"])
+    source = save_lines(tmp_path / "in.jsonl", [*({"prompt": each, "max_tokens": 4} for each in prompts), "x"])
     out, run = tmp_path / "out", {"target": str(model), "method": "suffix", "max_rows": 2}
     with monkeypatch.context() as patch:
         patch.setattr(worker, "loaded", breaking)
@@ -197,7 +192,7 @@ def test_what_failed_is_asked_again(
 
 
 def test_a_full_disk_is_one_line_and_the_job_goes_on_later(tmp_path: Path) -> None:
-    source, out = scan(write(tmp_path / "in.jsonl", ["x"] * 4)), tmp_path / "out"
+    source, out = scan(save_lines(tmp_path / "in.jsonl", ["x"] * 4)), tmp_path / "out"
     first, *others = [BadLine(i, None, "code", "why" * 40) for i in range(1, 5)]
     folder = Folder(out, source, {})
     folder.refuse(first)
@@ -223,7 +218,7 @@ def test_a_killed_job_goes_on(model: Path, tmp_path: Path) -> None:
     """There is one record a prompt, with what the model alone says, greedily."""
     prompts = [f"for i in range({i}): print" for i in range(24)]
     lines = [asked(each, prompt=each, max_tokens=160, temperature=0) for each in prompts]
-    source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out"
+    source, out = save_lines(tmp_path / "in.jsonl", lines), tmp_path / "out"
     command = [sys.executable, "-m", "forerun", "batch", str(source), str(out), "--target", str(model)]
     command += ["--method", "suffix", "--max-rows", "2", "--threads", "1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
@@ -244,14 +239,14 @@ def test_a_killed_job_goes_on(model: Path, tmp_path: Path) -> None:
 
 
 def test_inputs_and_folders_that_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "empty.jsonl", ["", "  "])
+    save_lines(tmp_path / "empty.jsonl", ["", "  "])
     for name, message in (
         ("nothing.jsonl", r"cannot read .*nothing\.jsonl: No such file"),
         (".", "Is a directory"),
         ("empty.jsonl", "has no lines"),
     ):
         refuses(message, scan, tmp_path / name)
-    source, out = scan(write(tmp_path / "in.jsonl", [{"prompt": "a"}] * 3)), tmp_path / "out"
+    source, out = scan(save_lines(tmp_path / "in.jsonl", [{"prompt": "a"}] * 3)), tmp_path / "out"
     job = {"seed": 1}
     refuses("is a file; the output goes into a folder", Folder, source.path, source, job)
     refuses("is not empty, and has no job", Folder, tmp_path, source, job)
@@ -279,5 +274,5 @@ def test_mistakes_are_named_before_anything_is_written(tmp_path: Path, monkeypat
     ):
         if not options:
             monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: None if name == "fastapi" else name)
-        refuses(message, batch, write(tmp_path / "in.jsonl", ["x"]), tmp_path / "out", **options)
+        refuses(message, batch, save_lines(tmp_path / "in.jsonl", ["x"]), tmp_path / "out", **options)
         assert not (tmp_path / "out").exists()

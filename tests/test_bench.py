@@ -130,9 +130,8 @@ def test_a_run_that_was_stopped_goes_on_and_no_other(folder: Path, tmp_path: Pat
     stored = claim.read_text()
     refused("out holds a run already: give --resume to go on with it, or another --out", resume=False)
     refused("out holds another run: seed was 0, not 5", replace(plan, seed=5))
-    refused(
-        r'out holds another run: methods\.sd was \{"gamma": 2\}, not ', replace(plan, methods={"ar": AR(), "sd": SD(7)})
-    )
+    longer = replace(plan, methods={"ar": AR(), "sd": SD(7)})
+    refused(r'out holds another run: methods\.sd was \{"gamma": 2\}, not ', longer)
     for damaged, message in (
         (stored.replace('"versions.torch": "', '"versions.torch": "0.'), r'torch was "0\.'),
         ("{", "out is d"),

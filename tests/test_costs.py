@@ -1,18 +1,21 @@
 """What forwards cost: measured once, kept, or shipped; and methods for greedy decoding and for sampling."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from toys import noisy_copy, refuses, tiny, tiny_tokenizer
 
 from forerun.api.load import Decoder
 from forerun.api.resolve import shipped
 from forerun.backends.costs import measure_costs
-from forerun.engine.costs import Costs, costs_of
+from forerun.engine.costs import Costs, convex, costs_of
 from forerun.methods import AR, SD, Suffix
 
 COSTS = Costs(target={1: 10.0, 2: 10.0, 4: 12.0, 8: 20.0}, draft={1: 1.0, 2: 1.5})
@@ -71,6 +74,19 @@ def test_costs_are_measured_once_and_for_methods_that_ask(tmp_path: Path, monkey
 )
 def test_costs_that_are_none_are_refused(found: dict[str, Any], why: str) -> None:
     refuses(why, costs_of, {"target": {"1": 2.0}, "draft": {}, "head": {}} | found)
+
+
+@given(st.dictionaries(st.integers(1, 40), st.floats(0.1, 99.0), min_size=1, max_size=7))
+def test_a_table_is_made_convex_from_below(table: dict[int, float]) -> None:
+    """And is as large as may be: where its slope changes, it has an entry of a longer forward, or its own."""
+    found, at = convex(table), sorted(table)
+    assert list(found) == list(table) and all(found[n] <= table[n] + 1e-9 for n in at)
+    slopes = [(found[n] - found[m]) / (n - m) for m, n in pairwise(at)]
+    assert all(-1e-9 <= before <= after + 1e-6 for before, after in pairwise([0.0, *slopes]))
+    corners = [n for n, before, after in zip(at[1:-1], slopes, slopes[1:], strict=False) if after > before + 1e-3]
+    for n in [at[0], *corners, at[-1]]:
+        assert found[n] == pytest.approx(min(table[m] for m in at if m >= n))
+    assert convex({1: 50.0, 2: 55.0, 4: 77.0, 8: 82.0, 16: 127.0})[4] == pytest.approx(50 + 3 * 32 / 7)
 
 
 def test_greedy_decoding_and_sampling_have_methods_of_their_own() -> None:

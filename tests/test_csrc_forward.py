@@ -100,9 +100,8 @@ def test_many_tokens_have_the_bits_of_single_ones(small: Native) -> None:
 @given(data=st.data())
 def test_chunks_neighbours_threads_and_variants_change_no_bit(data: st.DataObject) -> None:
     """Two rows are read in chunks of any sizes, side by side in any order."""
-    native = Native(
-        tiny(data.draw(st.sampled_from(sorted(MODELS)))), data.draw(st.sampled_from(["int4", "bfloat16", "float32"]))
-    )
+    model = tiny(data.draw(st.sampled_from(sorted(MODELS))))
+    native = Native(model, data.draw(st.sampled_from(["int4", "bfloat16", "float32"])))
     names = st.sampled_from(variants())
     torch.set_num_threads(1)
     library().fr_select(data.draw(names).encode())
@@ -215,10 +214,8 @@ def test_a_fork_starts_threads_of_its_own(small: Native) -> None:
 
 
 CROSS, QEMU = "aarch64-linux-gnu-gcc", ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")
-needs_cross = pytest.mark.skipif(
-    not (shutil.which(CROSS) and shutil.which("qemu-aarch64")),
-    reason="needs a cross compiler for aarch64 and qemu-user",
-)
+LACKS_CROSS = not (shutil.which(CROSS) and shutil.which("qemu-aarch64"))
+needs_cross = pytest.mark.skipif(LACKS_CROSS, reason="needs a cross compiler for aarch64 and qemu-user")
 
 
 def compiled(folder: Path, driver: str, compiler: str, machine: str, flags: Sequence[str] = ()) -> str:

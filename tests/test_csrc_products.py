@@ -10,7 +10,7 @@ import torch
 from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_csrc_forward import CROSS, QEMU, compiled, needs_cross
+from test_csrc_forward import CROSS, QEMU, as_before, compiled, needs_cross  # noqa: F401 - the fixture runs by itself
 
 from forerun.backends.panels import FORMATS as TYPES
 from forerun.backends.panels import Panels, Rows
@@ -22,13 +22,6 @@ FLOATS = {"F16", "BF16", "F32"}
 # Where the float16 fields of a block are, in float16 units.
 HALVES = {"Q4_K": (0, 1), "Q5_K": (0, 1), "Q6_K": (104,), "Q4_0": (0,), "Q4_1": (0, 1), "Q5_0": (0,), "Q5_1": (0, 1)}
 HALVES |= {"Q8_0": (0,), "Q3_K": (54,), "Q2_K": (40, 41)}
-
-
-@pytest.fixture(autouse=True)
-def as_before():
-    """Each test leaves the library with the best variant."""
-    yield
-    library().fr_select(b"")
 
 
 def kind(name):

@@ -9,24 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import toys
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from toys import (
-    DRAFT,
-    PROMPT,
-    TARGET,
-    RandomTrees,
-    TableLM,
-    decode,
-    fit,
-    noisy_copy,
-    random_table,
-    sampled,
-    tiny,
-    tiny_tokenizer,
-    tokens_of,
-)
+from toys import DRAFT, PROMPT, TARGET, TableLM, decode, fit, noisy_copy, random_table, sampled, tiny, tokens_of
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import logits_process as hf
 
@@ -70,7 +57,7 @@ class ChainsAndTrees(ChainDrafter):
 
     def __init__(self, model: TableLM) -> None:
         super().__init__(model, FixedLength(2))
-        self.trees = RandomTrees(len(TARGET))
+        self.trees = toys.RandomTrees(len(TARGET))
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         chains, trees = super().propose(seqs).drafts, self.trees.propose(seqs).drafts
@@ -82,7 +69,7 @@ DRAFTERS: dict[str, Callable[[TableLM], Drafter]] = {
         name: lambda draft, method=method: method.build(Parts(TableLM(TARGET), draft))
         for name, method in METHODS.items()
     },
-    "random trees": lambda draft: RandomTrees(len(TARGET)),
+    "random trees": lambda draft: toys.RandomTrees(len(TARGET)),
     "chains and trees": ChainsAndTrees,
 }
 
@@ -288,7 +275,7 @@ def test_ends_inside_a_chunk_cut_where_plain_decoding_stops(data: st.DataObject)
 
 @pytest.mark.parametrize("method", METHODS)
 def test_stop_strings_cut_text_and_tokens(method: str) -> None:
-    tokenizer = tiny_tokenizer()
+    tokenizer = toys.tiny_tokenizer()
     target = tiny("llama", vocab=len(tokenizer))
     decoder = Decoder(target, tokenizer, noisy_copy(target, 0.01), METHODS[method], guard=False)
     # ASCII output only, and a prompt that ends in what the output cannot hold: a stop string lies in the output.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from eagle3_heads import random_eagle3
 from torch import Tensor
-from toys import noisy_copy, p_value, parts_of, tiny
+from toys import joint_distribution, noisy_copy, p_value, parts_of, tiny
 from transformers import GenerationConfig, PreTrainedModel
 
 from forerun import Decoder
@@ -50,21 +50,8 @@ def target() -> PreTrainedModel:
 @cache
 def joint(config: str) -> Tensor:
     """[V] * JOINT: the exact distribution of the first tokens, by transformers' forwards and processors."""
-    model, found = target(), torch.ones([VOCAB] * JOINT)
     settings = GenerationConfig(do_sample=True, max_new_tokens=JOINT, top_k=0, **CONFIGS[config])
-    processors = CausalLM(model).processors(settings, len(PROMPT))
-
-    def walk(prefix: tuple[int, ...]) -> None:
-        ids = torch.tensor([[*PROMPT, *prefix]])
-        with torch.no_grad():
-            scores = processors(ids, model(ids).logits[:, -1].float())
-        for token, probability in enumerate(scores[0].softmax(-1).tolist()):
-            found[(*prefix, token)] *= probability
-            if len(prefix) + 1 < JOINT:
-                walk((*prefix, token))
-
-    walk(())
-    return found
+    return joint_distribution(target(), PROMPT, JOINT, CausalLM(target()).processors(settings, len(PROMPT)))
 
 
 @pytest.mark.parametrize("config", CONFIGS)

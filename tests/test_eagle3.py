@@ -19,7 +19,7 @@ from families import tiny as few_bits
 from languages import SIZE, VOCAB, cycle, model, moves
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from toys import COSTS, refuses, save_models, tiny, tiny_tokenizer
+from toys import COSTS, drain, join_all, refuses, save_models, tiny, tiny_tokenizer
 
 import forerun
 from forerun import Decoder
@@ -37,7 +37,7 @@ from forerun.engine.sequence import Request
 from forerun.engine.step import Proposal
 from forerun.heads.eagle3 import Eagle3Head
 from forerun.methods import Eagle, Hybrid, Method, PacerEagle, method
-from forerun.methods.beams import grow
+from forerun.methods.beams import grow, searching
 from forerun.methods.eagle import EagleDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import capture_hidden_states
@@ -83,9 +83,7 @@ def test_states_after_layers(architecture: str) -> None:
         assert sum(target.prefill(TOKENS[:-1], 4, capture=CAPTURE)) == run
         torch.testing.assert_close(target.prompt_hidden, wanted[:-1], **close)
         target.forget_prompt()
-    for id, count in ((3, 7), (8, 2)):
-        list(target.prefill(TOKENS[:count], 4, capture=CAPTURE))
-        target.join(id)
+    join_all(target, {3: TOKENS[:7], 8: TOKENS[:2]}, 4, capture=CAPTURE)
     found = target.forward([3, 8], [Draft([2, 9, 3, 60], [-1, 0, 0, 2]), Draft.chain(7, [8])], CAPTURE).hidden
     assert found is not None
     torch.testing.assert_close(found[0][[0, 2, 3]], states_of(target, [*TOKENS[:7], 2, 3, 60])[7:], **close)
@@ -180,8 +178,7 @@ def test_the_engine_drafts_what_speculators_says(settings: Eagle, reference: typ
     engine = Engine(target.fresh(2**20), drafter, max_rows=3)
     for number, prompt in enumerate([*PROMPTS, PROMPTS[0]]):
         engine.add(Request(prompt, 8, Sampler(number != 3), seed=number))
-    while engine.busy:
-        engine.step()
+    drain(engine)
     checked = 0
     for text, draft in drafter.proposed:
         if not draft.drafted:
@@ -198,7 +195,8 @@ def test_the_engine_drafts_what_speculators_says(settings: Eagle, reference: typ
             return torch.stack([theirs.logits(features, text[1:], path)[-1] for path in paths[-1]])[None]
 
         limit = max(draft.depths)
-        (wanted,) = grow([text[-1]], logits, theirs.hot, [limit], settings.width, drafter.nodes)
+        search = searching(logits, theirs.hot, settings.width, drafter.nodes)
+        (wanted,) = grow([text[-1]], search, [limit], settings.width, drafter.nodes)
         assert (draft.tokens, draft.parents) == (wanted.tokens, wanted.parents)
         checked += 1
     assert checked > 20
@@ -346,12 +344,11 @@ def test_other_drafters_are_refused_before_the_target_is_loaded(tmp_path: Path) 
     (tmp_path / "other" / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"]}))
     with pytest.raises(ValueError, match=f"is of the architecture 'DFlashDraftModel': {allowed}"):
         forerun.load("no-such/model", head=tmp_path / "other")
-    save_eagle3(tmp_path / "pickled", target, "original")
-    (tmp_path / "pickled" / "model.safetensors").rename(tmp_path / "pickled" / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pickled weights \(pytorch_model.bin\), which may run code"):
-        forerun.load("no-such/model", head=tmp_path / "pickled")
-    (tmp_path / "pickled" / "pytorch_model.bin").unlink()
-    refuses(r"there is no model\.safetensors", load_head, tmp_path / "pickled", target)
+    pickled = save_eagle3(tmp_path / "pickled", target, "original")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    refuses(r"pickled weights \(pytorch_model.bin\), which may run code", forerun.load, "no-such/model", head=pickled)
+    (pickled / "pytorch_model.bin").unlink()
+    refuses(r"there is no model\.safetensors", load_head, pickled, target)
     save_models(tmp_path, model=tiny("llama"))
     refuses("this is a model: --target or --draft", load_head, tmp_path / "model", target)
     save_eagle3(tmp_path / "right", target)

@@ -64,8 +64,6 @@ METHODS: dict[str, tuple[Method, str]] = {
     "pacer": (Pacer(), "noisy"),
     "cumulative": (Cumulative(0.2), "noisy"),
 }
-
-
 _FEW = ("ar", "sd, a draft that agrees sometimes", "lookup")
 CASES = [(name, method, config) for name in CORE for method in METHODS for config in CONFIGS]
 CASES += [(name, method, "plain") for name in ARCHITECTURES if name not in CORE for method in _FEW]
@@ -129,7 +127,6 @@ def test_the_context_ends_a_sequence_and_a_small_draft_context_does_not(method: 
     for batch in (prompts, prompts[2:3], prompts[3:4]):
         done = small.generate(batch, max_new_tokens=40)
         assert [row.tokens for row in done] == [row.tokens for row in plain.generate(batch, max_new_tokens=40)]
-        assert [len(prompt) + len(row.tokens) for prompt, row in zip(batch, done, strict=True)] == [
-            min(48, len(prompt) + 40) for prompt in batch
-        ]
+        ends = [min(48, len(prompt) + 40) for prompt in batch]
+        assert [len(prompt) + len(row.tokens) for prompt, row in zip(batch, done, strict=True)] == ends
         assert {row.finish_reason for row in done} == {"length"}

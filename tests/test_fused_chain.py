@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import tiny
-from toys import BASELINES, COSTS, p_value, random_layer, rows_of
+from toys import BASELINES, COSTS, join_all, p_value, random_layer, rows_of
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from forerun import Decoder
@@ -55,9 +55,7 @@ def with_head(model: CausalLM, head: HotHead) -> CausalLM:
 
 def begun(model: CausalLM, rows: int = 1) -> CausalLM:
     """With rows of different prompts, the last of which is PROMPT."""
-    for id in range(rows):
-        list(model.prefill(PROMPT[rows - 1 - id :], 8))
-        model.join(id, 64)
+    join_all(model, {id: PROMPT[rows - 1 - id :] for id in range(rows)}, 8, 64)
     return model
 
 

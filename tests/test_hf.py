@@ -267,8 +267,7 @@ def test_copies_start_without_what_was_prepared_and_models_are_collected_after_u
 
 
 def _cache(cache: DynamicCache) -> dict[str, DynamicCache]:
-    name = cache_argument(target().forward)
-    return {name: cache}
+    return {cache_argument(target().forward): cache}
 
 
 def _masked(*row: int) -> dict[str, Any]:

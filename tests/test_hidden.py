@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import abc
 from dataclasses import replace
+from itertools import product
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from forerun.engine.acceptance import Verdict
 from forerun.engine.costs import Costs
 from forerun.engine.sequence import Request, Sequence
 from forerun.heads.heads import HiddenDrafter, hot_set
-from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna, method
-from forerun.methods.beams import grow
+from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna, hidden, method
+from forerun.methods.beams import grow, searching
 from forerun.methods.budget import Budget, Group, StepCosts
 from forerun.methods.eagle import EagleDrafter
 from forerun.methods.hidden import HeadDrafter
@@ -99,6 +100,41 @@ def test_greedy_sequences_spare_the_head_only_together() -> None:
             drafter.observe([seq], [draft], [Verdict([0], 7, 1, True)], [random(len(draft), 32)])
 
 
+@pytest.mark.parametrize("kind", ["lyanna", "eagle"])
+def test_prompts_are_read_when_a_draft_is_first_asked_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many a step; longer ones are read when they are admitted. Drafts are the same."""
+    target, head = toys(kind)
+    texts = [range(2, 9), range(3, 10), range(5, 12), range(2, 22)]
+    found: list[list[list[int]]] = []
+    for most in (8, 1):
+        monkeypatch.setattr(hidden, "PIECE", most)
+        drafter: HeadDrafter = (
+            LyannaDrafter(Lyanna(3), head.fresh()) if kind == "lyanna" else EagleDrafter(Eagle(3), head.fresh())
+        )
+        seqs = [sequence(text, id) for id, text in enumerate(texts)]
+        read = [sum(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4)) for seq in seqs]
+        assert read == ([0, 0, 0, 18] if most == 8 else [5, 5, 5, 18])
+        if most == 8:
+            first = drafter.propose(seqs[:3])
+            assert [draft.drafted for draft in first.drafts] == [3, 3, 0] and first.prompt_seconds > 0
+            drafter.drop(seqs[1])
+            found.append([drafter.propose(seqs[2:]).drafts[0].tokens, first.drafts[0].tokens])
+            assert not drafter.unread and drafter.propose([seqs[3]]).prompt_seconds == 0
+        else:
+            found.append([drafter.propose([seqs[row]]).drafts[0].tokens for row in (2, 0)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("acceptance", [0.05, 0.9])
+def test_drafts_that_cannot_pay_are_not_begun(acceptance: float) -> None:
+    """By costs and the mean acceptance of the first places, in a step of so many rows."""
+    costs = Costs({1: 10.0, 4: 10.5, 8: 11.0, 16: 60.0, 32: 120.0}, {}, head={1: 0.2, 16: 1.0})
+    drafter = lyanna("off", costs, block=2)
+    drafter.head.curves = [[0.0, 1.0, acceptance]]
+    assert [drafter.pays(rows) for rows in (1, 4, 16)] == [acceptance > 0.5, acceptance > 0.5, False]
+    assert lyanna("off").pays(16)
+
+
 # Budgets.
 
 
@@ -107,18 +143,17 @@ def test_probabilities_are_calibrated(ahead: int) -> None:
     """By the curve of each place, which for old logits lies further ahead."""
     curves = [[0.5, 0.7, 0.9], [-1.0, 1.2, 0.8], [0.3, 2.0, 0.7], [-2.0, 0.5, 0.6]]
     probabilities = [0.9, 0.6, 0.3]
-    own = [curves[min(ahead + k, 3)] for k in range(3)]
-    right = [1 / (1 + exp(-a - b * log(p / (1 - p)))) for (a, b, _), p in zip(own, probabilities, strict=True)]
+    here = [curves[min(ahead + k, 3)] for k in range(3)]
+    right = [1 / (1 + exp(-a - b * log(p / (1 - p)))) for (a, b, _), p in zip(here, probabilities, strict=True)]
 
     def budget() -> Budget:
         return Budget([Group([0], StepCosts(FREE, 1, 9), True)], curves, 3, [3], [ahead])
 
-    chain = budget()
-    chain.deeper_chains(0, [[log(probability) for probability in probabilities]])
-    assert chain.sure[0] == pytest.approx(np.cumprod(right))
-    tree = budget()
+    own, value = budget(), 0.0
     for k, probability in enumerate(probabilities):
-        assert float(tree.gains(k, np.log([[[probability]]]))[0, 0, 0]) == pytest.approx(log(right[k]))
+        value += float(own.gains(k, np.log([[[probability]]]))[0, 0, 0])
+        own.deeper(k, np.array([[value]]))
+    assert own.sure[0] == pytest.approx(np.cumprod(right))
 
 
 def test_costs_go_by_mode() -> None:
@@ -134,22 +169,27 @@ def test_costs_go_by_mode() -> None:
 
 @pytest.mark.parametrize("parts", [[[0, 1, 2]], [[0], [1], [2]]])
 def test_a_budget_takes_the_best_number_of_nodes(parts: list[list[int]]) -> None:
-    """Of all numbers, by costs and calibrated probabilities; rows that stop together take the same number."""
+    """Of all choices, by costs and calibrated probabilities; rows that stop together share a forward's cost."""
     costs, probabilities = Costs({1: 5.0, 4: 5.5, 30: 9.0}, {}, head={1: 0.15, 3: 0.2}), [0.95, 0.9, 0.7, 0.9, 0.2, 0.5]
     limits = [6, 3, 6]
     groups = [Group(rows, StepCosts(costs, len(rows), 6), True) for rows in parts]
     budget = Budget(groups, [[0.0, 1.0, 0.7]] * 6, 6, limits, [0, 0, 0])
-    budget.deeper_chains(0, [[log(each * scale) for each in probabilities] for scale in (1.0, 1.0, 0.6)])
+    values = np.array([np.log(probabilities) + log(scale) for scale in (1.0, 1.0, 0.6)]).cumsum(1)
+    for k in range(6):
+        values[k >= np.array(limits), k] = -np.inf
+        budget.deeper(k, values[:, k : k + 1])
     sizes = budget.sizes()
     for rows in parts:
 
-        def rate(size: int, rows: list[int] = rows) -> float:
-            spent = max(limits[row] for row in rows) * costs.heading(len(rows)) + costs.verify(len(rows) * (size + 1))
-            return (len(rows) + sum(sum(budget.sure[row][:size]) for row in rows)) / spent
+        def rate(sizes: tuple[int, ...], rows: list[int] = rows) -> float:
+            spent = max(limits[row] for row in rows) * costs.heading(len(rows)) + costs.verify(len(rows) + sum(sizes))
+            return (
+                len(rows) + sum(sum(budget.sure[row][:size]) for row, size in zip(rows, sizes, strict=True))
+            ) / spent
 
-        best = max(range(7), key=rate)
-        assert [sizes[row] for row in rows] == [min(best, len(budget.sure[row])) for row in rows]
-    assert min(sizes) > 0 and max(sizes) < 6
+        best = max(product(*(range(limits[row] + 1) for row in rows)), key=rate)
+        assert tuple(sizes[row] for row in rows) == best
+    assert min(sizes) > 0 and max(sizes) < 6 and sizes[2] < sizes[0]
 
 
 @pytest.mark.parametrize(("width", "most"), [(1, 6), (2, 12)])
@@ -168,7 +208,7 @@ def test_a_budget_takes_what_its_costs_allow(kind: str, width: int, most: int) -
             drafter = LyannaDrafter(PacerLyanna(6, width, 12, reuse="off", block=block), own, costs)
         seqs = [sequence(range(2, 12), id) for id in range(2)]
         for seq in seqs:
-            assert sum(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4)) == 8
+            list(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4))
         proposal = drafter.propose(seqs)
         assert [own.length(seq.id) for seq in seqs] == [9, 9]
         depth = max(max(draft.depths) for draft in proposal.drafts)
@@ -204,7 +244,7 @@ def test_a_tree_holds_the_best_paths() -> None:
     def logits(k: int, tokens: Tensor, at: Tensor) -> Tensor:
         return places[:, k, None] + table[tokens]
 
-    drafts = grow([5, 7], logits, head.hot, [3, 2], 16, 9)
+    drafts = grow([5, 7], searching(logits, head.hot, 16, 9), [3, 2], 16, 9)
     for root, row, draft, limit in zip((5, 7), places, drafts, (3, 2), strict=True):
         values: dict[tuple[int, ...], float] = {(root,): 0.0}
         for depth in range(limit):
@@ -213,13 +253,14 @@ def test_a_tree_holds_the_best_paths() -> None:
                 values |= {(*path, hot[i]): values[path] + float(own[i]) for i in range(4)}
         best = sorted((path for path in values if len(path) > 1), key=lambda path: -values[path])[:9]
         assert {tuple(draft.tokens[i] for i in draft.path(node)) for node in range(1, len(draft))} == set(best)
-    chains = grow([5, 7], logits, head.hot, [3, 2], 1, 3)
+    chains = grow([5, 7], chain := searching(logits, head.hot, 1, 3), [3, 2], 1, 3)
     assert all(chain.is_chain for chain in chains) and [chain.drafted for chain in chains] == [3, 2]
-    assert [draft.drafted for draft in grow([5, 7], logits, head.hot, [0, 0], 2, 3)] == [0, 0]
+    assert [draft.drafted for draft in grow([5, 7], chain, [0, 0], 2, 3)] == [0, 0]
     # If all probabilities are 1, no child is taken for its parent.
     sure = torch.full((1, 4, 3), -1e9)
     sure[..., 1] = 0.0
-    (draft,) = grow([9], lambda k, at, _: sure[:, k, None].expand(-1, at.shape[1], -1), torch.arange(3), [4], 3, 4)
+    search = searching(lambda k, at, _: sure[:, k, None].expand(-1, at.shape[1], -1), torch.arange(3), 3, 4)
+    (draft,) = grow([9], search, [4], 3, 4)
     assert draft.tokens[:1] == [9] and max(draft.depths) == 4 and draft.is_chain
 
 

@@ -2,13 +2,11 @@
 
 import asyncio
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
-from serving import FILLERS, NAME, PLAIN, Live, figures, live, make_filler, post, until
+from serving import FILLERS, NAME, PLAIN, Live, client_of, figures, live, make_filler, post, served, until
 from test_server_errors import refusal, sent
 from tokenizers import AddedToken
 from toys import pieces, tiny_tokenizer
@@ -20,10 +18,7 @@ from forerun.text.infill import infill_form
 CODE = "def add(a, b): return a + b\nfor i in range(10): print(i)\n" * 4
 
 
-@pytest.fixture(scope="module")
-def editor() -> Iterator[Live]:
-    with live(make_filler) as found:
-        yield found
+editor = served(make_filler)
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +48,7 @@ def test_each_form_is_found_by_its_tokens(form: tuple[str, ...]) -> None:
 
 def test_an_answer_fills_the_gap(editor: Live, decoder: Decoder) -> None:
     """With drafts and without: greedily it is what the model says after the form's prompt, whole and streamed."""
-    with httpx.Client(trust_env=False) as http:
-        client = openai.OpenAI(base_url=f"{editor.url}/v1", api_key="none", http_client=http, max_retries=0)
+    with client_of(editor) as client:
         asked: dict[str, Any] = {"model": NAME, "suffix": "\nprint(i)", "temperature": 0, "max_tokens": 24}
         texts = ["def add", ""]  # the gap may be at the beginning
         form = infill_form(decoder.tokenizer)  # type: ignore[arg-type]

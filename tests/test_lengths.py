@@ -42,14 +42,6 @@ RULES: dict[str, Method] = {
 }
 
 
-def requests(sampler: Sampler, limits: abc.Sequence[int] = LIMITS, **options) -> list[Request]:
-    sources = [None if sampler.greedy else torch.Generator().manual_seed(i) for i in range(len(PROMPTS))]
-    return [
-        Request(prompt, limit, sampler, generator=source, **options)
-        for prompt, limit, source in zip(PROMPTS, limits, sources, strict=True)
-    ]
-
-
 def plain(asked: Iterable[Request]) -> list[list[int]]:
     return [tokens_of(steps) for steps in decode(TableLM(TARGET), PlainDrafter(), asked)]
 
@@ -147,7 +139,9 @@ def test_drafts_end_where_the_rule_says(name: str, mode: str) -> None:
     drafter = built(RULES[name])
     watched = drafter.policy = Watched(drafter.policy)
     samplers = [SAMPLERS[mode]] * 6 if mode != "mixed" else [*SAMPLERS.values()] * 2
-    asked = [requests(sampler)[i] for i, sampler in enumerate(samplers)]
+    sources = [None if sampler.greedy else torch.Generator().manual_seed(i) for i, sampler in enumerate(samplers)]
+    given = zip(PROMPTS, LIMITS, samplers, sources, strict=True)
+    asked = [Request(prompt, limit, sampler, generator=source) for prompt, limit, sampler, source in given]
     outputs = [tokens_of(steps) for steps in decode(TableLM(TARGET), drafter, asked)]
     lengths = set()
     for id, (request, output) in enumerate(zip(asked, outputs, strict=True)):
@@ -162,7 +156,7 @@ def test_sequences_that_join_and_leave_between_steps_are_what_they_are_alone(nam
 
     def asked() -> list[Request]:
         return [
-            Request(prompt, limit, sampler, frozenset({4}), seed=None if sampler.greedy else 5, stream=i)
+            Request(prompt, limit, sampler, ENDS, seed=None if sampler.greedy else 5, stream=i)
             for i, (prompt, limit, sampler) in enumerate(zip(PROMPTS, LIMITS, samplers, strict=True))
         ]
 

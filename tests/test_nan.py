@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_cache import Pair
 from test_engine import SETTINGS, interrupt_once
-from toys import drain, noisy_copy, parts_of, random_head, refuses, tiny, tokens_of
+from toys import drain, join_all, noisy_copy, parts_of, random_head, refuses, tiny, tokens_of
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import logits_process as hf
 
@@ -254,8 +254,7 @@ def test_a_prompt_that_begins_like_a_bad_one_is_run_anew(target: CausalLM) -> No
     for before in ([*NEXT[2], POISON, *GOOD[2]], []):
         lm = target.fresh(10**6)
         list(lm.prefill(before, 16))
-        list(lm.prefill([*NEXT[2], 3], 16))
-        lm.join(1)
+        join_all(lm, {1: [*NEXT[2], 3]}, 16)
         found.append(lm.extend([1], [[5, 6]])[0])
     torch.testing.assert_close(*found)
 
@@ -265,8 +264,7 @@ def test_a_prompt_that_is_given_up_leaves_nothing() -> None:
     begun = lm.prefill(BAD, 16)
     next(begun)
     begun.close()
-    list(lm.prefill(NEXT[0], 16))
-    lm.join(1)
+    join_all(lm, {1: NEXT[0]}, 16)
     assert lm.extend([1], [[5, 6]])[0].isfinite().all()
 
 

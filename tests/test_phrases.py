@@ -6,24 +6,10 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+import toys
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import (
-    COSTS,
-    DRAFT,
-    PROMPT,
-    TARGET,
-    TableLM,
-    decode,
-    fit,
-    noisy_copy,
-    parts_of,
-    random_layer,
-    random_table,
-    sampled,
-    tiny,
-    tokens_of,
-)
+from toys import COSTS, DRAFT, PROMPT, TARGET, TableLM, decode, fit, noisy_copy, random_table, sampled, tiny, tokens_of
 
 from benchmarks.baselines.lookahead import Lookahead, LookaheadDrafter
 from forerun import Decoder
@@ -93,7 +79,7 @@ def test_equality_on_real_models(architecture: str, way: str) -> None:
     small = noisy_copy(target, 0.03)
     prompts = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]
     plain = Decoder(target).generate(prompts, max_new_tokens=24, ignore_eos=True)
-    decoder = Decoder(target, None, small, WAYS[way], False, **parts_of(WAYS[way].name, target, small))
+    decoder = Decoder(target, None, small, WAYS[way], False, **toys.parts_of(WAYS[way].name, target, small))
     for _ in range(2):
         done = decoder.generate(prompts, max_new_tokens=24, ignore_eos=True)
         assert [row.tokens for row in done] == [row.tokens for row in plain]
@@ -177,7 +163,7 @@ def test_phrases_rest_where_forwards_with_them_draft_less_a_ms(ms: float, least:
     assert (made.rows, made._open) == ({}, set())
 
 
-LAYER = random_layer()
+LAYER = toys.random_layer()
 
 
 def drafter(pacer: bool = False, pool: PhrasePool | None = None, **settings) -> OuroborosDrafter:

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Type
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from toys import refuses
+from toys import join_all, refuses
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from forerun import load
@@ -133,8 +133,7 @@ def test_verifying_gives_the_bits_of_single_steps(model: CausalLM, data: st.Data
     chunk = data.draw(st.sampled_from([1, 5, 64, 512]))
     list(other.prefill(tokens[: data.draw(st.integers(0, length))], chunk))  # what the store then holds of the prompt
     other.forget_prompt()
-    list(other.prefill(tokens[:length], chunk))
-    other.join(0)
+    join_all(other, {0: tokens[:length]}, chunk)
     rows = data.draw(st.integers(1, 3))
     neighbours = []
     for id in range(1, rows):
@@ -158,8 +157,7 @@ def test_verifying_gives_the_bits_of_single_steps(model: CausalLM, data: st.Data
     ends = other.fresh(2**24)
     ends.prompts.store = other.prompts.store
     other.park(0, tokens[: length + count + 2])
-    list(ends.prefill(tokens[: length + count + 1], 7))  # decoded keys and values, in place of a prompt's
-    ends.join(9)
+    join_all(ends, {9: tokens[: length + count + 1]}, 7)  # decoded keys and values, in place of a prompt's
     assert torch.equal(ends.forward([9], [Draft.root(tokens[length + count + 1])]).logits[0][0], single[count + 1])
 
 

@@ -1,10 +1,11 @@
 """Heads over hidden states: the states that were trained, rows and branches that depend on nothing beside them, and
-chains that C chooses in one call."""
+drafts that C chooses in one call."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_hidden import OF_C, features_of, sequence
@@ -12,9 +13,10 @@ from torch import Tensor
 from toys import random_head, tiny
 
 from forerun.backends.heads import HiddenLM
+from forerun.backends.quantised_heads import Beams
 from forerun.engine.acceptance import Verdict
 from forerun.engine.costs import Costs
-from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna
+from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna, hidden
 from forerun.methods.eagle import EagleDrafter
 from forerun.methods.hidden import HeadDrafter
 from forerun.methods.lyanna import LyannaDrafter
@@ -138,91 +140,128 @@ def test_branches_are_what_their_paths_are(in_c: bool) -> None:
 
 
 def test_a_row_may_draft_beyond_its_context() -> None:
-    """But by no chain of one call."""
     target = CausalLM(tiny("llama"))
     head, features = head_of(target, max_position_embeddings=16), features_of(target, TEXTS[9])
     for id in (0, 1):
         head.add(id)
-    assert head.can_draft(0, 8, 8) and not head.can_draft(0, 8, 9) and not head.can_draft(0, 0, 3)
-    assert len(head.draft(0, features[:8], TEXTS[9][1:9], 8).tokens) == 8 and head.length(0) == 8
+    found = head.grow([0], [features[:8]], [TEXTS[9][1:9]], 12, Beams([5], 1, 1, [12]))
+    assert found.tokens.shape == (1, 12, 1) and bool(found.states.isfinite().all()) and head.length(0) == 8
     state = head.extend([1], [features[:14]], [[3] * 14])
     assert all(bool(found.isfinite().all()) for found in head.roll([1], state, 6)) and head.length(1) == 20
 
 
+def test_a_draft_that_does_not_fit_is_refused() -> None:
+    target = CausalLM(tiny("llama"))
+    head, features = head_of(target), features_of(target, TEXTS[4])
+    head.add(0)
+    wrong = [(token, 5) for token in (-1, target.vocab_size)] + [(5, token) for token in (-1, target.vocab_size)]
+    for token, root in wrong:
+        with pytest.raises(RuntimeError, match="sizes that do not fit"):
+            head.grow([0], [features[:1]], [[token]], 2, Beams([root], 1, 1, [9]))
+    with pytest.raises(RuntimeError, match="sizes that do not fit"):
+        head.grow([0], [features[:0]], [[]], 2, Beams([5], 1, 1, [9]))
+    eagle = head_of(target, kind="eagle")
+    eagle.add(0)
+    with pytest.raises(RuntimeError, match="sizes that do not fit"):
+        eagle.grow([0], [features[:1]], [[5]], 2, Beams([5], 2, 2, [9]))
+    assert not head.length(0) and not eagle.length(0) and eagle.grows(1) and not eagle.grows(2)
+
+
 GUESSING = Costs({1: 1.0, 100: 3.0}, {}, head={1: 0.01})
+WIDTHS = [(*case, "off", 1) for case in CASES]
+WIDTHS += [("lyanna", form, reuse, width) for form in FORMS for reuse in ("add", "free") for width in (1, 3)]
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "form", "reuse"),
-    [(*case, "off") for case in CASES] + [("lyanna", form, reuse) for form in FORMS for reuse in ("add", "free")],
-)
-def test_a_chain_in_one_call_is_that_of_many(
-    kind: str, form: str, is_planned: bool, reuse: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("kind", "form", "reuse", "width"), WIDTHS)
+def test_a_draft_in_one_call_is_that_of_many(
+    kind: str, form: str, is_planned: bool, reuse: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over steps with one waiting feature or several, with old logits and a budget; a second row comes and goes."""
+    """Over steps with one waiting feature or several, with old logits and a budget; other rows come and go, of which
+    one has no place left."""
     target = CausalLM(tiny("llama"))
     head, calls, found = head_of(target, kind=kind, **FORMS[form]), list[Any](), {}
-    head.curves = [[0.5, 1.0, 0.9]] * 8
-    original = HiddenLM.draft
-    monkeypatch.setattr(HiddenLM, "draft", lambda *given, **more: calls.append(given) or original(*given, **more))
-    paced: Any = {"block": 2} if is_planned else {}
+    head.curves = [[0.5, 1.0, 0.9], [0.2, 1.1, 0.8]] * 4
+    original = HiddenLM.grow
+    monkeypatch.setattr(HiddenLM, "grow", lambda *given: calls.append(given) or original(*given))
+    settings: Any = {"width": width, "nodes": 9} | ({"block": 2} if is_planned else {})
+    monkeypatch.setattr(hidden, "PIECE", 5 if is_planned else 6)  # prompts are read at once, or before a draft
     for way in ("calls", "many"):
         own = head.fresh()
         if way == "many":
-            monkeypatch.setattr(HiddenLM, "can_draft", lambda *_: False)
+            monkeypatch.setattr(HiddenLM, "grows", lambda *_: False)
         if kind == "lyanna":
-            lyanna = (PacerLyanna if is_planned else Lyanna)(6, reuse=reuse, weight=0.7, **paced)
+            lyanna = (PacerLyanna if is_planned else Lyanna)(6, reuse=reuse, weight=0.7, **settings)
             drafter: HeadDrafter = LyannaDrafter(lyanna, own, GUESSING)
         else:
-            drafter = EagleDrafter((PacerEagle if is_planned else Eagle)(6, **paced), own, GUESSING)
-        seqs = [sequence(range(2, 9), id, new=40) for id in range(2)]
+            drafter = EagleDrafter((PacerEagle if is_planned else Eagle)(6, **settings), own, GUESSING)
+        seqs = [sequence(range(2, 9), id, new=new) for id, new in enumerate((60, 60, 1))]
         for seq in seqs:
-            assert sum(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4)) == 5
+            assert sum(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4)) == 5 * is_planned
         found[way] = []
         for step in range(9):
-            here = seqs if step == 4 else seqs[:1]
+            here = seqs[: 3 - is_planned if step == 4 else 2 if step > 5 else 1]
             for seq, draft in zip(here, drafter.propose(here).drafts, strict=True):
-                found[way].append((draft.tokens, draft.origins, own.length(seq.id)))
-                path = list(range(1 + step % len(draft)))
-                seq.tokens += [*draft.tokens[1 : len(path)], 8 + step]
-                hidden = features_of(target, seq.tokens)[-len(path) - 1 : -1]
-                drafter.observe([seq], [draft], [Verdict(path, 8 + step, len(path), True)], [hidden])
+                found[way].append((draft.tokens, draft.parents, draft.origins, own.length(seq.id)))
+                path = draft.path(min(len(draft) - 1, step))
+                seq.tokens += [*(draft.tokens[node] for node in path[1:]), 8 + step]
+                states = torch.zeros(len(draft), 32)
+                states[path] = features_of(target, seq.tokens)[-len(path) - 1 : -1]
+                drafter.observe([seq], [draft], [Verdict(path, 8 + step, len(path), True)], [states])
     assert found["calls"] == found["many"] and len(calls) >= 4
     assert sum(len(tokens) - 1 for tokens, *_ in found["calls"]) > 9
 
 
 @pytest.mark.parametrize(
-    ("kind", "form", "hot"),
-    [*[(kind, form, 16) for kind, form in CASES], *[("lyanna", "today's", hot) for hot in (1, 12, 33)]],
+    ("kind", "form", "hot", "width"),
+    [
+        *[(kind, form, 16, 1) for kind, form in CASES],
+        *[("lyanna", "today's", hot, width) for hot in (1, 12, 33) for width in (1, 3)],
+    ],
 )
-def test_a_chain_has_the_bits_of_its_steps(kind: str, form: str, hot: int) -> None:
-    """Of its first tokens in one call and of its last ones in another, with old logits of some places, all far below
-    zero, which may fill up the hot set."""
+def test_a_draft_has_the_bits_of_its_steps(kind: str, form: str, hot: int, width: int) -> None:
+    """Of its first places in one call and of its last ones in another, with old logits of some places, all far below
+    zero, which may fill up the hot set; of two rows, one of which ends."""
     target = CausalLM(tiny("llama"))
     head = head_of(target, kind=kind, **FORMS[form], hot=hot)
     features, tokens = features_of(target, TEXTS[9])[:8], TEXTS[9][1:9]
     before, old = features.clone(), torch.randn(5, hot, generator=torch.Generator().manual_seed(1)) - 40
-    for id in (0, 5):
+    for id in (0, 5, 7):
         head.add(id)
-    parts = [head.draft(0, features, tokens, 3, 0, old, 0.7), head.draft(0, features, tokens, 4, 3, old, 0.7)]
-    assert head.length(0) == 8 and torch.equal(features, before)
-    state, token = head.extend([5], [features], [tokens]), tokens[-1]
-    chosen, probabilities = parts[0].tokens + parts[1].tokens, parts[0].probabilities + parts[1].probabilities
-    for place, (found, chance) in enumerate(zip(chosen, probabilities, strict=True)):
-        sums = head.logits(state)[0]
-        assert torch.equal(parts[1].logits[place], sums)
-        if place < 5:
-            sums = sums + 0.7 * old[place]
-        if head.information is not None:
-            sums = sums + head.information(torch.tensor([token]))[0]
-        token = int(head.hot[sums.argmax()])
-        assert found == token and chance == pytest.approx(float(sums.softmax(-1).max()), rel=1e-4)
-        if kind == "lyanna":
-            (state,) = head.roll([5], state, 1)
-        else:
-            seen = torch.ones(1, 1, place + 1, dtype=torch.bool)
-            state = head.branch([5], state[:, None], torch.tensor([[token]]), place, seen)[:, 0]
+    nodes, ends = 4 if width > 1 else 1, [99, 5]
+    beams = Beams([tokens[-1], tokens[2]], width, nodes, ends, [0.7 * old, None])
+    parts = [head.grow([0, 7], [features, features[:3]], [tokens, tokens[:3]], 3, beams)]
+    parts.append(head.grow([0, 7], parts[0].states[-1:], beams.tokens[:, :1].tolist(), 4, beams))
+    assert (head.length(0), head.length(7)) == (8, 3) and torch.equal(features, before)
+    for row, count in ((0, 8), (1, 3)):
+        state, at, values = head.extend([5], [features[:count]], [tokens[:count]]), [tokens[count - 1]], [0.0]
+        for place in range(7):
+            part, here = parts[place >= 3], place if place < 3 else place - 3
+            sums = head.logits(state)[0]
+            assert torch.equal(part.logits[here, row], sums)
+            if place < 5 and not row:
+                sums = sums + 0.7 * old[place]
+            whole = sums.repeat(len(at), 1)
+            if head.information is not None:
+                whole = whole + head.information(torch.tensor(at))
+            logs = (whole.double().log_softmax(-1) + torch.tensor(values)[:, None]).flatten()
+            own = [part.tokens[row, here], part.parents[row, here], part.found[row, here]]
+            if place >= ends[row]:
+                assert not np.isfinite(own[2]).any()
+                break
+            best = logs.argsort(descending=True, stable=True)[:nodes]
+            found = np.isfinite(own[2])
+            assert own[2][found] == pytest.approx(logs[best].numpy(), rel=1e-4, abs=1e-6)
+            assert found.sum() == min(nodes, len(logs))
+            assert own[0][found].tolist() == head.hot[best % hot].tolist()
+            assert own[1][found].tolist() == (best // hot).tolist()
+            at, values = own[0][found][:width].tolist(), own[2][found][:width].tolist()
+            if kind == "lyanna":
+                (state,) = head.roll([5], state, 1)
+            else:
+                seen = torch.ones(1, 1, place + 1, dtype=torch.bool)
+                state = head.branch([5], state[:, None], torch.tensor([at]), place, seen)[:, 0]
+        head.crop([5], [0])
 
 
 def test_without_c_heads_run_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,6 @@ from benchmarks import api_page, chart
 from forerun.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
-
-
 CODE, TALK = ("stdlib-test", "humaneval"), ("test.jsonl", "humaneval", "gsm8k")
 README, RESULTS = "README.md", "docs/results/README.md"
 

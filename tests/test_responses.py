@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai.types.responses import Response
-from serving import CHAT, HELLO, NAME, Live, live, make_decoder, post
+from serving import CHAT, HELLO, NAME, Live, client_of, live, make_decoder, post, served
 from test_server_errors import refusal, sent
 from tools import make_decoder as make_caller
 from tools import scripted
@@ -18,21 +17,12 @@ RESPONSES = "/v1/responses"
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 COUNT: dict[str, Any] = {"type": "function", "name": "count", "description": "Count.", "parameters": SCHEMA}
 CALL = '<tool_call>\n{"name": "count", "arguments": {"x": 12}}\n</tool_call>'
-
-
-def client_of(server: Live, http: httpx.Client) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http, max_retries=0)
+caller = served(make_caller)
 
 
 @pytest.fixture(scope="module")
 def client(server: Live) -> Iterator[openai.OpenAI]:
-    with httpx.Client(trust_env=False) as http:
-        yield client_of(server, http)
-
-
-@pytest.fixture(scope="module")
-def caller() -> Iterator[Live]:
-    with live(make_caller) as found:
+    with client_of(server) as found:
         yield found
 
 
@@ -115,8 +105,7 @@ def test_calls_are_items(caller: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     said = f"I count.\n{CALL}\n{CALL}"
     says = scripted(lambda prompt: "So 12." if "twelve" in prompt else said)
     monkeypatch.setattr("forerun.server.requests.requests", says)
-    with httpx.Client(trust_env=False) as http:
-        client = client_of(caller, http)
+    with client_of(caller) as client:
         asked: dict[str, Any] = {"model": NAME, "tools": [COUNT], "max_output_tokens": 200}
         found = client.responses.create(input="hello", **asked)
         assert [item.type for item in found.output] == ["message", "function_call", "function_call"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import families
 import pytest
 import torch
-from toys import CONTEXT, join_all, random_tree, tiny
+from toys import CONTEXT, join_all, random_tree, refuses, tiny
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from forerun.backends import prepare, quantised
@@ -89,8 +89,7 @@ def test_costs_have_a_figure_for_each_count_that_fits() -> None:
     assert list(costs) == [1, 2]
     assert all(value > 0 for value in costs.values())
     assert model.cache.ids == [] and model.prefilled == 0  # it ran elsewhere
-    with pytest.raises(ValueError, match="is full after"):
-        forward_costs(model, context=CONTEXT)
+    refuses("is full after", forward_costs, model, context=CONTEXT)
 
 
 def _hook(model: PreTrainedModel) -> None:

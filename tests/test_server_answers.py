@@ -6,11 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import torch
-from serving import CHAT, HELLO, NAME, PLAIN, Live, client_output, figures, get, live, make_decoder, post
+from serving import CHAT, HELLO, NAME, PLAIN, Live, client_of, client_output, figures, get, live, make_decoder, post
 from toys import noisy_copy, tiny
 
 from forerun import Decoder
@@ -25,8 +24,8 @@ SAT: list[Any] = [{"role": "user", "content": "the cat sat"}]
 
 @pytest.fixture(scope="module")
 def client(server: Live) -> Iterator[openai.OpenAI]:
-    with httpx.Client(trust_env=False) as http:
-        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http, max_retries=0)
+    with client_of(server) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +107,8 @@ def test_logprobs_are_the_models_own(client: openai.OpenAI, decoder: Any) -> Non
     assert given.token_logprobs[1:] == pytest.approx(wanted, abs=1e-3)
     assert given.tokens == [decoder.tokenizer.decode([token]) for token in tokens]
     assert given.text_offset[:2] == [0, len(given.tokens[0])]
-    chat = client.chat.completions.create(
-        model=NAME, messages=SAT, temperature=0, max_tokens=3, logprobs=True, top_logprobs=2
-    )
+    asked: dict[str, Any] = {"temperature": 0, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    chat = client.chat.completions.create(model=NAME, messages=SAT, **asked)
     content = chat.choices[0].logprobs.content  # type: ignore[union-attr]
     assert content is not None and len(content) == 3
     assert all(each.logprob == each.top_logprobs[0].logprob for each in content)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from toys import noisy_copy, p_value, random_head, refuses, tiny, tokens_of
+from toys import joint_distribution, noisy_copy, p_value, random_head, refuses, tiny, tokens_of
+from transformers import LogitsProcessorList
 
 from forerun import Decoder
 from forerun.methods import method
@@ -44,18 +45,9 @@ def test_penalties_are_part_of_the_law(name: str) -> None:
 
 def test_sampling_with_penalties_follows_their_law() -> None:
     decoder = made(vocab=6, max_rows=250)
-    penalties, biases = Penalties(0.7, 0.9, len(PROMPT)), LogitBias(PENALTIES["logit_bias"])
-
-    def probs(*prefix: int) -> torch.Tensor:
-        ids = torch.tensor([[*PROMPT, *prefix]])
-        with torch.no_grad():
-            scores = decoder.target.model(ids).logits[:, -1].float()
-        return penalties(ids, biases(ids, scores))[0].softmax(-1)
-
-    second = torch.stack([probs(a) for a in range(6)])
-    third = torch.stack([torch.stack([probs(a, b) for b in range(6)]) for a in range(6)])
+    law = LogitsProcessorList([LogitBias(PENALTIES["logit_bias"]), Penalties(0.7, 0.9, len(PROMPT))])
+    joint = joint_distribution(decoder.target.model, PROMPT, 3, law)
     rows = decoder.generate([PROMPT] * 700, max_new_tokens=5, temperature=1.0, seed=5, **PENALTIES)
-    joint = probs()[:, None, None] * second[:, :, None] * third
     assert p_value([row.tokens[:3] for row in rows], joint) > 1e-4
     tested, accepted = (sum(getattr(row.stats, each) for row in rows) for each in ("tested", "accepted"))
     assert 0 < accepted < tested

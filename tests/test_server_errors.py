@@ -11,6 +11,7 @@ from unittest.mock import AsyncMock, Mock, patch
 import httpx
 import pytest
 from serving import CHAT, HELLO, PLAIN, Live, answered, events, figures, get, held, live, make_decoder, post, until
+from test_engine import Panic
 
 from forerun.sampling.grammar import FormError, Grammar
 from forerun.server.middleware import BodyLimit
@@ -142,10 +143,6 @@ def test_too_much_for_the_memory_is_refused_and_less_waits() -> None:
         assert refusal(post(server, PLAIN, {"prompt": "a", "max_tokens": 500}))["param"] == "max_tokens"
         found = post(server, PLAIN, {"prompt": "a", "max_tokens": 100, "n": 8, "ignore_eos": True, "temperature": 0})
         assert len({each["text"] for each in found.json()["choices"]}) == 1
-
-
-class Panic(BaseException):
-    """As a library's in Rust: no handler of exceptions catches it."""
 
 
 MARK = 299  # a token that only the culprit's prompt has

@@ -32,9 +32,8 @@ def started(
     if port is None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = int(probe.getsockname()[1])
-    process = subprocess.Popen(
-        [*COMMAND, "--port", str(port), *options], stderr=subprocess.PIPE, text=True, cwd=folder, env=env
-    )
+    command = [*COMMAND, "--port", str(port), *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder, env=env)
     try:
         yield process, f"http://127.0.0.1:{port}"
     finally:

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import toys
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
-from toys import TableLM, decode, fit, pieces, random_table, refuses, save_models, tiny, tiny_tokenizer, tokens_of
+from toys import DRAFT, PROMPT, TARGET, TableLM, decode, fit, pieces, sampled, tiny, tiny_tokenizer, tokens_of
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation import logits_process as hf
 
@@ -27,7 +28,7 @@ from forerun.backends.hot import prepare_draft
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request
 from forerun.engine.stats import summarise
-from forerun.engine.step import Drafter, Proposal, Step
+from forerun.engine.step import Drafter, Proposal
 from forerun.methods import AR, METHODS, SD, Confidence, Cumulative, Hybrid, Method, Parts, method
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.translated import Reader, TranslatedDrafter
@@ -172,10 +173,7 @@ def test_special_tokens_and_halves_of_characters_are_read_where_the_draft_has_th
 
 # Distributions.
 
-V, ROWS, NEW, JOINT = 4, 1200, 5, 3
-FITS, BROKEN = 1e-4, 1e-6
-PROMPT = [0, 1, 2, 3, 2, 1, 0, 1]
-TARGET, DRAFT = random_table(V, 1, 1.3), random_table(V, 2, 1.3)
+V, ROWS, FITS, BROKEN = 4, 1200, 1e-4, 1e-6
 ORDER = [2, 0, 3, 1]  # the draft's numbers of the target's tokens
 NONE: LogitsProcessorList | None = None
 HEAT = LogitsProcessorList([hf.TemperatureLogitsWarper(0.6), hf.TopKLogitsWarper(3)])
@@ -206,19 +204,14 @@ def permuted(table: Tensor, order: Sequence[int]) -> Tensor:
     return table[places][:, places][:, :, places]
 
 
-def sampled(drafter: Drafter, processors: LogitsProcessorList | None, count: int) -> list[list[Step]]:
-    request = Request(PROMPT, NEW, Sampler(False, processors), generator=torch.Generator().manual_seed(0))
-    return decode(TableLM(TARGET), drafter, [request] * count)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_sampling_follows_the_targets_distribution(case: str) -> None:
     chosen, processors = CASES[case]
     # Those with a penalty take one row after the other.
-    rows = sampled(drafter_of(chosen), processors, ROWS if processors is not AGAIN else ROWS // 3)
+    rows = sampled(lambda: drafter_of(chosen), ROWS if processors is not AGAIN else ROWS // 3, 1, processors)
     found = summarise([step for row in rows for step in row], 1.0)
     assert found.drafted > found.accepted > 0.2 * len(rows)
-    assert fit(rows, TARGET, PROMPT, JOINT, processors) > FITS
+    assert fit(rows, processors=processors) > FITS
 
 
 def test_a_wrong_distribution_is_seen() -> None:
@@ -234,7 +227,7 @@ def test_a_wrong_distribution_is_seen() -> None:
         return proposal
 
     drafter.propose = unnormalised  # type: ignore[method-assign]
-    assert fit(sampled(drafter, NONE, ROWS), TARGET, PROMPT, JOINT) < BROKEN
+    assert fit(sampled(lambda: drafter, ROWS, 1)) < BROKEN
 
 
 def test_a_seed_gives_the_tokens_of_plain_decoding() -> None:
@@ -251,7 +244,7 @@ def test_a_seed_gives_the_tokens_of_plain_decoding() -> None:
 @pytest.mark.parametrize("asked", ["greedy", "sampled", "seeded"])
 @pytest.mark.parametrize("chosen", [SD(3), Cumulative(0.3, 5), Heuristic(3)], ids=lambda chosen: chosen.name)
 def test_the_same_draft_under_other_numbers_does_what_it_did(chosen: Method, asked: str) -> None:
-    table = TARGET + random_table(V, 6, 0.4)
+    table = TARGET + toys.random_table(V, 6, 0.4)
 
     def run(drafter: Drafter) -> list:
         sampler, seeded = Sampler(asked == "greedy"), asked == "seeded"
@@ -274,7 +267,7 @@ def test_the_same_draft_under_other_numbers_does_what_it_did(chosen: Method, ask
 def test_the_drafts_rows_hold_what_was_read() -> None:
     draft = of_letters("b a", [("a", "b"), ("\u0120", "ab")])
     both = translate(of_letters("ab cd"), draft, "d")
-    mine, theirs = random_table(5, 1, 1.3), random_table(5, 2, 1.3)
+    mine, theirs = toys.random_table(5, 1, 1.3), toys.random_table(5, 2, 1.3)
     drafter = built(Cumulative(0.3, 5), mine, theirs, both)
     table: TableLM = drafter.model
     engine = Engine(TableLM(mine), drafter, max_rows=3)  # type: ignore[arg-type]
@@ -366,8 +359,8 @@ def test_steps_without_drafts_and_other_drafts_between() -> None:
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
     for name in MAKERS:
-        save_models(tmp_path, MAKERS[name](), **{name: draft_for(name)})
-    return save_models(tmp_path, target=target_model())
+        toys.save_models(tmp_path, MAKERS[name](), **{name: draft_for(name)})
+    return toys.save_models(tmp_path, target=target_model())
 
 
 def test_a_draft_with_another_tokenizer_is_loaded_and_its_way_is_said(
@@ -386,7 +379,7 @@ def test_a_draft_with_another_tokenizer_is_loaded_and_its_way_is_said(
     assert decoder.translation is not None and decoder.generate(PROMPTS[0], max_new_tokens=20).tokens == wanted
     # The target's own tokenizer changes nothing.
     caplog.clear()
-    save_models(folders, same=target_model())
+    toys.save_models(folders, same=target_model())
     assert forerun.load(folders / "target", draft=folders / "same").translation is None
     assert not caplog.records
 
@@ -399,9 +392,9 @@ def test_errors_name_both(folders: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert method("hybrid", other="sd").any_tokenizer and not method("hybrid", other="pacer").any_tokenizer
     refused: list[dict[str, Any]] = [{"method": "hybrid", "other": "ouroboros"}, {"method": "ouroboros"}]
     for options in refused:
-        refuses("needs a draft with the target's tokenizer.*pieces", forerun.load, **pair, **options)
+        toys.refuses("needs a draft with the target's tokenizer.*pieces", forerun.load, **pair, **options)
     of_letters("thean").save_pretrained(folders / "pieces")
-    refuses(r"draft '.*pieces': its tokenizer has \d+% of the target's .*at least 50%", forerun.load, **pair)
+    toys.refuses(r"draft '.*pieces': its tokenizer has \d+% of the target's .*at least 50%", forerun.load, **pair)
 
 
 def test_the_chat_model_with_the_embedded_draft(monkeypatch: pytest.MonkeyPatch) -> None:

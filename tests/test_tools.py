@@ -3,18 +3,15 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-import httpx
-import openai
 import pytest
 import torch
 import toys
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import CHAT, HELLO, NAME, Live, client_output, events, figures, live, post
+from serving import CHAT, HELLO, NAME, Live, client_of, client_output, events, figures, live, post, served
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tools import MARKERS, TEMPLATES, make_decoder, scripted
@@ -280,12 +277,7 @@ def test_calls_in_python() -> None:
 # What clients get.
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live(make_decoder) as found:
-        yield found
-
-
+server = served(make_decoder)
 CHOICES: list[dict[str, Any]] = [
     {"tool_choice": "required", "parallel_tool_calls": False},
     {"tool_choice": NAMED},
@@ -378,8 +370,7 @@ def agent(prompt: str) -> str:
 
 def test_openais_client(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.server.requests.requests", scripted(agent))
-    with httpx.Client(trust_env=False) as http:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http, max_retries=0)
+    with client_of(server) as client:
         for stream in (False, True):
             messages: list[Any] = [*HELLO]
             how: dict[str, Any] = {"model": NAME, "tools": TOOLS}

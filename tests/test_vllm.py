@@ -194,19 +194,12 @@ def answered(folder: Path) -> Answers:
         pytest.skip("vllm is not installed here; .ci/vllm makes an environment that has it")
     drafting = {"draft": str(folder / "draft"), "draft_weights": "float32", "threshold": 0.1}
     cases: list[dict[str, Any] | None] = [None, {"method": "suffix"}, drafting]
-    settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    settings |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    settings |= {"PYTHONPATH": str(Path(__file__).parents[1])}
     asked = json.dumps([str(folder / "target"), PROMPTS, cases])
-    done = subprocess.run(
-        [sys.executable, "-c", ENGINE, asked], env=os.environ | settings, capture_output=True, text=True, timeout=290
-    )
+    command, env = [sys.executable, "-c", ENGINE, asked], os.environ | settings
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=290)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     assert len(lines) == len(cases), done.stdout[-2000:] + done.stderr[-4000:]
     found = [json.loads(line.removeprefix("RESULT")) for line in lines]

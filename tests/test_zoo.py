@@ -96,10 +96,8 @@ def test_quantised_weights_come_back_within_half_a_step(bits: int, tmp_path: Pat
     assert whole.dtype == torch.int8 and whole.abs().max() == 2 ** (bits - 1) - 1
     assert ((whole * scale - weight).abs() <= scale / 2 + 1e-6).all()
 
-    config = LlamaConfig(
-        vocab_size=40, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=True
-    )
-    model = LlamaForCausalLM(config).eval()
+    sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).eval()
     save_quantised(model, tmp_path, {"recipe": "test"}, bits)
     first = load_quantised(tmp_path)
     save_quantised(first, tmp_path / "again", {"recipe": "test"}, bits)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,9 +203,9 @@ def save_models(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None, 
     return folder
 
 
-def save_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
-    """Write a .jsonl file."""
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+def save_lines(path: Path, lines: Iterable[Any]) -> Path:
+    """Write a .jsonl file. Texts are lines as they are."""
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path
 
 
@@ -339,16 +340,17 @@ def random_table(vocab: int, seed: int, scale: float = 1.0) -> Tensor:
     return torch.randn(vocab, vocab, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 
 
+@torch.no_grad()
 def joint_distribution(
-    table: Tensor, prompt: Sequence[int], length: int, processors: LogitsProcessorList | None
+    model: Callable[[Tensor], Any], prompt: Sequence[int], length: int, processors: LogitsProcessorList | None
 ) -> Tensor:
-    """[V] * length: the exact distribution of the first `length` tokens of a TableLM after the prompt."""
+    """[V] * length: the exact distribution of the first `length` tokens after the prompt. `model` gives `logits`."""
     if not length:
         return torch.ones(())
-    before, last = [0, *prompt][-2:]
-    scores = table[before, last][None].clone()
-    first = (processors(torch.tensor([prompt]), scores) if processors else scores)[0].softmax(-1)
-    rest = [joint_distribution(table, [*prompt, token], length - 1, processors) for token in range(len(table))]
+    ids = torch.tensor([prompt])
+    scores = model(ids).logits[:, -1].float()
+    first = (processors(ids, scores) if processors else scores)[0].softmax(-1)
+    rest = [joint_distribution(model, [*prompt, token], length - 1, processors) for token in range(len(first))]
     return torch.stack([p * each for p, each in zip(first, rest, strict=True)])
 
 
@@ -436,7 +438,12 @@ def fit(
     processors: LogitsProcessorList | None = None,
 ) -> float:
     """The `p_value` of the first `length` tokens of rows of steps after the prompt, where a TableLM is the target."""
-    joint = joint_distribution(table, prompt, length, processors)
+
+    def model(ids: Tensor) -> Any:
+        before, last = [0, *ids[0].tolist()][-2:]
+        return SimpleNamespace(logits=table[before, last][None, None].clone())
+
+    joint = joint_distribution(model, prompt, length, processors)
     return p_value([tokens_of(steps)[:length] for steps in rows], joint)
 
 

@@ -15,7 +15,7 @@ import pytest
 import sklearn.metrics
 import torch
 from ggufs import small, write
-from toys import noisy_copy, random_head, random_layer, save_lines, save_models, tiny, tiny_tokenizer
+from toys import noisy_copy, random_head, random_layer, refuses, save_lines, save_models, tiny, tiny_tokenizer
 from transformers import PreTrainedModel
 
 from benchmarks import llama
@@ -96,8 +96,7 @@ def test_settings_that_are_none() -> None:
         ("hf-lookup/x", "hf-lookup/TOKENS/NGRAM takes two numbers of at least 1, not 'hf-lookup/x'"),
         ("hf-ar/3", "unknown method 'hf-ar/3'; there are .* hf-forward/METHOD"),
     ):
-        with pytest.raises(ValueError, match=message):
-            parse_methods([name], [], None, {}, Peers())
+        refuses(message, parse_methods, [name], [], None, {}, Peers())
 
 
 def test_the_assistant_drafts_by_its_settings(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,8 +162,7 @@ def test_an_assistant_needs_the_target_s_vocabulary_and_prompts_that_fit_it(fold
     path.write_text(json.dumps(config | {"max_position_embeddings": 40}))
     assert plan_of(folder, "hf-assisted/3").context == 40 and plan_of(folder, "sd", "hf-ar").context is None
     path.write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 20}))
-    with pytest.raises(ValueError, match="hf-assisted needs vocabularies of one size"):
-        plan_of(folder, "hf-assisted/3")
+    refuses("hf-assisted needs vocabularies of one size", plan_of, folder, "hf-assisted/3")
 
 
 @pytest.mark.parametrize("name", ["hf-ar", "hf-lookup", "hf-lookup/4/3", "hf-assisted/heuristic/2/0", *ASSISTED])
@@ -210,10 +208,8 @@ def test_a_schedule_carries_its_own_state_only(pair: Pair) -> None:
 
 def test_our_methods_run_on_transformers_forwards(folder: Path) -> None:
     names = ["sd", "hf-forward/ar", "hf-forward/sd", "hf-forward/pacer", "hf-forward/lyanna"]
-    with pytest.raises(ValueError, match="method 'hf-forward/sd' needs a draft model"):
-        plan_of(folder, "hf-forward/sd", draft=None)
-    with pytest.raises(ValueError, match="method 'hf-forward/pacer' needs a pre-verifier"):
-        run(plan_of(folder, "hf-forward/pacer"))
+    refuses("method 'hf-forward/sd' needs a draft model", plan_of, folder, "hf-forward/sd", draft=None)
+    refuses("method 'hf-forward/pacer' needs a pre-verifier", run, plan_of(folder, "hf-forward/pacer"))
     layers = {"head": (str(folder / "head"),), "pre_verifier": folder / "layer"}
     plan = plan_of(folder, *names, settings=("sd.gamma=3",), draft_weights="float32", **layers)
     found = run(plan, folder / "out")
@@ -323,11 +319,9 @@ def test_it_decodes_to_the_end_token_with_its_own_drafts(peer: LlamaCpp) -> None
 
 def test_its_errors_are_one_line(peer: LlamaCpp, monkeypatch: pytest.MonkeyPatch) -> None:
     for token, message in ((7, r"llama\.cpp cannot decode: no room"), (0, "ended: `npm install node-llama-cpp`")):
-        with pytest.raises(ValueError, match=message):
-            peer.run("llama-cpp")([[token]], [0], None)
+        refuses(message, peer.run("llama-cpp"), [[token]], [0], None)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(ValueError, match="there is no node"):
-        LlamaCpp({}, SamplingParams(), set())
+    refuses("there is no node", LlamaCpp, {}, SamplingParams(), set())
 
 
 def test_names_say_how_it_drafts(tmp_path: Path) -> None:
@@ -336,8 +330,7 @@ def test_names_say_how_it_drafts(tmp_path: Path) -> None:
     lookup = {"predictionLength": {"min": 1, "max": 5}, "patternLength": {"min": 1, "max": 2}}
     assert llama_mode("llama-cpp-lookup/5/2") == {"lookup": lookup}
     for name in ("llama-cpp-draft/0", "llama-cpp-draft/1/2", "llama-cpp-lookup/0", "llama-cpp-lookup/1/2/3"):
-        with pytest.raises(ValueError, match="takes"):
-            peer_settings(name)
+        refuses("takes", peer_settings, name)
     path = str(write(tmp_path / "small.gguf", small()))
     check_llama("llama-cpp-draft", path, path, 1, None)
     for target, draft, batch, device, message in (
@@ -346,8 +339,7 @@ def test_names_say_how_it_drafts(tmp_path: Path) -> None:
         (path, path, 2, None, "one prompt at a time"),
         (path, path, 1, "cuda", "runs on the CPU"),
     ):
-        with pytest.raises(ValueError, match=message):
-            check_llama("llama-cpp-draft", target, draft, batch, device)
+        refuses(message, check_llama, "llama-cpp-draft", target, draft, batch, device)
 
 
 def test_it_is_a_runner_of_a_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,17 +5,16 @@ A small model takes a fraction of a millisecond a token. Python and torch betwee
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.backends.panels import Panels
-from forerun.backends.quantised import QuantisedForward
-from forerun.csrc.library import ChainArgument, run
+from forerun.backends.quantised import Part, QuantisedForward
+from forerun.csrc.library import ChainArgument
 from forerun.model.forward import Forward
 from forerun.model.kv_cache import KVCache
 from forerun.sampling.sampler import ChainSampling, Drafted
@@ -57,41 +56,41 @@ class FusedChain:
         layers, row = self._forward.layers, cache.row(id)
         length = cache.lengths[row]
         cache.reserve(row + 1, length + len(pending) + most - 1)  # the last token is not run
-        layers.rotate_to(cache.capacity)
         extra: list[int] = []
         if self.hot is not None:
             self.hot.add_context_tokens(id, pending)
             extra = self.hot.context_tokens(id)
         size = self._head.out + len(extra)
         drafted, probabilities = np.empty(most, np.int32), np.empty(most, np.float32)
-        arrays: dict[str, Any] = {
-            "pending": np.asarray(pending, np.int32),
-            "extra": np.asarray(extra, np.int32),
-            "ends": np.asarray(list(ends), np.int32),
-            "names": self._names,
-            "places": self._places,
-            "drafted": drafted,
-            "probabilities": probabilities,
-        }
         chain = ChainArgument(
             row=row, length=length, count=len(pending), most=most, extras=len(extra), ended=len(ends), turn=1, top_p=1
         )
         chain.least, chain.product = least, product
-        if self.hot is not None:
-            chain.head = ctypes.addressof(self._head.argument)
+        parts: dict[str, Part] = {}
         probs: Tensor | None = None
         if sampling is not None:
             chain.turn, chain.top_p = 1 / sampling.distribution.temperature, sampling.distribution.top_p
             probs = torch.empty(most if sampling.numbers is not None else 1, size)
-            chain.probs = probs.data_ptr()
             if sampling.numbers is not None:
-                arrays["numbers"] = np.ascontiguousarray(sampling.numbers.numpy(), np.float64)
+                parts["numbers"] = np.ascontiguousarray(sampling.numbers.numpy(), np.float64)
             else:
-                arrays["keys"] = np.asarray(sampling.keys[:most], np.uint64)
+                parts["keys"] = np.asarray(sampling.keys[:most], np.uint64)
                 chain.among = sampling.size or self._forward.head.out
-        for name, array in arrays.items():
-            setattr(chain, name, None if array is None else array.ctypes.data)
-        count = run("fr_chain", ctypes.byref(layers.model), layers.cache(cache), ctypes.byref(chain))
+        count = layers.run(
+            "fr_chain",
+            cache,
+            chain,
+            pending=np.asarray(pending, np.int32),
+            head=self._head.argument if self.hot is not None else None,
+            names=self._names,
+            places=self._places,
+            extra=np.asarray(extra, np.int32),
+            ends=np.asarray(list(ends), np.int32),
+            probs=probs,
+            drafted=drafted,
+            probabilities=probabilities,
+            **parts,
+        )
         cache.lengths[row] = length + len(pending) + max(count, 1) - 1
         whole = None
         if probs is not None and sampling is not None and sampling.numbers is not None:

@@ -20,8 +20,9 @@ from transformers import LogitsProcessorList, TopPLogitsWarper
 from forerun import __version__
 from forerun.backends.facts import facts_of, processor
 from forerun.backends.heads import HiddenLM
+from forerun.backends.quantised_heads import Beams
 from forerun.engine.acceptance import accept
-from forerun.engine.costs import Costs, costs_of
+from forerun.engine.costs import Costs, convex, costs_of
 from forerun.engine.draft import Draft
 from forerun.files import home, write_text
 from forerun.heads.echo import SIZES
@@ -35,7 +36,7 @@ TOP_P = 0.95
 COUNTS = (1, 2, 4, 8, 16, 32)  # new tokens of a forward
 RUNS, RUN = 3, 10  # the most runs of a size, and the most forwards of a run
 QUIET = 0.2  # the quantile that counts: other programs disturb the slower forwards
-SECONDS = 0.6  # for a model's forwards
+SECONDS = 2.0  # for a model's forwards
 SHARE = 0.15  # seconds for each of the other figures; more if LEAST_REPEATS take longer
 LEAST_REPEATS = 2  # of any measurement but a forward, however slow it is
 CONTEXT = 256
@@ -52,7 +53,7 @@ def measure_costs(
 ) -> Costs:
     """Measure a pair, and its pre-verifier and head if given, after `context` tokens (None: `usual_context`).
 
-    This takes at most 3 seconds, or longer if a forward of 32 tokens takes over 0.5 s. Raises ValueError for a context
+    This takes at most 6 seconds, or longer if a forward of 32 tokens takes a second. Raises ValueError for a context
     that leaves no place for new tokens.
     """
     if context is None:
@@ -98,7 +99,7 @@ def kept(path: Path, measure: Callable[[], Costs]) -> Costs:
 
 @torch.inference_mode()
 def forward_costs(model: CausalLM, counts: Sequence[int] = COUNTS, context: int = CONTEXT) -> dict[int, float]:
-    """Return {new tokens: ms of one forward} after `context` tokens, the 20th percentile of all times.
+    """Return {new tokens: ms of one forward} after `context` tokens, the 20th percentile of all times, made convex.
 
     Forwards of one size come in runs, as in decoding. The runs take turns, so that a busy moment of the machine does
     not fall on one size. Sizes beyond the model's context are left out. Raises ValueError if none is left.
@@ -126,14 +127,15 @@ def forward_costs(model: CausalLM, counts: Sequence[int] = COUNTS, context: int 
             while len(own) <= RUN and sum(own) < SECONDS / RUNS / len(counts):
                 own.append(timed(count))
             taken += own[1:] or own  # the first forward follows one of another size
-    return {count: _quiet_ms(taken) for count, taken in seconds.items()}
+    return convex({count: _quiet_ms(taken) for count, taken in seconds.items()})
 
 
 @torch.inference_mode()
 def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
     """Return {rows: ms of a head's next state and its logits} after `context` entries. Lyanna's states come several at
     a time: hers is the mean of STATES of them."""
-    eagle, token = head.kind == "eagle", torch.zeros(1, 1, dtype=torch.long, device=head.device)
+    eagle = head.kind == "eagle" and not head.grows(1)
+    token = torch.zeros(1, 1, dtype=torch.long, device=head.device)
     itself = torch.ones(1, 1, 1, dtype=torch.bool, device=head.device)
     head, found = head.fresh(), {}
     for rows in COUNTS[:-1]:
@@ -146,7 +148,9 @@ def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
         seconds = []
         for _ in _rounds():
             begun = perf_counter()
-            if eagle:  # each of its states needs the token before it
+            if head.grows(1):
+                head.grow(ids, state.split(1), [[0]] * rows, STATES, Beams([0] * rows, 1, 1, [STATES] * rows))
+            elif eagle:  # each of its states needs the token before it
                 following = head.branch(ids, state[:, None], token.expand(rows, 1), 0, itself.expand(rows, 1, 1))
                 head.logits(following[:, 0])
             else:
@@ -155,7 +159,7 @@ def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
             seconds.append((perf_counter() - begun) / (1 if eagle else STATES))
             head.crop(ids, [context] * rows)
         found[rows] = _quiet_ms(seconds)
-    return found
+    return convex(found)
 
 
 @torch.inference_mode()

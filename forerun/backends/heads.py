@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from forerun.backends.panels import Product, product
-from forerun.backends.quantised_heads import HeadDraft, QuantisedHead, quantised_head
+from forerun.backends.quantised_heads import Beams, Growth, QuantisedHead, quantised_head
 from forerun.backends.stored import StoredLinear, store_in_8_bits
 from forerun.csrc.library import library
 from forerun.heads.eagle3 import Eagle3Head
@@ -101,7 +101,6 @@ class HiddenLM(Rows):
 
     def _empty(self) -> None:
         self.cache, self._prompt = KVCache(self.depth), KVCache(self.depth)
-        self._state, self._drafted = torch.empty(0), HeadDraft([], [], torch.empty(0))  # the last chain's
 
     def fresh(self) -> HiddenLM:
         """Return the same head with a cache of its own."""
@@ -130,39 +129,19 @@ class HiddenLM(Rows):
         the head's states [R, d] after the last features."""
         return self._extend(self.cache, ids, [own.to(self.dtype) for own in states], tokens)
 
-    def can_draft(self, id: int, count: int, most: int) -> bool:
-        """Return whether `draft` can draft `most` tokens after `count` features of a sequence, and is worth it."""
-        context = 0 if self.quantised is None else self.quantised.context
-        return 0 < count <= context - most - self.length(id)
+    def grows(self, width: int) -> bool:
+        """Return whether `grow` drafts with so many beams. An EAGLE-like head's trees need Python."""
+        return self.quantised is not None and (width == 1 or self.kind == "lyanna")
 
     @torch.inference_mode()
-    def draft(
-        self,
-        id: int,
-        features: Tensor,
-        tokens: Sequence[int],
-        most: int,
-        start: int = 0,
-        old: Tensor | None = None,
-        weight: float = 0.0,
-    ) -> HeadDraft:
-        """Draft a chain of `most` argmax tokens in one call of C. Run and keep the next features [n, d] of the sequence
-        with the tokens after them; drafted states are not kept.
-
-        With a `start`, continue the draft of that length that the last call made from the same features. `old` [m, S]
-        are logits that are added at the first m places, times `weight`. Return the logits of the whole draft.
-        """
+    def grow(
+        self, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]], most: int, beams: Beams
+    ) -> Growth:
+        """Draft `most` places of each sequence in one call of C. Run and keep the next features [n_r, d], at least one,
+        of each, with the tokens after them; drafted states are not kept. To continue a draft give its last states
+        [1, d] and one token each."""
         assert self.quantised is not None
-        states, logits = self._state, self._drafted.logits[:start]
-        if start:
-            tokens = self._drafted.tokens[-1:]
-        else:
-            states = features.to(self.dtype, copy=True).contiguous()
-        found = self.quantised.chain(self.cache, id, states, tokens, most, start, old, weight)
-        if start:
-            found = replace(found, logits=torch.cat([logits, found.logits]))
-        self._state, self._drafted = states[-1:], found
-        return found
+        return self.quantised.grow(self.cache, ids, torch.cat(list(states)).to(self.dtype), tokens, most, beams)
 
     def _extend(
         self, cache: KVCache, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]]

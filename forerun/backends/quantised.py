@@ -35,6 +35,7 @@ from forerun.model.kv_cache import KVCache
 
 FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM")
 LARGEST = 1_000_000_000  # parameters of a float32 model, of whose weights copies are kept
+Part = np.ndarray | Tensor | ctypes.Structure | None
 _KNOWN = {nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU}
 _ROPE = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on how long a text is
 
@@ -135,6 +136,22 @@ class Layers:
         self._caches[cache] = both, arguments
         return arguments
 
+    def run(self, function: str, cache: KVCache, argument: ctypes.Structure, **parts: Part) -> int:
+        """Call a function of the library on a cache, with an argument that points to `parts`; return its result."""
+        for name, part in parts.items():
+            at: int | None = None
+            if isinstance(part, Tensor):
+                assert part.is_contiguous()
+                at = part.data_ptr()
+            elif isinstance(part, np.ndarray):
+                assert part.flags.c_contiguous
+                at = part.ctypes.data
+            elif part is not None:
+                at = ctypes.addressof(part)
+            setattr(argument, name, at)
+        self.rotate_to(cache.capacity)
+        return run(function, ctypes.byref(self.model), self.cache(cache), ctypes.byref(argument))
+
     def __call__(
         self,
         batch: FlatBatch,
@@ -156,27 +173,18 @@ class Layers:
             for either if not asked for.
         """
         n = len(batch.row)
-        self.rotate_to(cache.capacity)
-        place = np.arange(n, dtype=np.int32)
         scores = torch.empty(n, logits) if logits else None
         after = np.array([] if capture == "head" else capture or [], np.int32)
         found = torch.empty(n, self.width * max(1, len(after))) if capture else None
-        argument = BatchArgument(n=n, asks=n if logits else 0, captures=len(after), after=after.ctypes.data)
-        argument.row, argument.slot = batch.row.ctypes.data, batch.slot.ctypes.data
-        argument.position, argument.length = batch.position.ctypes.data, batch.length.ctypes.data
-        if batch.paths is not None:
-            assert batch.seen is not None
-            argument.path, argument.paths = batch.paths.shape[1], batch.paths.ctypes.data
-            argument.seen = batch.seen.ctypes.data
-        if tokens is not None:
-            argument.tokens = tokens.ctypes.data
-        if states is not None:
-            states = states.float().contiguous()
-            argument.states = states.data_ptr()
-        argument.asked = place.ctypes.data
-        for name, tensor in (("logits", scores), ("captured" if len(after) else "normed", found)):
-            setattr(argument, name, None if tensor is None else tensor.data_ptr())
-        run("fr_forward", ctypes.byref(self.model), self.cache(cache), ctypes.byref(argument))
+        argument = BatchArgument(n=n, asks=n if logits else 0, captures=len(after))
+        argument.path = 0 if batch.paths is None else batch.paths.shape[1]
+        parts = {
+            "captured" if len(after) else "normed": found,
+            "states": None if states is None else states.float().contiguous(),
+        }
+        parts |= {"logits": scores}
+        place = np.arange(n, dtype=np.int32)
+        self.run("fr_forward", cache, argument, **vars(batch), tokens=tokens, asked=place, after=after, **parts)
         return scores, found
 
 

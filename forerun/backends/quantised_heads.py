@@ -1,4 +1,4 @@
-"""A head's layers and its chains in C, with weights in 8 bits (`forerun.backends.quantised`)."""
+"""A head's layers and its drafts in C, with weights in 8 bits (`forerun.backends.quantised`)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,52 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from forerun.backends.panels import BLOCK, FORMATS, PLAIN, Panels, Product, Rows, quantise
-from forerun.backends.quantised import Layers, lay_out
+from forerun.backends.quantised import Layers, Part, lay_out
 from forerun.backends.stored import StoredEmbedding
-from forerun.csrc.library import ChainArgument, LayerArgument, ModelArgument, library, run
+from forerun.csrc.library import GrowthArgument, LayerArgument, ModelArgument, library
 from forerun.heads.heads import HeadLayer, HiddenDrafter
 from forerun.model.batch import Inputs
 from forerun.model.kv_cache import KVCache
 
 
 @dataclass(frozen=True)
-class HeadDraft:
-    """A drafted chain: its tokens, the head's probability of each, and the logits [n, S] of the head's states alone,
-    before token information and old logits are added."""
+class Growth:
+    """Places of drafts that `fr_grow` found.
 
-    tokens: list[int]
-    probabilities: list[float]
+    Attributes:
+        tokens, parents, found: [R, n, m] tokens, parents and values of the paths at each of n places, see
+            `forerun.methods.beams.Search`.
+        states, logits: [n, R, d], and those of them alone [n, R, S], before old logits and token information.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    found: np.ndarray
+    states: Tensor
     logits: Tensor
+
+
+class Beams:
+    """The beams of a draft of R rows in C, and how it goes on.
+
+    Attributes:
+        tokens, values: [R, w] see `forerun.methods.beams.Search`; a call continues these and replaces them.
+        start: places so far.
+        ends: [R] the places that each row may have.
+        nodes: the paths to find at a place.
+        old: logits [o, S] that are added to those of each row's first o places, or None.
+        curves: [R, n, 2] shift and slope of the calibration at each of the next n places, or None.
+    """
+
+    curves: np.ndarray | None = None
+
+    def __init__(
+        self, roots: Sequence[int], width: int, nodes: int, ends: Sequence[int], old: Sequence[Tensor | None] = ()
+    ) -> None:
+        self.tokens, self.values = np.array([[root] * width for root in roots], np.int32), np.zeros((len(roots), width))
+        self.values[:, 1:] = -np.inf
+        self.start, self.nodes, self.ends = 0, nodes if width > 1 else 1, np.array(ends, np.int32)
+        self.old = [each.contiguous() if each is not None else None for each in old or [None] * len(roots)]
 
 
 class QuantisedHead:
@@ -83,6 +113,7 @@ class QuantisedHead:
         self.context, self._logits = config.max_position_embeddings, logits
         self._hot = head.hot.cpu().numpy().astype(np.int32)
         self._answer: Panels | None = None
+        self._states: Tensor | None = None
         if head.informed:
             fill = (0, -config.rank % BLOCK)
             self._states = functional.pad(head.token_states(torch.arange(config.vocab_size)).float(), fill)
@@ -100,42 +131,45 @@ class QuantisedHead:
 
     def information(self, tokens: Tensor) -> Tensor:
         """Return the token information T [.., S] of tokens [..]."""
-        assert self._answer is not None
+        assert self._answer is not None and self._states is not None
         return self._answer(self._states[tokens].flatten(0, -2)).view(*tokens.shape, -1)
 
-    def chain(
+    def grow(
         self,
         cache: KVCache,
-        id: int,
-        states: Tensor,
-        tokens: Sequence[int],
+        ids: Sequence[int],
+        features: Tensor,
+        tokens: Sequence[Sequence[int]],
         most: int,
-        start: int,
-        old: Tensor | None,
-        weight: float,
-    ) -> HeadDraft:
-        """Draft `most` argmax tokens after features `states` [n, d], which are kept, and the tokens after them. With a
-        `start`, continue a draft of that length from its last state [1, d] and token. `states` are overwritten."""
-        length, count = cache.length(id), len(tokens)
-        begin, kept = (length + start - 1, length) if start else (length, length + count)
-        end, row = begin + count + most - 1, cache.row(id)
-        cache.reserve(row + 1, end)
-        self.layers.rotate_to(cache.capacity)
-        logits, drafted = torch.empty(most, self._logits.out), np.empty(most, np.int32)
-        pending, probs = np.asarray(tokens, np.int32), np.empty(most, np.float32)
-        chain = ChainArgument(row=row, length=begin, count=count, most=most, start=start, turn=1, top_p=1)
-        chain.head, chain.names = ctypes.addressof(self._logits.argument), self._hot.ctypes.data
-        chain.pending, chain.drafted, chain.probabilities = (each.ctypes.data for each in (pending, drafted, probs))
-        chain.states, chain.logits = states.data_ptr(), logits.data_ptr()
-        if old is not None:
-            old = old.contiguous()
-            chain.old, chain.olds, chain.weight = old.data_ptr(), len(old), weight
-        if self._answer is not None:
-            chain.information, chain.token_states = ctypes.addressof(self._answer.argument), self._states.data_ptr()
-        run("fr_chain", ctypes.byref(self.layers.model), self.layers.cache(cache), ctypes.byref(chain))
-        cache.lengths[row] = end
-        cache.crop_to([id], [kept])
-        return HeadDraft(drafted.tolist(), probs.tolist(), logits)
+        beams: Beams,
+    ) -> Growth:
+        """Draft `most` places of R rows after their features [n, d], which are kept, and the tokens after each of them;
+        or continue a draft from its last states [R, d] with one token a row. `features` are overwritten."""
+        rows, counts, start = [cache.row(id) for id in ids], [len(own) for own in tokens], beams.start
+        before = [cache.lengths[row] for row in rows]
+        kept = before if start else [length + count for length, count in zip(before, counts, strict=True)]
+        begins = [length + start - 1 for length in before] if start else before
+        cache.reserve(max(rows) + 1, max(kept) + start + most - 1)
+        shape = len(ids), most, beams.nodes
+        paths = np.empty(shape, np.int32), np.empty(shape, np.int32), np.empty(shape)
+        found = Growth(*paths, *(torch.empty(most, len(ids), size) for size in (self.layers.width, self._logits.out)))
+        numbers = {"row": rows, "length": begins, "count": counts, "limit": beams.ends}
+        numbers["pending"] = [token for each in tokens for token in each]
+        numbers["olds"] = [len(each) if each is not None else 0 for each in beams.old]
+        parts: dict[str, Part] = {name: np.asarray(each, np.int32) for name, each in numbers.items()}
+        parts["old"] = np.array([each.data_ptr() if each is not None else 0 for each in beams.old], np.uint64)
+        parts |= {"head": self._logits.argument, "names": self._hot, "features": features, "token_states": self._states}
+        parts |= {"information": None if self._answer is None else self._answer.argument}
+        parts |= {"beams": beams.tokens, "values": beams.values}
+        parts |= {"curves": None if beams.curves is None else np.ascontiguousarray(beams.curves, np.float32)}
+        growth = GrowthArgument(rows=len(ids), n=sum(counts), start=start, most=most, width=beams.tokens.shape[1])
+        growth.nodes, growth.context = beams.nodes, self.context
+        self.layers.run("fr_grow", cache, growth, **parts, **vars(found))
+        beams.start += most
+        for row, length in zip(rows, kept, strict=True):
+            cache.lengths[row] = length + start + most - 1
+        cache.crop_to(ids, kept)
+        return found
 
 
 def quantised_head(head: HiddenDrafter, embedding: nn.Module, logits: Product) -> QuantisedHead | None:

@@ -39,5 +39,6 @@ typedef struct {
 } fr_between;
 
 int fr_chosen(void); /* the index of the chosen instruction set */
+const fr_between *fr_between_chosen(void);
 
 #endif

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define FORERUN_ABI 4
+#define FORERUN_ABI 5
 #define FR_PANEL 8         /* outputs a panel */
 #define FR_SUPERBLOCK 256  /* inputs a record */
 

@@ -26,6 +26,8 @@ static const fr_between *const between[FR_ISAS] = {
 #endif
 };
 
+const fr_between *fr_between_chosen(void) { return between[fr_chosen()]; }
+
 /* The buffers of a block of tokens. `parts` [n, (H + 2 G) D] become queries, keys and values. */
 typedef struct {
     const fr_model *model;
@@ -380,7 +382,7 @@ static int forward(const fr_model *model, const fr_cache *cache, const fr_batch 
         int64_t own = batch->length[i] + (batch->seen ? batch->seen[i] : 0);
         longest = own > longest ? own : longest;
     }
-    block b = {.model = model, .cache = cache, .batch = batch, .do_ = between[fr_chosen()]};
+    block b = {.model = model, .cache = cache, .batch = batch, .do_ = fr_between_chosen()};
     if (!make_room(&b, batch->n < BLOCK ? batch->n : BLOCK, longest)) return FR_NO_MEMORY;
     if (batch->n && batch->tokens && fr_values(model->embed_format, model->embed, (size_t)model->embed_row, model->d, b.x)) return FR_REFUSED;
     for (; b.start < batch->n; b.start += b.n) {
@@ -472,7 +474,7 @@ static int descending(const void *x, const void *y) {
 
 /* A distribution from `size` logits, which are overwritten. Returns 0 if they are NaN. */
 static int make_probs(const fr_chain_request *c, float *logits, int64_t size, float *probs) {
-    const fr_between *do_ = between[fr_chosen()];
+    const fr_between *do_ = fr_between_chosen();
     do_->exps(logits, logits[do_->argmax(logits, size)], c->turn, size, probs);
     double whole = sum_of(probs, size);
     if (!(whole > 0 && whole < INFINITY)) return 0;
@@ -552,40 +554,23 @@ static int chain_fits(const fr_model *m, const fr_cache *cache, const fr_chain_r
         if (end > cache[i].capacity || c->row < 0 || c->row >= cache[i].rows) return 0;
     if (!m->embed || !within(c->pending, c->count, size) || !head_fits(m, head)) return 0;
     if (c->names ? !within(c->names, outputs, size) || (c->keys && !c->places) : outputs > size) return 0;
-    if (!m->fuse.panels != !c->states || (c->states && (!c->logits || c->start < 0 || (c->start && c->count > 1)))) return 0;
-    if (c->information && (!c->token_states || !matrix_fits(c->information, outputs, c->information->inputs))) return 0;
+    if (m->fuse.panels) return 0;
     for (int64_t i = 0; c->places && i < size; i++)
         if (c->places[i] >= outputs) return 0;
     if (c->extras && (!head_fits(m, &m->head) || !within(c->extra, c->extras, size < m->head.outputs ? size : m->head.outputs))) return 0;
     return !c->probs || !c->numbers != !c->keys;
 }
 
-/* Adds a head's logits [size] of a place, old logits and token information to sums [size]; [size] more are scratch. */
-static int add_up(const fr_chain_request *c, int64_t place, int32_t before, int64_t size, const float *logits, float *sums) {
-    const fr_matrix *m = c->information;
-    memcpy(sums, logits, (size_t)size * sizeof(float));
-    if (c->start + place < c->olds)
-        for (int64_t i = 0; i < size; i++) sums[i] += c->weight * c->old[(c->start + place) * size + i];
-    if (!m) return 0;
-    int found = multiply_rows(m, c->token_states + (int64_t)before * m->inputs, 1, sums + size);
-    for (int64_t i = 0; i < size; i++) sums[i] += sums[size + i];
-    return found;
-}
-
 static int draft(const fr_model *m, const fr_cache *cache, const fr_chain_request *c, const fr_matrix *head, void *room) {
     int64_t outputs = head->outputs, size = outputs + c->extras;
-    int is_alone = m->alone.panels != 0;
     int32_t *row = room, *slot = row + c->count, *length = slot + c->count, last = c->count - 1;
     float *logits = (float *)(length + c->count), product = 1;
-    fr_batch b = {.n = c->count, .tokens = c->start && is_alone ? 0 : c->pending, .states = c->states, .row = row,
-                  .slot = slot, .position = slot, .length = length, .normed = c->states, .asked = &last, .asks = 1,
-                  .head = head, .extra = c->extra, .extras = c->extras, .logits = c->states ? c->logits : logits};
-    const int32_t *before = c->pending + last;
+    fr_batch b = {.n = c->count, .tokens = c->pending, .row = row, .slot = slot, .position = slot, .length = length,
+                  .asked = &last, .asks = 1, .head = head, .extra = c->extra, .extras = c->extras, .logits = logits};
     int done = 0;
     for (int i = 0; i < c->count; i++) row[i] = c->row, slot[i] = c->length + i, length[i] = slot[i] + 1;
     while (done < c->most) {
         int found = forward(m, cache, &b);
-        if (!found && c->states) found = add_up(c, done, *before, size, b.logits, logits);
         if (found) return found;
         int64_t best;
         float probability;
@@ -595,8 +580,8 @@ static int draft(const fr_model *m, const fr_cache *cache, const fr_chain_reques
             best = c->numbers ? sampled_at(probs, size, c->numbers[done]) : sampled_seeded(m, c, outputs, probs, c->keys[done]);
             probability = probs[best];
         } else {
-            best = between[fr_chosen()]->argmax(logits, size);
-            probability = 1 / between[fr_chosen()]->exps(logits, logits[best], 1, size, logits);
+            best = fr_between_chosen()->argmax(logits, size);
+            probability = 1 / fr_between_chosen()->exps(logits, logits[best], 1, size, logits);
         }
         c->drafted[done] = (int32_t)name_of(c, outputs, best);
         c->probabilities[done] = probability;
@@ -605,9 +590,7 @@ static int draft(const fr_model *m, const fr_cache *cache, const fr_chain_reques
         for (int i = 0; i < c->ended; i++) is_end |= c->drafted[done] == c->ends[i];
         slot[0] = c->length + c->count + done;
         length[0] = slot[0] + 1;
-        before = c->drafted + done++;
-        b.tokens = is_alone ? 0 : before;
-        if (c->states) b.states = b.normed += last * m->d, b.logits += size;
+        b.tokens = c->drafted + done++;
         b.n = 1;
         last = 0;
         if (is_end) break;
@@ -618,7 +601,7 @@ static int draft(const fr_model *m, const fr_cache *cache, const fr_chain_reques
 int fr_chain(const fr_model *model, const fr_cache *cache, const fr_chain_request *chain) {
     const fr_matrix *head = chain->head ? chain->head : &model->head;
     if (!model_fits(model) || !chain_fits(model, cache, chain, head)) return FR_REFUSED;
-    void *room = malloc(3 * (size_t)chain->count * sizeof(int32_t) + 2 * ((size_t)head->outputs + chain->extras) * sizeof(float));
+    void *room = malloc(3 * (size_t)chain->count * sizeof(int32_t) + ((size_t)head->outputs + chain->extras) * sizeof(float));
     if (!room) return FR_NO_MEMORY;
     fr_enter();
     int found = draft(model, cache, chain, head, room);

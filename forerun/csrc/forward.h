@@ -74,11 +74,7 @@ int fr_forward(const fr_model *model, const fr_cache *cache, const fr_batch *bat
 
    Without `probs` each token is the argmax: of equal ones the first, the extra tokens last. With `probs` it is sampled
    from the softmax of logits times `turn`, cut to `top_p`: by `numbers` in [0, 1), with probs [most, S], or by the seeded
-   samplers of `keys` (forerun/sampling/seeded.py), with probs [S]. S counts the head's outputs and the extra tokens.
-
-   A head over hidden states drafts from `states`: features before the pending tokens or, with a `start`, its own last
-   state before the one pending token. Old logits are added at the places that have them, and the token information of
-   the token before at all. Later states are computed from states alone or, if `alone` is empty, with drafted tokens. */
+   samplers of `keys` (forerun/sampling/seeded.py), with probs [S]. S counts the head's outputs and the extra tokens. */
 typedef struct {
     int32_t row, length, count, most;
     const int32_t *pending;  /* [count] */
@@ -92,19 +88,43 @@ typedef struct {
     float *probs;
     int32_t *drafted;        /* [most] */
     float *probabilities;    /* [most] of the drafted tokens */
-    float *states;           /* [count, d] of a head, else NULL; overwritten with its new states, the last one last */
-    float *logits;           /* [most, S] of its states */
-    const float *old;        /* [olds, S] */
-    const fr_matrix *information; /* [S, r]; NULL: none */
-    const float *token_states;    /* [vocabulary, r] its inputs */
     int32_t extras, ended;
     int32_t among;           /* size of the vocabulary of seeded samplers */
-    int32_t start, olds;     /* start: tokens drafted by earlier calls */
     float least, product, turn, top_p;
-    float weight;            /* of old logits */
 } fr_chain_request;
 
 int fr_chain(const fr_model *model, const fr_cache *cache, const fr_chain_request *chain);
+
+/* Drafts of R rows by a head over hidden states: the next `most` places of a search with w beams. Run the `count`
+   features of each row with the tokens after them, after `length` committed positions, then states from states alone or,
+   if `alone` is empty and w is 1, with drafted tokens. The logits of a beam are those of its place, old ones that the row
+   has for it, and the token information of its last token. At each place the `nodes` paths with the
+   largest values are found, sums of the logs of their tokens' probabilities, calibrated by `curves`; the first w are the
+   next beams. A path without a value, or beyond its row's limit, is worth -inf.
+
+   With a `start`, the number of places of earlier calls, `features` are the last states [R, d] of the call before, and
+   each count is 1; `length` counts their own places too. */
+typedef struct {
+    int32_t rows, n, start, most, width, nodes, context; /* n: sum of count; context: positions beyond are its last */
+    const int32_t *row, *length, *count, *limit; /* [R]; limit: places that a row may have in all */
+    const int32_t *pending;  /* [n] */
+    float *features;         /* [n, d]; overwritten */
+    float *states;           /* [most, R, d] of the places */
+    const fr_matrix *head;   /* of the hot tokens: */
+    const int32_t *names;    /* [S] */
+    float *logits;           /* [most, R, S] of the states alone */
+    const fr_matrix *information; /* [S, r]; NULL: none */
+    const float *token_states;    /* [vocabulary, r] its inputs */
+    const float *const *old; /* [R] of each row, [olds, S] */
+    const int32_t *olds;     /* [R] */
+    const float *curves;     /* [R, most, 2] shift and slope; NULL: none */
+    int32_t *beams;          /* [R, w] last tokens and values of the paths so far; those of this call afterwards */
+    double *values;
+    int32_t *tokens, *parents; /* [R, most, nodes] each path's last token, and which beam it continues */
+    double *found;           /* [R, most, nodes] their values, the largest first */
+} fr_growth;
+
+int fr_grow(const fr_model *model, const fr_cache *cache, const fr_growth *growth);
 
 /* Packs all panels of a matrix (fr_pack), by all threads. */
 int fr_pack_all(int format, const void *rows, size_t bytes, int outputs, int inputs, void *panels);

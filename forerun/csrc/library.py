@@ -13,7 +13,7 @@ from typing import Any
 
 from forerun.csrc.build import HERE, LIBRARY
 
-ABI, VARIABLE = 4, "FORERUN_KERNELS"
+ABI, VARIABLE = 5, "FORERUN_KERNELS"
 VARIANTS = ("plain", "avx2", "avxvnni", "avx512vnni", "neon")
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -72,15 +72,28 @@ class ChainArgument(ctypes.Structure):
     _fields_ = (
         *((name, _I) for name in ("row", "length", "count", "most")),
         *((name, _P) for name in ("pending", "head", "names", "places", "extra", "ends", "numbers", "keys", "probs")),
-        *((name, _P) for name in ("drafted", "probabilities", "states", "logits", "old", "information")),
-        ("token_states", _P),
-        *((name, _I) for name in ("extras", "ended", "among", "start", "olds")),
-        *((name, _F) for name in ("least", "product", "turn", "top_p", "weight")),
+        *((name, _P) for name in ("drafted", "probabilities")),
+        *((name, _I) for name in ("extras", "ended", "among")),
+        *((name, _F) for name in ("least", "product", "turn", "top_p")),
+    )
+
+
+class GrowthArgument(ctypes.Structure):
+    """`fr_growth`."""
+
+    _fields_ = (
+        *((name, _I) for name in ("rows", "n", "start", "most", "width", "nodes", "context")),
+        *((name, _P) for name in ("row", "length", "count", "limit", "pending", "features", "states", "head", "names")),
+        *((name, _P) for name in ("logits", "information", "token_states", "old", "olds", "curves", "beams", "values")),
+        *((name, _P) for name in ("tokens", "parents", "found")),
     )
 
 
 # In the order of `fr_sizes`; None: the library alone has it.
-_STRUCTURES = MatrixArgument, None, LayerArgument, ModelArgument, CacheArgument, BatchArgument, ChainArgument
+_STRUCTURES = (
+    *(MatrixArgument, None, LayerArgument, ModelArgument, CacheArgument, BatchArgument, ChainArgument),
+    GrowthArgument,
+)
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fr_select": (_I, (ctypes.c_char_p,)),
     "fr_variant": (ctypes.c_char_p, ()),
@@ -92,6 +105,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fr_multiply": (_I, (_P, _P, _I, _P)),
     "fr_forward": (_I, (_P, _P, _P)),
     "fr_chain": (_I, (_P, _P, _P)),
+    "fr_grow": (_I, (_P, _P, _P)),
 }
 
 

@@ -63,7 +63,7 @@ int fr_abi(void) { return FORERUN_ABI; }
 
 int fr_sizes(int32_t *sizes, int n) {
     const int32_t all[] = {sizeof(fr_matrix), sizeof(fr_record), sizeof(fr_layer),        sizeof(fr_model),
-                           sizeof(fr_cache),  sizeof(fr_batch),  sizeof(fr_chain_request)};
+                           sizeof(fr_cache),  sizeof(fr_batch),  sizeof(fr_chain_request), sizeof(fr_growth)};
     int count = sizeof all / sizeof *all;
     for (int i = 0; i < n && i < count; i++) sizes[i] = all[i];
     return count;

@@ -44,10 +44,10 @@ class Costs:
         """Return ms of whole steps whose rows draft 0, 1, ... `most` tokens each."""
         return [count * self.drafting(rows) + self.verify(rows * (count + 1)) for count in range(most + 1)]
 
-    def reading(self, tokens: int) -> float:
-        """Return ms in which the draft model runs that many tokens of a prompt."""
-        most = max(self.draft)
-        return tokens * self.draft[most] / most
+    def reading(self, tokens: int, by_head: bool = False) -> float:
+        """Return ms in which the draft model, or the head, runs that many tokens of a prompt."""
+        table = self.head if by_head else self.draft
+        return tokens * table[max(table)] / max(table)
 
     def marginal(self, rows: int) -> float:
         """Return the probability from which a drafted token is worth its place in a target forward of N rows."""
@@ -77,7 +77,23 @@ def interpolated(table: dict[int, float], at: float) -> float:
         return table[counts[0]]
     right = min(max(bisect_left(counts, at), 1), len(counts) - 1)
     low, high = counts[right - 1], counts[right]
-    slope = max(0.0, (table[high] - table[low]) / (high - low))
+    slope = max(0.0, _slope(table, low, high))
     if at > high:
         return table[high] + slope * (at - high)
     return table[low] + slope * (max(at, low) - low)
+
+
+def convex(table: dict[int, float]) -> dict[int, float]:
+    """Return the largest table below this one that never falls and whose slope never falls. A disturbance makes single
+    forwards slower, and would hide where more tokens begin to cost."""
+    least = {at: min(ms for count, ms in table.items() if count >= at) for at in sorted(table)}
+    kept: list[int] = []
+    for at in least:
+        while len(kept) > 1 and _slope(least, kept[-2], kept[-1]) >= _slope(least, kept[-1], at):
+            kept.pop()
+        kept.append(at)
+    return {at: interpolated({count: least[count] for count in kept}, at) for at in table}
+
+
+def _slope(table: dict[int, float], low: int, high: int) -> float:
+    return (table[high] - table[low]) / (high - low)

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, zip_longest
-from math import exp, log1p
+from itertools import accumulate, chain
 from operator import mul
 
 import numpy as np
@@ -20,17 +19,17 @@ _CERTAIN = 1 - 1e-6  # probabilities are capped at this for log-odds
 
 
 class StepCosts:
-    """Milliseconds of a head's next state, for `beams` beams a row, and of target forwards by the number of nodes of
-    each of `rows` rows."""
+    """Milliseconds of a head's next state, for `beams` beams a row, and of target forwards of R rows by the number of
+    their nodes, of which a row has at most `nodes`."""
 
     def __init__(self, costs: Costs, rows: int, nodes: int, beams: int = 1) -> None:
-        self.state = costs.heading(rows * beams)
-        self.verify = [costs.verify(rows * (count + 1)) for count in range(nodes + 1)]
+        self.state, self.nodes = costs.heading(rows * beams), nodes
+        self.verify = [costs.verify(rows + count) for count in range(rows * nodes + 1)]
 
 
 @dataclass
 class Group:
-    """Rows that stop together. They are drafted and verified together, so a step takes as long as its largest draft.
+    """Rows that stop together. They are drafted and verified together, so a node of any costs the others time too.
 
     Attributes:
         costs: of steps with this number of rows.
@@ -49,14 +48,13 @@ class Group:
         return self.costs.state if self.fresh else 0.0
 
     def rate(self, survival: list[list[float]], ms: float = 0.0) -> tuple[float, int]:
-        """Return the highest expected tokens a ms of a step, and the number of nodes a row with which it has it.
-        `survival`: of each row, the probabilities that its nodes are accepted, best first. `ms`: of further states."""
-        spent, verify = self.spent + ms, self.costs.verify
-        tokens = float(len(survival))
-        most, size = tokens / (spent + verify[0]), 0
-        for count, probs in enumerate(zip_longest(*survival, fillvalue=0.0), 1):
-            tokens += sum(probs)
-            rate = tokens / (spent + verify[count])
+        """Return the highest expected tokens a ms of a step, and the number of best nodes with which it has it.
+        `survival`: the probabilities that the nodes of each row are accepted. `ms`: of further states."""
+        spent, tokens = self.spent + ms, float(len(survival))
+        most, size = tokens / (spent + self.costs.verify[0]), 0
+        for count, probability in enumerate(sorted(chain(*survival), reverse=True), 1):
+            tokens += probability
+            rate = tokens / (spent + self.costs.verify[count])
             if rate > most:
                 most, size = rate, count
         return most, size
@@ -105,32 +103,18 @@ class Budget:
         self._go_on(k)
         return [end > 0 for end in self.ends]
 
-    def deeper_chains(self, k: int, logs: list[list[float]]) -> bool:
-        """Return whether any chain grows on. `logs` [B, n] are log-probabilities of tokens at depths k, k + 1, ..."""
-        for row, own in enumerate(logs):
-            for place, each in enumerate(own[: max(0, self.limits[row] - k)], k):
-                if not self.ends[row]:
-                    break
-                shift, slope, _ = self.curves[row][place]
-                odds = each - log1p(-min(exp(each), _CERTAIN))
-                self.ends[row] /= 1 + exp(min(-shift - slope * odds, 700.0))
-                self.sure[row].append(self.ends[row])
-            if k + len(own) >= self.limits[row]:
-                self.ends[row] = 0.0
-        self._go_on(k + len(logs[0]) - 1)
-        return any(self.ends)
-
     def sizes(self) -> list[int]:
         """Return the number of best paths that each row takes."""
         sizes = [0] * len(self.limits)
         for group in self.groups:
             _, size = group.rate([self.sure[row] for row in group.rows])
-            for row in group.rows:
-                sizes[row] = min(size, len(self.sure[row]))
+            best = sorted((-survival, row) for row in group.rows for survival in self.sure[row])
+            for _, row in best[:size]:
+                sizes[row] += 1
         return sizes
 
     def _first(self, survival: list[float]) -> list[float]:
-        return sorted(survival, reverse=True)[: len(self.groups[0].costs.verify) - 1]
+        return sorted(survival, reverse=True)[: self.groups[0].costs.nodes]
 
     def _go_on(self, k: int) -> None:
         """End rows that are not to go deeper than k + 1 places, and count new states for the rest."""
@@ -165,6 +149,14 @@ class Budgets:
         """Take the head and its costs. `nodes`: the most of a row. `beams`: see `StepCosts`."""
         self.head, self.block = head, block
         self._step_costs = cache(lambda greedy, rows: StepCosts(costs if greedy else costs.sampled, rows, nodes, beams))
+
+    def pays(self, rows: int) -> bool:
+        """Return whether a first block is expected to pay in a greedy step of N rows at the mean acceptance of its
+        places."""
+        means = [mean for _, _, mean in self.head.curves]
+        survival = list(accumulate((means + means[-1:] * self.block)[: self.block], mul))
+        group = Group(list(range(rows)), self._step_costs(True, rows), True)
+        return group.rate([survival] * rows, self.block * group.state)[0] > group.rate([[]] * rows)[0]
 
     def of(self, seqs: list[Sequence], limits: list[int], fresh: list[int], ahead: list[int]) -> Budget:
         """Return the budget of a step. `fresh`: rows that need new states. `limits`, `ahead`: see `Budget`."""

@@ -10,7 +10,7 @@ from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter
 from forerun.methods.base import Parts, integer
 from forerun.methods.hidden import HeadDrafter, Heads, Paced
-from forerun.methods.later import budget, torch
+from forerun.methods.later import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,19 +45,17 @@ class EagleDrafter(HeadDrafter):
         # Sequences without a feature, or with a limit of 0, do not draft.
         live = [row for row, limit in enumerate(limits) if limit > 0]
         own = [seqs[row] for row in live]
-        limits, plan = [limits[row] for row in live], None
-        if self.budgets is not None:
-            plan = self.budgets.of(own, limits, list(range(len(own))), [0] * len(own))
-        fused = self.chain_alone(own, limits, plan)
-        found = [fused[0]] if fused is not None else self._grown(own, limits, plan)
+        limits = [limits[row] for row in live]
+        in_c = self.head.grows(self.width)
+        found = [draft for draft, _ in self.draft_in_c(own, limits)] if in_c else self._grown(own, limits)
         drafts = [Draft.root(seq.tokens[-1]) for seq in seqs]
         for row, draft in zip(live, found, strict=True):
             drafts[row] = draft
         return drafts
 
-    def _grown(self, own: list[Sequence], limits: list[int], plan: budget.Budget | None) -> list[Draft]:
+    def _grown(self, own: list[Sequence], limits: list[int]) -> list[Draft]:
         head, ids, begun = self.head, [seq.id for seq in own], perf_counter()
-        states = self.run(own)[:, None]  # [B, w, d]
+        states = head.extend(ids, *self.take(own))[:, None]  # [B, w, d]
         self.seconds += perf_counter() - begun
         self.forwards += 1
         lengths, rows = [head.length(id) for id in ids], torch.arange(len(ids), device=head.device)[:, None]
@@ -79,6 +77,6 @@ class EagleDrafter(HeadDrafter):
             self.seconds += perf_counter() - begun
             return found
 
-        drafts = self.grow(own, logits, limits, plan)
+        drafts = self.grow(own, logits, limits, self.plan(own, limits))
         head.crop(ids, lengths)
         return drafts

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import log
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -13,18 +12,20 @@ from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods.base import Method, integer
-from forerun.methods.later import beams, budget, torch
+from forerun.methods.later import beams, budget, np, quantised_heads, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from forerun.backends.heads import HiddenLM
+    from forerun.backends.quantised_heads import Growth
     from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
+    from forerun.methods.beams import Array
 
+PIECE = 2048  # a step reads prompts until it has read so many tokens; longer ones are read when they are admitted
 # Costs of the embedded target, if none were measured.
 USUAL = Costs({1: 3.9, 8: 5.8, 32: 10.6}, {}, head={1: 0.4, 16: 0.8})
-LEAST = 1e-30  # the smallest probability of a token
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ class HeadDrafter(Drafter):
     """Draft point masses with a head by the settings of its method.
 
     Attributes:
-        features: {sequence: [n, d]} the target's features that the head has not run yet. The last one is at the
+        features: {sequence: parts [n, d]} the target's features that the head has not run yet. The last one is at the
             position before the last token.
+        unread: {sequence: what has the head read its prompt}, of those that it has not read.
         seconds, forwards: of the head in the present step.
     """
 
@@ -64,7 +66,8 @@ class HeadDrafter(Drafter):
         self.wants_hidden = head.capture
         self.nodes = settings.nodes if settings.width > 1 else settings.depth
         self.spread = self.nodes if self.width > 1 else 0
-        self.features: dict[int, Tensor] = {}
+        self.features: dict[int, list[Tensor]] = {}
+        self.unread: dict[int, Iterator[int]] = {}
         self.seconds, self.forwards = 0.0, 0
         self.budgets: budget.Budgets | None = None
         if isinstance(settings, Paced):
@@ -76,80 +79,94 @@ class HeadDrafter(Drafter):
         if hidden is None:
             hidden = torch.zeros(0, head.width, dtype=head.dtype, device=head.device)
         # The first draft runs the last feature, as it needs the state.
-        self.features[seq.id] = hidden[-1:].clone()
-        yield from head.prefill(seq.id, hidden[:-1], seq.tokens[1:-1], chunk, seq.limit + self.depth * self.width)
+        self.features[seq.id] = [hidden[-1:].clone()]
+        most = seq.limit + self.depth * self.width
+        reading = head.prefill(seq.id, hidden[:-1], seq.tokens[1:-1], min(chunk, PIECE), most)
+        if len(hidden) > PIECE:
+            yield from reading
+        else:
+            self.unread[seq.id] = reading
+
+    def pays(self, rows: int, unread: Sequence | None = None) -> bool:
+        return self.budgets is None or self.budgets.pays(rows)
 
     def drop(self, seq: Sequence) -> None:
         self.features.pop(seq.id, None)
+        self.unread.pop(seq.id, None)
         self.head.drop(seq.id)
 
-    def run(self, seqs: list[Sequence]) -> Tensor:
-        """Run all features that the head has not run; return its states [B, d] after the last ones."""
-        features = [self.features[seq.id] for seq in seqs]
-        # The token after each feature.
-        tokens = [seq.tokens[len(seq.tokens) - len(own) :] for seq, own in zip(seqs, features, strict=True)]
+    def take(self, seqs: list[Sequence]) -> tuple[list[Tensor], list[list[int]]]:
+        """Return all features [n, d] of each sequence that the head has not run, for it to run them, and the tokens
+        after these."""
+        features = [torch.cat(self.features[seq.id]) for seq in seqs]
         for seq, own in zip(seqs, features, strict=True):
-            self.features[seq.id] = own[len(own) :]
-        return self.head.extend([seq.id for seq in seqs], features, tokens)
+            self.features[seq.id] = [own[:0]]
+        return features, [seq.tokens[len(seq.tokens) - len(own) :] for seq, own in zip(seqs, features, strict=True)]
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
-        self.seconds, self.forwards = 0.0, 0
+        self.seconds, self.forwards, begun, left = 0.0, 0, perf_counter(), PIECE
+        for seq in seqs:
+            if seq.id in self.unread and left > 0:
+                left -= sum(self.unread.pop(seq.id))
+        read = perf_counter() - begun if left < PIECE else 0.0
         # A sequence of a single token has no feature yet.
-        limits = [min(self.depth, seq.remaining - 1) if len(self.features[seq.id]) else 0 for seq in seqs]
+        ready = [seq.id not in self.unread and any(map(len, self.features[seq.id])) for seq in seqs]
+        limits = [min(self.depth, seq.remaining - 1) * is_ready for seq, is_ready in zip(seqs, ready, strict=True)]
         if max(limits) < 1:
-            return Proposal([Draft.root(seq.tokens[-1]) for seq in seqs])
-        drafts = self.draft(seqs, limits)
-        return Proposal(drafts, self.forwards, self.seconds)
+            return Proposal([Draft.root(seq.tokens[-1]) for seq in seqs], prompt_seconds=read)
+        return Proposal(self.draft(seqs, limits), self.forwards, self.seconds, prompt_seconds=read)
 
     def draft(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
         """Return a draft for each sequence, at most `limits[r]` deep. At least one limit is above 0."""
         raise NotImplementedError
 
-    def chain_alone(
-        self,
-        seqs: abc.Sequence[Sequence],
-        limits: abc.Sequence[int],
-        plan: budget.Budget | None,
-        old: Tensor | None = None,
-        weight: float = 0.0,
-    ) -> tuple[Draft, Tensor] | None:
-        """Return a chain, drafted in C, and its logits. Return None for several rows or beams, and if the head does
-        not run in C."""
-        if len(seqs) > 1 or self.width > 1:
-            return None
-        seq, depth = seqs[0], min(limits[0], self.nodes)
-        features, root = self.features[seq.id], seq.tokens[-1]
-        if not self.head.can_draft(seq.id, len(features), depth):
-            return None
-        after = seq.tokens[len(seq.tokens) - len(features) :]
-        begun, tokens = perf_counter(), list[int]()
-        while True:
-            start = len(tokens)
-            most = (depth if plan is None else min(plan.deep[0], depth)) - start
-            found = self.head.draft(seq.id, features, after, most, start, old, weight)
-            tokens += found.tokens
-            if plan is None:
-                break
-            logs = [log(max(each, LEAST)) for each in found.probabilities]
-            if not plan.deeper_chains(start, [logs]) or len(tokens) == depth:
-                tokens = tokens[: plan.sizes()[0]]
-                break
-        self.features[seq.id] = features[len(features) :]
-        self.forwards += len(found.logits)
+    def draft_in_c(
+        self, seqs: list[Sequence], limits: list[int], old: abc.Sequence[Tensor | None] = ()
+    ) -> list[tuple[Draft, Tensor]]:
+        """Return drafts of sequences whose limits are above 0, and the logits [n, S] of the places of each. C drafts a
+        block at a time. `old`: see `Beams`."""
+        head, ids, plan, begun = self.head, [seq.id for seq in seqs], self.plan(seqs, limits), perf_counter()
+        roots, deepest = [seq.tokens[-1] for seq in seqs], min(max(limits), self.nodes)
+        features, after = self.take(seqs)
+        state = quantised_heads.Beams(roots, self.width, self.nodes, limits, old)
+        blocks: list[Growth] = []
+
+        def search(k: int, tokens: Array, at: Array, values: Array, ends: Array) -> tuple[Array, Array, Array]:
+            if k == state.start:
+                most = (deepest if plan is None else min(max(plan.deep), deepest)) - k
+                if plan is not None:
+                    state.curves = np.array([own[k : k + most] for own in plan.curves])[:, :, :2]
+                state.ends[:] = ends
+                own, before = (list(blocks[-1].states[-1:]), tokens[:, :1].tolist()) if blocks else (features, after)
+                blocks.append(head.grow(ids, own, before, most, state))
+            here = blocks[-1]
+            place = k - state.start + len(here.states)
+            return here.tokens[:, place], here.parents[:, place], here.found[:, place]
+
+        drafts = beams.grow(roots, search, limits, self.width, self.nodes, plan)
+        logits = torch.cat([block.logits for block in blocks])
+        self.forwards += len(logits)
         self.seconds += perf_counter() - begun
-        return Draft.chain(root, tokens, origin="draft"), found.logits
+        deep = limits if plan is None else plan.deep
+        return [(draft, logits[:own, row]) for row, (draft, own) in enumerate(zip(drafts, deep, strict=True))]
+
+    def plan(self, seqs: list[Sequence], limits: list[int]) -> budget.Budget | None:
+        """Return the budget of a step in which all states are new, if steps have one."""
+        rows = range(len(seqs))
+        return self.budgets.of(seqs, limits, list(rows), [0 for _ in rows]) if self.budgets is not None else None
 
     def grow(
         self,
-        seqs: abc.Sequence[Sequence],
+        seqs: list[Sequence],
         logits: beams.Logits,
-        limits: abc.Sequence[int],
-        plan: budget.Budget | None = None,
-        origins: abc.Sequence[str] = (),
+        limits: list[int],
+        plan: budget.Budget | None,
+        origin: str = "",
     ) -> list[Draft]:
-        """Return drafts of `beams.grow` by this drafter's settings."""
+        """Return drafts of `beams.grow` by this drafter's settings and by logits that Python computes."""
         roots = [seq.tokens[-1] for seq in seqs]
-        return beams.grow(roots, logits, self.head.hot, limits, self.width, self.nodes, plan, origins)
+        search = beams.searching(logits, self.head.hot, self.width, self.nodes, plan)
+        return beams.grow(roots, search, limits, self.width, self.nodes, plan, origin or "draft")
 
     def observe(
         self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
@@ -157,5 +174,4 @@ class HeadDrafter(Drafter):
         assert hidden is not None
         for seq, verdict, states in zip(seqs, verdicts, hidden, strict=True):
             path = verdict.path
-            new = states[: len(path)] if path[-1] == len(path) - 1 else states[path]
-            self.features[seq.id] = torch.cat([self.features[seq.id], new])
+            self.features[seq.id].append(states[: len(path)] if path[-1] == len(path) - 1 else states[path])

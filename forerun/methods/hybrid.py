@@ -104,8 +104,8 @@ class Balance:
     their size that came true lately. Every step shows it, whoever drafted. Of the other drafter count what its steps
     drafted, took and brought; while it is not asked, this is forgotten. Forwards that no costs tell of are free.
 
-    A draft model first reads what it has not read of a text. That must be made good by this step, or by the tokens to
-    come, as many of which are its own as lately would have been.
+    A draft model or a head first reads what it has not read of a text. That must be made good by this step, or by the
+    tokens to come, as many of which are its own as lately would have been.
     """
 
     def __init__(self, costs: Costs, other: Method, draft: CausalLM | None = None) -> None:
@@ -144,7 +144,7 @@ class Balance:
     def pays(self, saved: float, unread: int, left: int, rows: int) -> bool:
         """Return whether the other drafter, which saves so many ms a token, pays in a text with so many unread tokens
         and tokens to come. The other rows are taken to be like this one."""
-        reading = self._costs[True].reading(rows) if self._is_model else 0.0
+        reading = self._costs[True].reading(rows, self._is_head) if self._is_model or self._is_head else 0.0
         later = max(0.0, self._share * saved - (1 - self._share) * reading)
         return saved > 0 and saved * self._other[3] / self._other[0] + later * left >= reading * unread
 
@@ -174,9 +174,10 @@ class HybridDrafter(Drafter):
     """Draft by suffixes, and call the other drafter for sequences whose suffix draft scores below `threshold`, or where
     `balance` prefers it. If it has no draft, the suffix draft is used, unless `balance` prefers none.
 
-    The other drafter reads a prompt when it is first called, unless it wants hidden states: `PIECE` tokens a step for
-    the only row, else a chunk. It may have a guard of its own, which judges it by the steps in which it drafted for
-    all rows. In a pause of that guard suffixes draft for all rows. Plain steps that it measures stay plain.
+    The other drafter reads a prompt when it is first called: `PIECE` tokens a step for the only row, else a chunk. One
+    that wants hidden states gets them at once, and reads by itself. It may have a guard of its own, which judges it by
+    the steps in which it drafted for all rows. In a pause of that guard suffixes draft for all rows. Plain steps that
+    it measures stay plain.
     """
 
     def __init__(
@@ -198,8 +199,9 @@ class HybridDrafter(Drafter):
         self._read[seq.id] = self.balance.known(seq) if self.balance is not None else 0
         self._chunk = min(chunk, PIECE)
         self._unread[seq.id] = iter(self.other.admit(seq, hidden, self._chunk))
-        if self.wants_hidden:
-            yield from self._unread.pop(seq.id)
+        for count in self._unread.pop(seq.id) if self.wants_hidden else ():
+            self._read[seq.id] += count
+            yield count
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         drafts: dict[int, Draft] = {}

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from forerun.backends import quantised_heads
     from forerun.heads import pre_verifier, quick
     from forerun.methods import beams, budget, pools
     from forerun.sampling import probabilities, seeded
@@ -31,8 +32,10 @@ else:
     np, torch = _Later("numpy"), _Later("torch")
     beams, budget, pools = (_Later(f"forerun.methods.{name}") for name in ("beams", "budget", "pools"))
     pre_verifier, quick = _Later("forerun.heads.pre_verifier"), _Later("forerun.heads.quick")
+    quantised_heads = _Later("forerun.backends.quantised_heads")
     sampling, probabilities, seeded = (
         _Later(f"forerun.sampling.{name}") for name in ("sampler", "probabilities", "seeded")
     )
 
-__all__ = ["beams", "budget", "np", "pools", "pre_verifier", "probabilities", "quick", "sampling", "seeded", "torch"]
+__all__ = ["beams", "budget", "np", "pools", "pre_verifier", "probabilities", "quantised_heads", "quick"]
+__all__ += ["sampling", "seeded", "torch"]

@@ -4,6 +4,7 @@ correct token."""
 
 from __future__ import annotations
 
+from collections import abc
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
@@ -12,7 +13,7 @@ from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter
 from forerun.methods.base import Parts, integer, number, one_of
 from forerun.methods.hidden import HeadDrafter, Heads, Paced
-from forerun.methods.later import beams, budget, torch
+from forerun.methods.later import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,33 +100,70 @@ class LyannaDrafter(HeadDrafter):
         self.old.pop(seq.id, None)
 
     def draft(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-        old = [self.old.get(seq.id) for seq in seqs]
-        left = [len(each.places) if each is not None else 0 for each in old]
-        free = self._free(seqs, limits, left)
+        drafts, known = [Draft.root(seq.tokens[-1]) for seq in seqs], [self.old.get(seq.id) for seq in seqs]
+        free = self._free(seqs, limits, known)
         fresh = [row for row, limit in enumerate(limits) if limit > 0 and not free[row]]
-        deep = [min(limit, left[row]) if free[row] else limit for row, limit in enumerate(limits)]
-        ahead = [0 if row in fresh or each is None else each.ahead for row, each in enumerate(old)]
-        plan = self.budgets.of(seqs, deep, fresh, ahead) if self.budgets is not None else None
-        if fresh and self.reuse != "both":
-            added = old[0].places if old[0] is not None and self.reuse == "add" else None
-            fused = self.chain_alone(seqs, deep, plan, added, self.weight)
-            if fused is not None:
-                self._keep(seqs[0], fused[0], fused[1], left[0])
-                return [fused[0]]
-        logits = StepLogits(self, seqs, fresh, deep, old, plan)
-        origins = ["reused" if is_free else "draft" for is_free in free]
-        drafts = self.grow(seqs, logits, deep, plan, origins)
-        logits.close()
-        for row in fresh:
-            self._keep(seqs[row], drafts[row], logits.drafted(row), left[row])
-        if self.reuse == "both" and any(left):
-            again = [min(pair) for pair in zip(limits, left, strict=True)]
-            branches = StepLogits(self, seqs, [], again, old)
-            roots = [seq.tokens[-1] for seq in seqs]
-            tree = again, self.width, self.nodes
-            more = beams.grow(roots, branches, self.head.hot, *tree, origins=["reused"] * len(seqs))
-            drafts = [draft.merge(own) for draft, own in zip(drafts, more, strict=True)]
+        if fresh:
+            own, old = [seqs[row] for row in fresh], [known[row] for row in fresh]
+            added = [each.places * self.weight if each is not None and self.reuse == "add" else None for each in old]
+            draft_now = self.draft_in_c if self.head.grows(self.width) else self._draft_in_torch
+            found = draft_now(own, [limits[row] for row in fresh], added)
+            for row, each, (draft, logits) in zip(fresh, old, found, strict=True):
+                drafts[row] = draft
+                self._keep(seqs[row], draft, logits, len(each.places) if each is not None else 0)
+        again = [(row, each) for row, each in enumerate(known) if each and (free[row] or self.reuse == "both")]
+        if again := [(row, each) for row, each in again if limits[row] > 0]:
+            deep = [min(limits[row], len(each.places)) for row, each in again]
+            branches = self._draft_again([seqs[row] for row, _ in again], deep, [each for _, each in again])
+            for (row, _), branch in zip(again, branches, strict=True):
+                drafts[row] = branch if free[row] else drafts[row].merge(branch)
         return drafts
+
+    def _draft_in_torch(
+        self, seqs: list[Sequence], limits: list[int], old: abc.Sequence[Tensor | None]
+    ) -> list[tuple[Draft, Tensor]]:
+        """Do what `draft_in_c` does."""
+        head, ids, plan, places = self.head, [seq.id for seq in seqs], self.plan(seqs, limits), list[torch.Tensor]()
+        deep, lengths, state = limits if plan is None else plan.deep, list[int](), torch.empty(0)
+
+        def logits(k: int, tokens: Tensor, at: Tensor) -> Tensor:
+            nonlocal lengths, state
+            if k == len(places):
+                begun, steps = perf_counter(), max(deep) - k
+                states = [head.extend(ids, *self.take(seqs))] if not k else []
+                if not k:
+                    lengths = [head.length(id) for id in ids]
+                states += head.roll(ids, states[0] if states else state, steps - len(states))
+                state = states[-1]
+                places.extend(head.logits(torch.cat(states)).view(steps, len(ids), -1).unbind())  # one product for all
+                self.forwards += steps
+                self.seconds += perf_counter() - begun
+            found = places[k].clone()  # the new logits are kept unchanged
+            for row, own in enumerate(old):
+                if own is not None and k < len(own):
+                    found[row] += own[k]
+            return self._informed(found, tokens)
+
+        drafts = self.grow(seqs, logits, limits, plan)
+        head.crop(ids, lengths)
+        whole = torch.stack(places)
+        return [(draft, whole[:own, row]) for row, (draft, own) in enumerate(zip(drafts, deep, strict=True))]
+
+    def _draft_again(self, seqs: list[Sequence], limits: list[int], old: list[OldLogits]) -> list[Draft]:
+        """Return drafts from old logits alone."""
+
+        def logits(k: int, tokens: Tensor, at: Tensor) -> Tensor:
+            # A row that has ended gets those of any place.
+            return self._informed(torch.stack([each.places[min(k, len(each.places) - 1)] for each in old]), tokens)
+
+        plan = self.budgets.of(seqs, limits, [], [each.ahead for each in old]) if self.budgets is not None else None
+        return self.grow(seqs, logits, limits, plan, "reused")
+
+    def _informed(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Return logits [B, w, S] after tokens [B, w] from those [B, S] of a place."""
+        if self.head.information is not None:
+            return logits[:, None] + self.head.information(tokens)
+        return logits[:, None].repeat(1, tokens.shape[1], 1)  # they do not depend on the token before
 
     def _keep(self, seq: Sequence, draft: Draft, logits: Tensor, left: int) -> None:
         """Keep the logits [n, S] of a fresh draft, in which the first `left` places had old ones."""
@@ -136,10 +174,11 @@ class LyannaDrafter(HeadDrafter):
         if self.reuse != "off":
             self.old[seq.id] = OldLogits(logits)
 
-    def _free(self, seqs: list[Sequence], limits: list[int], left: list[int]) -> list[bool]:
+    def _free(self, seqs: list[Sequence], limits: list[int], known: list[OldLogits | None]) -> list[bool]:
+        """Return which sequences draft from old logits alone."""
         if self.reuse != "free":
             return [False] * len(seqs)
-        free = [count >= self.least for count in left]
+        free = [each is not None and len(each.places) >= self.least for each in known]
         if not all(free[row] or limits[row] < 1 for row, seq in enumerate(seqs) if seq.greedy):
             free = [is_free and not seq.greedy for is_free, seq in zip(free, seqs, strict=True)]
         return free
@@ -153,88 +192,3 @@ class LyannaDrafter(HeadDrafter):
             left = old.after(len(verdict.path)) if old is not None else None
             if left is not None:
                 self.old[seq.id] = left
-
-
-class StepLogits:
-    """The logits of one step, for `grow`. Rows in `fresh` get new ones. The head drafts their states when a depth is
-    first needed: all depths at once, or as far as a `plan` allows. Other rows use old logits."""
-
-    def __init__(
-        self,
-        drafter: LyannaDrafter,
-        seqs: list[Sequence],
-        fresh: list[int],
-        limits: list[int],
-        old: list[OldLogits | None],
-        plan: budget.Budget | None = None,
-    ) -> None:
-        """Take the step's rows. `limits`: the depth of each row."""
-        self.drafter, self.head, self.old, self.plan, self.limits = drafter, drafter.head, old, plan, limits
-        self.seqs, self.fresh = [seqs[row] for row in fresh], {row: index for index, row in enumerate(fresh)}
-        self.places: list[Tensor] = []  # new logits [F, S] of each place
-        self._state: Tensor | None = None  # the last one [F, d]
-        self._lengths: list[int] = []  # of the head's rows without this step's states
-
-    def __call__(self, k: int, tokens: Tensor, at: Tensor) -> Tensor:
-        if self.fresh and k == len(self.places):
-            self._run(max(self._deep(row) for row in self.fresh) - k)
-        found = self._summed(k, len(tokens))[:, None]
-        if self.head.information is not None:
-            return found + self.head.information(tokens)
-        return found.repeat(1, tokens.shape[1], 1)  # the logits do not depend on the token before
-
-    def drafted(self, row: int) -> Tensor:
-        """Return a fresh row's new logits [n, S], as many as it would have alone, as rows must not depend on each
-        other."""
-        return torch.stack([place[self.fresh[row]] for place in self.places[: self._deep(row)]])
-
-    def close(self) -> None:
-        """Drop the drafted states from the head's cache."""
-        if self.fresh:
-            self.head.crop([seq.id for seq in self.seqs], self._lengths)
-
-    def _deep(self, row: int) -> int:
-        return self.limits[row] if self.plan is None else self.plan.deep[row]
-
-    def _summed(self, k: int, count: int) -> Tensor:
-        """Return logits [B, S] of place k without token information, with old logits added."""
-        found = self._at(k, count)
-        if self.drafter.reuse == "add":
-            old = [(row, self.old[row]) for row in self.fresh]
-            more = {row: own.places[k] for row, own in old if own is not None and k < len(own.places)}
-            if more:
-                found = found.clone()  # the new logits are kept unchanged
-                for row, places in more.items():
-                    found[row] += self.drafter.weight * places
-        return found
-
-    def _at(self, k: int, count: int) -> Tensor:
-        """Return logits [B, S] of place k without token information; rows that have ended get those of any place."""
-        new = self.places[min(k, len(self.places) - 1)] if self.fresh else None
-        if new is not None and len(new) == count:
-            return new
-        rows = []
-        for row, old in enumerate(self.old):
-            if new is not None and row in self.fresh:
-                rows.append(new[self.fresh[row]])
-            elif old is not None:
-                rows.append(old.places[min(k, len(old.places) - 1)])
-            else:
-                rows.append(torch.zeros(len(self.head.hot), dtype=self.head.dtype, device=self.head.device))
-        return torch.stack(rows)
-
-    def _run(self, steps: int) -> None:
-        if steps < 1:
-            return
-        begun, ids = perf_counter(), [seq.id for seq in self.seqs]
-        states = []
-        if self._state is None:
-            self._state = self.drafter.run(self.seqs)
-            self._lengths = [self.head.length(id) for id in ids]
-            states.append(self._state)
-        states += self.head.roll(ids, self._state, steps - len(states))
-        self._state = states[-1]
-        found = self.head.logits(torch.cat(states))  # one product for all states
-        self.places += found.view(steps, len(ids), -1).unbind()
-        self.drafter.forwards += steps
-        self.drafter.seconds += perf_counter() - begun

@@ -71,12 +71,24 @@ int main(int argc, char **argv) { /* variant, threads; out: logits, states, keys
     fwrite(drafted, sizeof drafted, 1, stdout), fwrite(probabilities, sizeof probabilities, 1, stdout);
     fr_matrix information = matrix(VOCABULARY, 32);
     model.fuse = matrix(WIDTH, 2 * WIDTH), model.alone = matrix(WIDTH, WIDTH);
-    chain.row = 1, chain.count = 3, chain.extras = 0, chain.states = numbers(3 * WIDTH, 1), chain.logits = logits[0];
-    chain.old = numbers(4 * VOCABULARY, 1), chain.olds = 4, chain.weight = 0.5f;
-    chain.information = &information, chain.token_states = numbers(VOCABULARY * 32, 1);
-    if (fr_chain(&model, caches, &chain) != 20) return 7;
-    chain.length = 42, chain.count = 1, chain.start = 20, chain.most = 5, chain.logits += 20 * VOCABULARY;
-    if (fr_chain(&model, caches, &chain) != 5) return 8;
+    int32_t names[VOCABULARY], rows[] = {1, 0}, lengths[] = {20, 3}, counts[] = {3, 1}, limits[] = {20, 4}, olds[] = {4, 0};
+    int32_t beams[2][3] = {{0}}, found[2][20][5], parents[2][20][5];
+    static float states[20][2][WIDTH], places[20][2][VOCABULARY];
+    double values[2][3] = {{0, -INFINITY, -INFINITY}, {0, -INFINITY, -INFINITY}}, worth[2][20][5];
+    const float *old[] = {numbers(4 * VOCABULARY, 1), NULL};
+    for (int i = 0; i < VOCABULARY; i++) names[i] = i;
+    fr_growth growth = {.rows = 2, .n = 4, .most = 20, .width = 3, .nodes = 5, .context = CAPACITY, .row = rows,
+            .length = lengths, .count = counts, .limit = limits, .pending = token, .features = numbers(4 * WIDTH, 1),
+            .states = states[0][0], .head = &model.head, .names = names, .logits = places[0][0],
+            .information = &information, .token_states = numbers(VOCABULARY * 32, 1), .old = old, .olds = olds,
+            .curves = numbers(2 * 20 * 2, 1), .beams = beams[0], .values = values[0], .tokens = found[0][0],
+            .parents = parents[0][0], .found = worth[0][0]};
+    if (fr_grow(&model, caches, &growth)) return 7;
+    lengths[0] = 42, lengths[1] = 23, counts[0] = 1, growth.n = 2, growth.start = 20, growth.most = 5;
+    growth.features = states[19][0];
+    if (fr_grow(&model, caches, &growth)) return 8;
+    fwrite(states, sizeof states, 1, stdout), fwrite(places, sizeof places, 1, stdout);
+    fwrite(found, sizeof found, 1, stdout), fwrite(parents, sizeof parents, 1, stdout), fwrite(worth, sizeof worth, 1, stdout);
     fwrite(logits, sizeof logits, 1, stdout), fwrite(memory, sizeof memory, 1, stdout);
     fwrite(drafted, sizeof drafted, 1, stdout), fwrite(probabilities, sizeof probabilities, 1, stdout);
     return 0;
