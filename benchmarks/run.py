@@ -130,7 +130,7 @@ QWEN_BATCHES = "ar,pacer,pacer-lyanna,suffix,hybrid"  # eight calls of each
 QWEN_KNOBS = {
     "sd.gamma": "1,2,3,4",
     "cumulative.threshold": "0.5,0.6,0.7,0.8",
-    "hybrid.other": "pacer,pacer-lyanna:block=4,pacer-lyanna:block=6,pacer-lyanna:width=2,pacer-lyanna:width=3",
+    "hybrid.other": "pacer," + ",".join(f"pacer-lyanna:{each}" for each in ("block=6", "width=2", "width=3")),
     "ouroboros.gamma": "2,3,4",
     "lyanna.depth": "2,3,4,6",
     "pacer-lyanna.block": "1,2,3,6",

@@ -24,6 +24,7 @@ from forerun.backends.costs import head_costs
 from forerun.backends.heads import HiddenLM, head_rows
 from forerun.engine.acceptance import Verdict
 from forerun.engine.costs import Costs
+from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
 from forerun.heads.heads import HiddenDrafter, hot_set
 from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna, hidden, method
@@ -102,26 +103,28 @@ def test_greedy_sequences_spare_the_head_only_together() -> None:
 
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])
 def test_prompts_are_read_when_a_draft_is_first_asked_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many a step; longer ones are read when they are admitted. Drafts are the same."""
+    """So many a step; longer ones are read when they are admitted. Drafts are the same, after a text has grown too."""
     target, head = toys(kind)
-    texts = [range(2, 9), range(3, 10), range(5, 12), range(2, 22)]
+    texts = [range(2, 9), range(3, 10), range(5, 12), range(2, 22), range(9, 12)]
     found: list[list[list[int]]] = []
     for most in (8, 1):
         monkeypatch.setattr(hidden, "PIECE", most)
-        drafter: HeadDrafter = (
-            LyannaDrafter(Lyanna(3), head.fresh()) if kind == "lyanna" else EagleDrafter(Eagle(3), head.fresh())
-        )
+        own = head.fresh()
+        drafter: HeadDrafter = LyannaDrafter(Lyanna(3), own) if kind == "lyanna" else EagleDrafter(Eagle(3), own)
         seqs = [sequence(text, id) for id, text in enumerate(texts)]
-        read = [sum(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4)) for seq in seqs]
-        assert read == ([0, 0, 0, 18] if most == 8 else [5, 5, 5, 18])
-        if most == 8:
-            first = drafter.propose(seqs[:3])
-            assert [draft.drafted for draft in first.drafts] == [3, 3, 0] and first.prompt_seconds > 0
-            drafter.drop(seqs[1])
-            found.append([drafter.propose(seqs[2:]).drafts[0].tokens, first.drafts[0].tokens])
-            assert not drafter.unread and drafter.propose([seqs[3]]).prompt_seconds == 0
-        else:
-            found.append([drafter.propose([seqs[row]]).drafts[0].tokens for row in (2, 0)])
+        begun = iter(drafter.admit(seqs[3], features_of(target, seqs[3].tokens[:-1]), 4))
+        assert next(begun) == min(4, most)  # a prompt that is being read
+        read = [sum(drafter.admit(seqs[row], features_of(target, seqs[row].tokens[:-1]), 4)) for row in (0, 1, 2, 4)]
+        assert read == ([0, 0, 0, 0] if most == 8 else [5, 5, 5, 1])
+        drafter.drop(seqs[4])
+        first = drafter.propose(seqs[:3])
+        assert [draft.drafted for draft in first.drafts] == [3, 3, 0 if most == 8 else 3]
+        assert (first.prompt_seconds > 0) == (most == 8) and sum(begun) == 18 - min(4, most)
+        seqs[2].tokens.append(7)
+        states = features_of(target, seqs[2].tokens)[-2:-1]
+        drafter.observe([seqs[2]], [Draft.root(11)], [Verdict([0], 7, 1, True)], [states])
+        found.append([draft.tokens for draft in [*first.drafts[:2], *drafter.propose(seqs[2:4]).drafts]])
+        assert not drafter.unread and drafter.propose([seqs[3]]).prompt_seconds == 0
     assert found[0] == found[1]
 
 
@@ -132,7 +135,7 @@ def test_drafts_that_cannot_pay_are_not_begun(acceptance: float) -> None:
     drafter = lyanna("off", costs, block=2)
     drafter.head.curves = [[0.0, 1.0, acceptance]]
     assert [drafter.pays(rows) for rows in (1, 4, 16)] == [acceptance > 0.5, acceptance > 0.5, False]
-    assert lyanna("off").pays(16)
+    assert lyanna("off").pays(16) and lyanna("off", costs, width=2, nodes=1, block=9).pays(1) is not None
 
 
 # Budgets.
@@ -208,7 +211,7 @@ def test_a_budget_takes_what_its_costs_allow(kind: str, width: int, most: int) -
             drafter = LyannaDrafter(PacerLyanna(6, width, 12, reuse="off", block=block), own, costs)
         seqs = [sequence(range(2, 12), id) for id in range(2)]
         for seq in seqs:
-            list(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4))
+            assert sum(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4)) == 0
         proposal = drafter.propose(seqs)
         assert [own.length(seq.id) for seq in seqs] == [9, 9]
         depth = max(max(draft.depths) for draft in proposal.drafts)

@@ -200,7 +200,7 @@ def test_a_draft_in_one_call_is_that_of_many(
             assert sum(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4)) == 5 * is_planned
         found[way] = []
         for step in range(9):
-            here = seqs[: 3 - is_planned if step == 4 else 2 if step > 5 else 1]
+            here = seqs[: 3 if step == 4 else 2 if step > 5 else 1]
             for seq, draft in zip(here, drafter.propose(here).drafts, strict=True):
                 found[way].append((draft.tokens, draft.parents, draft.origins, own.length(seq.id)))
                 path = draft.path(min(len(draft) - 1, step))

@@ -3,9 +3,10 @@ same size, steps and data, and short runs that change one thing each, with three
 
     python -m benchmarks.gpu.heads --requests requests.jsonl --held PROMPTS... --out OUT
 
-A run that was stopped goes on: answers and heads' checkpoints are kept in OUT, states are computed again. OUT/log.jsonl
-has the curves. `python -m benchmarks.gpu.finish OUT/lyanna OUT/chats --out lyanna` calibrates a head afterwards, on a
-CPU.
+A run that was stopped goes on: answers and heads' checkpoints are kept in OUT, and on a CPU the states too; a GPU
+computes them again. OUT/log.jsonl has the curves. `python -m benchmarks.gpu.finish OUT/lyanna OUT/chats --out lyanna`
+calibrates a head afterwards, on a CPU. `--device cpu` is for a `--sample` of conversations and small steps
+(docs/training.md).
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.chat.data import Question, apart
 from benchmarks.gpu import answers
 from benchmarks.gpu.target import LOGITS, PART, Target, product
 from forerun.api.loading import load_tokenizer
@@ -41,8 +44,6 @@ PROMPTS = 0.25  # share of the prompts' positions that count
 MUON, ADAM, DECAY = 2e-3, 4e-3, 0.05
 WARMUP, COOLDOWN = 20, 0.7  # steps; share of the steps
 PLACES = 4  # that are measured
-NOTES = 6  # of a training
-SHORT_STEPS = 150
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Form:
     copied: bool = True  # begins as least squares' map and the target's last layer
     reads_token: bool = True  # the first step sees the token that follows
     law: bool = True  # the loss is with the target's law, not with its likeliest token
+    batch: int = BATCH
     seed: int = 0
 
 
@@ -83,11 +85,11 @@ class Batch(NamedTuple):
 
 class Data:
     """Texts with the target's states. `whole` [n] is the log-sum-exp of the logits of a state, `best` [n] its likeliest
-    token."""
+    token. They are read once if `kept` names a file for them; `part` positions are read or measured together."""
 
-    def __init__(self, target: Target, known: list[Conversation]) -> None:
+    def __init__(self, target: Target, known: list[Conversation], part: int = PART, kept: Path | None = None) -> None:
         rows = [(each.prompt + each.answer)[:-1] for each in known]
-        device = target.device
+        device, self.part = target.device, part
         self.sources = [each.source for each in known]
         self.lengths = torch.tensor([len(each) for each in rows])
         self.sizes, self.starts = self.lengths.to(device), (self.lengths.cumsum(0) - self.lengths).to(device)
@@ -96,12 +98,26 @@ class Data:
         total = len(self.tokens)
         self.states = torch.empty(total, target.size, dtype=torch.bfloat16, device=device)
         self.whole, self.best = torch.empty(total, device=device), torch.empty(total, dtype=torch.int32, device=device)
-        for some in self.batches(PART, random.Random(0)):
+        if kept is not None and kept.exists():
+            parts = load_file(kept)
+            self.states, self.best, self.whole = (parts[name] for name in ("states", "best", "whole"))
+            return
+
+        def read(some: list[int]) -> None:
             at, within, _ = self.take(some)
             states = target.read(self.tokens[at])[within]
             best, whole = target.law(states)
             chosen = at[within]
             self.states[chosen], self.best[chosen], self.whole[chosen] = states, best, whole
+
+        # On a CPU several threads of one core each read, which do not wait at barriers.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1 if device.type == "cpu" else threads)
+        with ThreadPoolExecutor(threads if device.type == "cpu" else 1) as pool:
+            list(pool.map(read, self.batches(part, random.Random(0))))
+        torch.set_num_threads(threads)
+        if kept is not None:
+            save_file({"states": self.states, "best": self.best, "whole": self.whole}, kept)
 
     def batches(self, positions: int, rng: random.Random) -> list[list[int]]:
         """Return all rows in batches of about the same length, shuffled."""
@@ -127,7 +143,7 @@ class Data:
 class Starts:
     """What heads begin with, made once for all."""
 
-    def __init__(self, target: Target, data: Data) -> None:
+    def __init__(self, target: Target, data: Data, batch: int) -> None:
         vocabulary = len(target.embed)
         at = torch.arange(int(data.lengths.max()), device=target.device)
         is_answer = (at >= data.begins[:, None])[at < data.sizes[:, None]]  # of all positions in turn
@@ -138,13 +154,13 @@ class Starts:
         self.hot = counts.argsort(descending=True, stable=True)[:HOT].to(target.device)
         self.number = torch.full((vocabulary,), -1, device=target.device)
         self.number[self.hot] = torch.arange(HOT, device=target.device)
-        self.embed, self.answer = self._bigrams(data, vocabulary)
+        self.embed, self.answer = self._bigrams(data, vocabulary, 2 * batch)
         self.fuse = {reads: self._linear(target, data, reads) for reads in (True, False)}
 
-    def _bigrams(self, data: Data, vocabulary: int) -> tuple[Tensor, Tensor]:
+    def _bigrams(self, data: Data, vocabulary: int, size: int) -> tuple[Tensor, Tensor]:
         """Fit a model of the next hot token by the last one: its states [V, r] and its weight [S, r], at 0.4 of its
         size, as the states know most of it."""
-        device, steps, size = data.tokens.device, 400, 2 * BATCH
+        device, steps = data.tokens.device, min(400, 3 * len(data.tokens) // size + 1)
         torch.manual_seed(0)
         embed = torch.randn(vocabulary, RANK, device=device, requires_grad=True)
         weight = torch.zeros(HOT, RANK, device=device, requires_grad=True)
@@ -155,7 +171,7 @@ class Starts:
         chosen = (~is_last & (following >= 0)).nonzero()[:, 0]
         for step in range(steps):
             for group, rate in zip(optimizer.param_groups, (0.05, 0.01), strict=True):
-                group["lr"] = rate * min(1, (step + 1) / 30, (1 - step / steps) / 0.7)
+                group["lr"] = rate * min(1, (step + 1) / min(30, 1 + steps // 5), (1 - step / steps) / 0.7)
             at = chosen[torch.randint(len(chosen), (size,), device=device)]
             with torch.autocast(device.type, torch.bfloat16):
                 logits = functional.linear(functional.rms_norm(embed[data.tokens[at]], (RANK,)), weight)
@@ -299,13 +315,13 @@ class Trainer:
         return torch.stack(losses)
 
     @torch.no_grad()
-    def measure(self, data: Data) -> dict[str, list[float]]:
+    def measure(self, data: Data) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
         """Return for each source of questions the shares of greedy drafts that the target accepts at places 1, 2, ...
-        after those before were accepted."""
+        after those before were accepted, and of how many."""
         names = sorted(set(data.sources))
         hits, cases = torch.zeros(2, len(names), PLACES, device=data.tokens.device).unbind(0)
         kinds = torch.tensor([names.index(each) for each in data.sources], device=data.tokens.device)
-        for rows in data.batches(PART, random.Random(0)):
+        for rows in data.batches(data.part, random.Random(0)):
             at, within, answers = data.take(rows)
             best = data.best[at].long()
             kept = functional.pad(best[:, :-1] == data.tokens[at][:, 1:], (0, 1))
@@ -322,11 +338,11 @@ class Trainer:
                 followed = torch.zeros_like(live)
                 followed[text, place] = hit
                 live = followed & kept[:, k : k + length]
-        shares = (hits / cases.clamp(min=1)).tolist()
-        return {name: [round(share, 4) for share in row] for name, row in zip(names, shares, strict=True)}
+        shares = [[round(share, 4) for share in row] for row in (hits / cases.clamp(min=1)).tolist()]
+        return dict(zip(names, shares, strict=True)), dict(zip(names, cases.int().tolist(), strict=True))
 
-    def train(self, data: Data, held: Data, steps: int) -> None:
-        """Train up to `steps` steps, from a checkpoint if there is one."""
+    def train(self, data: Data, held: Data, steps: int, notes: int) -> None:
+        """Train up to `steps` steps, from a checkpoint if there is one, with about `notes` lines in the log."""
         named = dict(self.head.named_parameters())
         inner = [n for n, each in named.items() if each.ndim == 2 and n.split(".")[0] not in ("embed", "answer")]
         optimizers = [
@@ -339,7 +355,7 @@ class Trainer:
         positions = sum(int(data.lengths[next(queue)].sum()) for _ in range(first))
         torch.manual_seed(self.form.seed + first)
         for step in range(first, steps):
-            rate = max(0.01, min(1.0, (step + 1) / WARMUP, (1 - step / steps) / COOLDOWN))
+            rate = max(0.01, min(1.0, (step + 1) / min(WARMUP, 1 + steps // 5), (1 - step / steps) / COOLDOWN))
             for optimizer, base in zip(optimizers, (ADAM, MUON), strict=True):
                 optimizer.param_groups[0]["lr"] = base * rate
                 optimizer.zero_grad()
@@ -350,14 +366,15 @@ class Trainer:
                 optimizer.step()
             positions += int(data.lengths[rows].sum())
             recent = [*recent[-19:], losses.detach()]
-            if (step + 1) % max(1, steps // NOTES) == 0 or step + 1 == steps:
+            if (step + 1) % max(1, steps // notes) == 0 or step + 1 == steps:
                 save_checkpoint(checkpoint, step + 1, self.head, optimizers)
                 self.note(step + 1, positions, time.time() - started, recent, held)
 
     def note(self, step: int, positions: int, seconds: float, recent: list[Tensor], held: Data) -> None:
         losses = [round(each, 3) for each in torch.stack(recent).mean(0).tolist()]
         line = {"run": self.name, "seed": self.form.seed, "step": step, "positions": positions}
-        line |= {"seconds": round(seconds, 1), "losses": losses, "accepted": self.measure(held)}
+        accepted, cases = self.measure(held)
+        line |= {"seconds": round(seconds, 1), "losses": losses, "accepted": accepted, "cases": cases}
         with self.log.open("a") as log:
             log.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
@@ -365,11 +382,11 @@ class Trainer:
     def _forever(self, data: Data) -> Iterator[list[int]]:
         rng = random.Random(self.form.seed)
         while True:
-            yield from data.batches(BATCH, rng)
+            yield from data.batches(self.form.batch, rng)
 
     def save(self, out: Path, steps: int) -> None:
         """Save the head in bfloat16, without its calibration."""
-        given = {"muon": MUON, "adam": ADAM, "decay": DECAY, "prompts": PROMPTS, "batch": BATCH, "steps": steps}
+        given = {"muon": MUON, "adam": ADAM, "decay": DECAY, "prompts": PROMPTS, "steps": steps}
         self.head.config.recipe = asdict(self.form) | given
         self.head.config.save_pretrained(out)
         tensors = {
@@ -377,6 +394,23 @@ class Trainer:
             for name, each in self.head.state_dict().items()
         }
         save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+
+
+def sampled(chats: Path, counts: list[int] | None) -> list[list[Conversation]]:
+    """Return the conversations to train on and the held-out ones; of each as many as `counts` says, if given, half of
+    them the target's own questions and half about code, and none to train on that shares text with a held-out one."""
+    train, held = (read_chats(chats, split) for split in ("train", "validation"))
+    if counts is None:
+        return [train, held]
+
+    def some(known: list[Conversation], count: int) -> list[Conversation]:
+        mixed = random.Random(0).sample(known, len(known))
+        halves = [[each for each in mixed if (each.source == "own") is own] for own in (True, False)]
+        return [each for half in halves for each in half[: count // 2]]
+
+    held = some(held, counts[1])
+    train, _ = apart(train, [Question(each.question, each.source, each.split) for each in held])
+    return [some(train, counts[0]), held]
 
 
 def main() -> None:
@@ -388,7 +422,12 @@ def main() -> None:
     parser.add_argument("--exercises", type=int, default=3072, help="how many are asked for")
     parser.add_argument("--questions", type=int, default=3072, help="how many are asked for")
     parser.add_argument("--steps", type=int, default=1541, help="of the training of each of the two heads")
+    parser.add_argument("--short-steps", type=int, default=150, help="of each short run")
     parser.add_argument("--until", type=float, default=1e9, help="seconds after which no short run begins")
+    parser.add_argument("--batch", type=int, default=BATCH, help="positions of a step")
+    parser.add_argument("--part", type=int, default=PART, help="positions that are read or measured together")
+    parser.add_argument("--sample", type=int, nargs=2, help="conversations to train on and held-out ones, of all")
+    parser.add_argument("--notes", type=int, default=6, help="measurements of a training")
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
     started = time.time()
@@ -397,7 +436,10 @@ def main() -> None:
         print(f"[{time.time() - started:.0f} s] {text}", flush=True)
 
     torch.manual_seed(0)
-    claim(given.out, {name: getattr(given, name) for name in ("limit", "exercises", "questions", "steps")})
+    settings = ("limit", "exercises", "questions", "steps", "short_steps", "batch", "sample")
+    claim(given.out, {name: getattr(given, name) for name in settings})
+    if given.device == "cpu":  # rounds what is bfloat16 already, and sums in float32
+        torch.set_float32_matmul_precision("medium")
     target, tokenizer = Target(require(QWEN_CODER), given.device), load_tokenizer(QWEN_CODER)
     say("target loaded")
     chats = given.out / "chats"
@@ -412,20 +454,29 @@ def main() -> None:
         ]
         answers.make(target, tokenizer, requests, held, chats, given.exercises, given.questions, LIMIT, say)
         torch.cuda.empty_cache()
-    data, held_out = (Data(target, read_chats(chats, split)) for split in ("train", "validation"))
+    data, held_out = (
+        Data(target, known, given.part, given.out / f"{name}.pt" if given.device == "cpu" else None)
+        for name, known in zip(("train", "held"), sampled(chats, given.sample), strict=True)
+    )
     say(f"{len(data.tokens)} positions read, {len(held_out.tokens)} held out")
-    starts, log = Starts(target, data), given.out / "log.jsonl"
+    target.blocks[:] = target.blocks[-1:]  # what heads begin with
+    starts, log = Starts(target, data, given.batch), given.out / "log.jsonl"
     say("starts made")
-    for name, form in (("lyanna", MAIN), ("eagle", replace(MAIN, kind="eagle"))):
+    main_form = replace(MAIN, batch=given.batch)
+    made = set[tuple[Form, int]]()
+    for name, form in (("lyanna", main_form), ("eagle", replace(main_form, kind="eagle"))):
+        made.add((form, given.steps))
         if not (given.out / name / "model.safetensors").exists():
             trainer = Trainer(name, form, target, starts, log)
-            trainer.train(data, held_out, given.steps)
+            trainer.train(data, held_out, given.steps, given.notes)
             trainer.save(given.out / name, given.steps)
             say(f"{name} made")
     for seed in range(3):
-        for name, form in SHORT.items():
-            if time.time() - started < given.until:
-                Trainer(name, replace(form, seed=seed), target, starts, log).train(data, held_out, SHORT_STEPS)
+        for name, short in SHORT.items():
+            form = replace(short, seed=seed, batch=given.batch)
+            # A short run that is one of the two heads is not made twice.
+            if time.time() - started < given.until and (form, given.short_steps) not in made:
+                Trainer(name, form, target, starts, log).train(data, held_out, given.short_steps, given.notes)
     say("done")
 
 

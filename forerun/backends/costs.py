@@ -134,7 +134,7 @@ def forward_costs(model: CausalLM, counts: Sequence[int] = COUNTS, context: int 
 def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
     """Return {rows: ms of a head's next state and its logits} after `context` entries. Lyanna's states come several at
     a time: hers is the mean of STATES of them."""
-    eagle = head.kind == "eagle" and not head.grows(1)
+    eagle, in_c = head.kind == "eagle", head.kind == "lyanna" and head.grows(1)
     token = torch.zeros(1, 1, dtype=torch.long, device=head.device)
     itself = torch.ones(1, 1, 1, dtype=torch.bool, device=head.device)
     head, found = head.fresh(), {}
@@ -148,7 +148,7 @@ def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
         seconds = []
         for _ in _rounds():
             begun = perf_counter()
-            if head.grows(1):
+            if in_c:
                 head.grow(ids, state.split(1), [[0]] * rows, STATES, Beams([0] * rows, 1, 1, [STATES] * rows))
             elif eagle:  # each of its states needs the token before it
                 following = head.branch(ids, state[:, None], token.expand(rows, 1), 0, itself.expand(rows, 1, 1))

@@ -81,7 +81,7 @@ class HiddenLM(Rows):
         self.hot, self.vocab_size = head.hot.to(self.device), target.vocab_size
         self.kind, self.curves, self.capture = head.config.kind, head.config.curves, head.capture
         self.width, self.depth = head.width, len(head.layers)
-        self._empty()
+        self.cache = KVCache(self.depth)
         embedding = target.model.get_input_embeddings()
         self.quantised: QuantisedHead | None = None
         self.information: Product | None = None
@@ -99,21 +99,17 @@ class HiddenLM(Rows):
         self._layers = self.quantised or TorchHead(head, embedding, self.device, self.dtype, few)
         self.information = self._layers.information if head.informed else None
 
-    def _empty(self) -> None:
-        self.cache, self._prompt = KVCache(self.depth), KVCache(self.depth)
-
     def fresh(self) -> HiddenLM:
         """Return the same head with a cache of its own."""
         other = copy.copy(self)
-        other._empty()
+        other.cache = KVCache(self.depth)
         return other
 
     @torch.inference_mode()
     def prefill(self, id: int, features: Tensor, tokens: Sequence[int], chunk: int, reserve: int = 0) -> Iterator[int]:
-        """Add a sequence with features [n, d] and the tokens after them, run in a cache of one row. Yield the size of
-        each chunk, at most `chunk`."""
-        prompt, count = self._prompt, len(features)
-        prompt.reset()
+        """Add a sequence with features [n, d] and the tokens after them, run in a cache of one row of their own. Yield
+        the size of each chunk, at most `chunk`."""
+        prompt, count = KVCache(self.depth), len(features)
         prompt.add(0, count)
         for start in range(0, count, chunk):
             part = features[start : start + chunk].to(self.dtype)

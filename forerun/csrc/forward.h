@@ -97,13 +97,13 @@ int fr_chain(const fr_model *model, const fr_cache *cache, const fr_chain_reques
 
 /* Drafts of R rows by a head over hidden states: the next `most` places of a search with w beams. Run the `count`
    features of each row with the tokens after them, after `length` committed positions, then states from states alone or,
-   if `alone` is empty and w is 1, with drafted tokens. The logits of a beam are those of its place, old ones that the row
-   has for it, and the token information of its last token. At each place the `nodes` paths with the
-   largest values are found, sums of the logs of their tokens' probabilities, calibrated by `curves`; the first w are the
-   next beams. A path without a value, or beyond its row's limit, is worth -inf.
+   if `alone` is empty and w is 1, with drafted tokens. The logits of a beam are those of its place, plus old ones that
+   the row has for it, plus the token information of its last token. At each place the `nodes` paths with the largest
+   values are found, sums of the logs of their tokens' probabilities, calibrated by `curves`; the first w are the next
+   beams. A path without a value, or beyond its row's limit, is worth -inf.
 
-   With a `start`, the number of places of earlier calls, `features` are the last states [R, d] of the call before, and
-   each count is 1; `length` counts their own places too. */
+   With a `start`, the number of places of earlier calls, `features` are the last states [R, d] of the call before, each
+   count is 1, and `length` counts the start - 1 states that were run. */
 typedef struct {
     int32_t rows, n, start, most, width, nodes, context; /* n: sum of count; context: positions beyond are its last */
     const int32_t *row, *length, *count, *limit; /* [R]; limit: places that a row may have in all */

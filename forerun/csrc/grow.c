@@ -68,7 +68,8 @@ static void do_beams(void *argument, int64_t first, int64_t last, int thread) {
     }
 }
 
-/* The best paths of a row's beams, which then begin with the first of these. */
+/* The best paths of a row's beams, which then begin with the first of these. An output that is missing has a gain of
+   -inf, and w beams have at least m paths with these. */
 static void choose(const search *s, int row) {
     const fr_growth *g = s->of;
     int w = g->width, m = g->nodes, count = 0, is_over = g->start + s->place >= g->limit[row];
@@ -108,7 +109,7 @@ static int search_place(search *s, int place) {
     return 0;
 }
 
-static int growth_fits(const fr_model *m, const fr_growth *g) {
+static int growth_fits(const fr_model *m, const fr_cache *cache, const fr_growth *g) {
     const fr_matrix *more = g->information;
     int64_t n = 0;
     if (g->rows < 1 || g->most < 1 || g->width < 1 || g->nodes < 1 || g->start < 0 || g->context < 1) return 0;
@@ -119,7 +120,10 @@ static int growth_fits(const fr_model *m, const fr_growth *g) {
     for (int i = 0; i < g->rows * g->width; i++)
         if (g->beams[i] < 0 || g->beams[i] >= m->vocabulary) return 0;
     for (int row = 0; row < g->rows; row++) {
-        if (g->count[row] < 1 || g->length[row] < 0) return 0;
+        int64_t end = (int64_t)g->length[row] + g->count[row] + g->most - 1;
+        if (g->count[row] < 1 || g->length[row] < 0 || (g->start && g->count[row] > 1)) return 0;
+        for (int i = 0; i < m->layers; i++)
+            if (end > cache[i].capacity || g->row[row] < 0 || g->row[row] >= cache[i].rows) return 0;
         n += g->count[row];
     }
     return n == g->n;
@@ -157,7 +161,7 @@ static int grow(const fr_model *m, const fr_cache *cache, const fr_growth *g, se
 }
 
 int fr_grow(const fr_model *model, const fr_cache *cache, const fr_growth *g) {
-    if (!growth_fits(model, g)) return FR_REFUSED;
+    if (!growth_fits(model, cache, g)) return FR_REFUSED;
     int64_t beams = (int64_t)g->rows * g->width, found = beams * g->nodes;
     int64_t floats = beams * (g->head->outputs + (g->information ? g->information->inputs : 0));
     double *room = malloc((size_t)found * sizeof(double) + (size_t)floats * sizeof(float) + (size_t)(found + 4 * g->n) * sizeof(int32_t));

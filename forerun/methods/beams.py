@@ -44,7 +44,7 @@ def grow(
     It holds the `nodes` most probable paths that `search` finds with `width` beams; one beam gives a chain. A `budget`
     may end paths sooner.
     """
-    depth = min(max(limits), nodes)
+    depth = max(limits)
     if depth < 1:
         return [Draft.root(root) for root in roots]
     tokens, parents, values = _paths(roots, search, depth, limits, width, budget)

@@ -29,7 +29,7 @@ class StepCosts:
 
 @dataclass
 class Group:
-    """Rows that stop together. They are drafted and verified together, so a node of any costs the others time too.
+    """Rows that stop together. They are drafted and verified together, so a node of one costs all of them time.
 
     Attributes:
         costs: of steps with this number of rows.
@@ -92,7 +92,8 @@ class Budget:
         """Return calibrated log-probabilities [B, w, m] for those of tokens at depth k."""
         shift, slope, _ = np.array([own[k] for own in self.curves]).T[:, :, None, None]
         odds = logs - np.log1p(-np.exp(logs).clip(max=_CERTAIN))
-        return -np.logaddexp(0, -shift - slope * odds)
+        with np.errstate(invalid="ignore"):  # of logits that are not numbers
+            return -np.logaddexp(0, -shift - slope * odds)
 
     def deeper(self, k: int, values: Array) -> list[bool]:
         """Return whether each row grows deeper than k + 1 places. `values` [B, m] are log-probabilities of its paths of
@@ -149,14 +150,16 @@ class Budgets:
         """Take the head and its costs. `nodes`: the most of a row. `beams`: see `StepCosts`."""
         self.head, self.block = head, block
         self._step_costs = cache(lambda greedy, rows: StepCosts(costs if greedy else costs.sampled, rows, nodes, beams))
+        self.pays = cache(self._pays)
 
-    def pays(self, rows: int) -> bool:
-        """Return whether a first block is expected to pay in a greedy step of N rows at the mean acceptance of its
+    def _pays(self, rows: int) -> bool:
+        """Return whether a first block is expected to pay in a greedy step of N rows, at the mean acceptance of its
         places."""
-        means = [mean for _, _, mean in self.head.curves]
-        survival = list(accumulate((means + means[-1:] * self.block)[: self.block], mul))
-        group = Group(list(range(rows)), self._step_costs(True, rows), True)
-        return group.rate([survival] * rows, self.block * group.state)[0] > group.rate([[]] * rows)[0]
+        means, costs = [mean for _, _, mean in self.head.curves], self._step_costs(True, rows)
+        count = min(self.block, costs.nodes)
+        survival = list(accumulate((means + means[-1:] * count)[:count], mul))
+        group = Group(list(range(rows)), costs, True)
+        return group.rate([survival] * rows, count * group.state)[0] > group.rate([[]] * rows)[0]
 
     def of(self, seqs: list[Sequence], limits: list[int], fresh: list[int], ahead: list[int]) -> Budget:
         """Return the budget of a step. `fresh`: rows that need new states. `limits`, `ahead`: see `Budget`."""

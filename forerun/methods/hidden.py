@@ -56,15 +56,15 @@ class HeadDrafter(Drafter):
     Attributes:
         features: {sequence: parts [n, d]} the target's features that the head has not run yet. The last one is at the
             position before the last token.
-        unread: {sequence: what has the head read its prompt}, of those that it has not read.
+        unread: {sequence: what makes the head read its prompt}, of those that it has not read.
         seconds, forwards: of the head in the present step.
     """
 
     def __init__(self, settings: Heads, head: HiddenLM, costs: Costs | None = None, beams: int = 1) -> None:
         """Take over a head. `costs`: for paced methods. `beams`: number of states that the head drafts at a depth."""
-        self.head, self.depth, self.width = head, settings.depth, settings.width
-        self.wants_hidden = head.capture
+        self.head, self.width, self.wants_hidden = head, settings.width, head.capture
         self.nodes = settings.nodes if settings.width > 1 else settings.depth
+        self.depth = min(settings.depth, self.nodes)
         self.spread = self.nodes if self.width > 1 else 0
         self.features: dict[int, list[Tensor]] = {}
         self.unread: dict[int, Iterator[int]] = {}
@@ -106,7 +106,7 @@ class HeadDrafter(Drafter):
     def propose(self, seqs: list[Sequence]) -> Proposal:
         self.seconds, self.forwards, begun, left = 0.0, 0, perf_counter(), PIECE
         for seq in seqs:
-            if seq.id in self.unread and left > 0:
+            if seq.id in self.unread and seq.remaining > 1 and left > 0:
                 left -= sum(self.unread.pop(seq.id))
         read = perf_counter() - begun if left < PIECE else 0.0
         # A sequence of a single token has no feature yet.
@@ -126,14 +126,14 @@ class HeadDrafter(Drafter):
         """Return drafts of sequences whose limits are above 0, and the logits [n, S] of the places of each. C drafts a
         block at a time. `old`: see `Beams`."""
         head, ids, plan, begun = self.head, [seq.id for seq in seqs], self.plan(seqs, limits), perf_counter()
-        roots, deepest = [seq.tokens[-1] for seq in seqs], min(max(limits), self.nodes)
+        roots = [seq.tokens[-1] for seq in seqs]
         features, after = self.take(seqs)
         state = quantised_heads.Beams(roots, self.width, self.nodes, limits, old)
         blocks: list[Growth] = []
 
         def search(k: int, tokens: Array, at: Array, values: Array, ends: Array) -> tuple[Array, Array, Array]:
             if k == state.start:
-                most = (deepest if plan is None else min(max(plan.deep), deepest)) - k
+                most = max(limits if plan is None else plan.deep) - k
                 if plan is not None:
                     state.curves = np.array([own[k : k + most] for own in plan.curves])[:, :, :2]
                 state.ends[:] = ends
@@ -173,5 +173,4 @@ class HeadDrafter(Drafter):
     ) -> None:
         assert hidden is not None
         for seq, verdict, states in zip(seqs, verdicts, hidden, strict=True):
-            path = verdict.path
-            self.features[seq.id].append(states[: len(path)] if path[-1] == len(path) - 1 else states[path])
+            self.features[seq.id].append(states[verdict.path])  # a copy, as a view would keep all rows' states

@@ -259,7 +259,7 @@ class HybridDrafter(Drafter):
                 forwards = self._forwards if is_other else 0
                 spent = self.balance.spent(seq.greedy, len(seqs), draft.drafted, forwards)
                 self.balance.observe(found, score, draft, seq.tokens[length:], forwards, spent, wanted)
-                if is_other:
+                if is_other or (self.wants_hidden and seq.id in self._asked):
                     self._read[seq.id] = len(seq.tokens)
         self._asked, self._found = set(), {}
 

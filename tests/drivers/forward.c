@@ -83,12 +83,14 @@ int main(int argc, char **argv) { /* variant, threads; out: logits, states, keys
             .information = &information, .token_states = numbers(VOCABULARY * 32, 1), .old = old, .olds = olds,
             .curves = numbers(2 * 20 * 2, 1), .beams = beams[0], .values = values[0], .tokens = found[0][0],
             .parents = parents[0][0], .found = worth[0][0]};
-    if (fr_grow(&model, caches, &growth)) return 7;
-    lengths[0] = 42, lengths[1] = 23, counts[0] = 1, growth.n = 2, growth.start = 20, growth.most = 5;
-    growth.features = states[19][0];
-    if (fr_grow(&model, caches, &growth)) return 8;
-    fwrite(states, sizeof states, 1, stdout), fwrite(places, sizeof places, 1, stdout);
-    fwrite(found, sizeof found, 1, stdout), fwrite(parents, sizeof parents, 1, stdout), fwrite(worth, sizeof worth, 1, stdout);
+    for (int call = 0; call < 2; call++) {
+        if (fr_grow(&model, caches, &growth)) return 7 + call;
+        fwrite(states, sizeof states, 1, stdout), fwrite(places, sizeof places, 1, stdout);
+        fwrite(found, sizeof found, 1, stdout), fwrite(parents, sizeof parents, 1, stdout);
+        fwrite(worth, sizeof worth, 1, stdout);
+            lengths[0] = 42, lengths[1] = 23, counts[0] = 1, limits[0] = 25, limits[1] = 22;
+        growth.n = 2, growth.start = 20, growth.most = 5, growth.features = states[19][0];
+    }
     fwrite(logits, sizeof logits, 1, stdout), fwrite(memory, sizeof memory, 1, stdout);
     fwrite(drafted, sizeof drafted, 1, stdout), fwrite(probabilities, sizeof probabilities, 1, stdout);
     return 0;
