@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import uvicorn
 from tokenizers import AddedToken
@@ -105,9 +104,11 @@ def served(make: Any) -> Any:
     return server
 
 
-def client_of(server: Live) -> openai.OpenAI:
+def client_of(server: Live) -> Any:
     """OpenAI's client of a server, which closes its connections at the end of a `with`."""
     http = httpx.Client(trust_env=False)
+    import openai  # late, as not every environment of CI has it
+
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http, max_retries=0)
 
 
