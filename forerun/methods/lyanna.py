@@ -111,8 +111,8 @@ class LyannaDrafter(HeadDrafter):
             for row, each, (draft, logits) in zip(fresh, old, found, strict=True):
                 drafts[row] = draft
                 self._keep(seqs[row], draft, logits, len(each.places) if each is not None else 0)
-        again = [(row, each) for row, each in enumerate(known) if each and (free[row] or self.reuse == "both")]
-        if again := [(row, each) for row, each in again if limits[row] > 0]:
+        reused = [limit > 0 and (is_free or self.reuse == "both") for limit, is_free in zip(limits, free, strict=True)]
+        if again := [(row, each) for row, each in enumerate(known) if each and reused[row]]:
             deep = [min(limits[row], len(each.places)) for row, each in again]
             branches = self._draft_again([seqs[row] for row, _ in again], deep, [each for _, each in again])
             for (row, _), branch in zip(again, branches, strict=True):
