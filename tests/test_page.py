@@ -54,7 +54,9 @@ SCRIPTS: dict[str, list[dict[str, Any]]] = {
     "html": [step([(HTML, "draft"), ("!", "bonus")], "<i>no</i>")],
     "rests": [step([("So", "bonus")]), *[step([(".", "bonus")]) | {"rests": True}] * 2],
     "slow": [step([(f"{number} ", "bonus")]) for number in range(10_000)],
+    "flood": [step([(f"{number} ", "bonus")]) for number in range(2000)],
 }
+PAUSES = {"slow": 0.05, "flood": 0.0}  # seconds within a step; else 0.005
 SCRIPTS["broken"] = SCRIPTS["cut"] = SCRIPTS["slow"][:1]
 
 
@@ -124,7 +126,7 @@ class Stub:
             finish = "stop" if each is steps[-1] and script not in ("broken", "cut") else None
             text = event({"choices": [{"delta": delta, "finish_reason": finish}], "forerun": each})
             yield text[: len(text) // 2]  # a network splits where it likes
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(PAUSES.get(script, 0.005))
             yield text[len(text) // 2 :]
         self.streams -= 1
         if script == "broken":
@@ -307,6 +309,19 @@ def test_escape_stops_and_the_question_can_be_sent_again(page: Any, stub: Stub) 
     assert stub.bodies[0] == stub.bodies[1]
     ask(page, "hello")
     assert stub.bodies[2]["messages"][1]["content"].startswith("0 1 2 ")  # what was written stays
+
+
+def test_steps_that_come_faster_than_frames_are_shown_together(page: Any) -> None:
+    """Else a page that lays out every step is busy for seconds, and hears neither Stop nor Escape."""
+    page.evaluate(
+        "window.draws = 0; const counter = new MutationObserver(() => draws++);"
+        "counter.observe(document.getElementById('forwards'), {childList: true})"
+    )
+    answer = ask(page, "flood")
+    assert answer.locator(".text").text_content() == "".join(f"{number} " for number in range(2000))
+    expect(page.locator("#steps [role=option]")).to_have_count(2000)
+    expect(page.locator("#step")).to_contain_text("Step 2000 of 2000")
+    assert page.evaluate("draws") < 1000
 
 
 def test_errors_and_what_the_model_writes_are_shown_as_text(page: Any, stub: Stub) -> None:

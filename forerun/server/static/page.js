@@ -153,7 +153,7 @@ function request(exchange, plain) {
 /** An answer that waits for its turn, with its place in the page. */
 function newAnswer(exchange, plain) {
   const answer = {
-    exchange, plain, state: "waiting", text: "", error: "", steps: [], begun: 0, first: null, time: 0,
+    exchange, plain, state: "waiting", text: "", error: "", steps: [], fresh: [], begun: 0, first: null, time: 0,
     drafted: 0, tested: 0, accepted: 0, rests: 0, origins: {}, tokens: 0, finish: null, controller: new AbortController(),
     box: element("div", "answer"), body: element("div", "text"), facts: element("p", "facts"),
     problem: element("p", "error"), tools: element("div", "tools"),
@@ -170,7 +170,7 @@ function newAnswer(exchange, plain) {
   return answer;
 }
 
-/** Adds what a chunk brings. A chunk with the field `forerun` is a step of the engine. */
+/** Adds what a chunk brings; `draw` shows it. A chunk with the field `forerun` is a step of the engine. */
 function take(answer, chunk) {
   if (chunk.error) throw new Error(String(chunk.error.message).slice(0, LONGEST_ERROR));
   const choice = chunk.choices?.[0];
@@ -181,7 +181,7 @@ function take(answer, chunk) {
   answer.text += content;
   if (step || content) answer.first ??= answer.time;
   const spans = (step?.pieces ?? (content ? [[content, null]] : [])).map(([text, origin]) => piece(text, origin));
-  answer.body.append(...spans);
+  answer.fresh.push(...spans);
   if (step) {
     answer.steps.push({ ...step, spans });
     for (const key of ["drafted", "tested", "accepted", "rests"]) answer[key] += step[key];
@@ -189,13 +189,21 @@ function take(answer, chunk) {
     answer.tokens = answer.accepted + answer.steps.length; // each step adds a token of the model's own
   }
   answer.tokens = chunk.usage?.completion_tokens ?? answer.tokens; // the end may have cut the last step
-  if (answer === chosen) showFigures(step ? answer.steps.length - 1 : null);
+}
+
+/** Shows what came since the last time: once a frame, as chunks may come faster than a page can be laid out. */
+function draw(answer) {
+  following(() => {
+    answer.body.append(...answer.fresh.splice(0));
+    if (answer === chosen) showFigures();
+  });
 }
 
 /** Asks, and takes the answer as it comes, to whatever end. */
 async function fetchAnswer(answer) {
   [answer.state, answer.begun] = ["running", performance.now()];
   refresh();
+  let frame = 0;
   try {
     const response = await fetch("v1/chat/completions", {
       method: "POST",
@@ -208,7 +216,11 @@ async function fetchAnswer(answer) {
       throw new Error((await complaint(response)) + (after ? ` Try again in ${after} s.` : ""));
     }
     for await (const chunk of events(response)) {
-      following(() => take(answer, chunk));
+      take(answer, chunk);
+      frame ||= requestAnimationFrame(() => {
+        frame = 0;
+        draw(answer);
+      });
     }
     answer.state = "done";
   } catch (error) {
@@ -217,6 +229,9 @@ async function fetchAnswer(answer) {
     const isLost = error instanceof TypeError; // what fetch raises
     answer.error = isLost ? "The server does not answer, or the connection broke." : error.message;
     connect(); // it may be closing, or another one by now
+  } finally {
+    cancelAnimationFrame(frame);
+    draw(answer);
   }
 }
 
@@ -345,15 +360,15 @@ function choose(answer, at = null) {
   if (answer !== chosen) {
     chosen = answer;
     steps.replaceChildren();
-    answer?.steps.forEach((step, number) => steps.append(column(step, number)));
   }
   walked = at;
   showFigures();
+  if (walked !== null) showStep();
   refresh();
 }
 
-/** The figures of the chosen answer; `added` is the number of a step that is new. */
-function showFigures(added = null) {
+/** The figures of the chosen answer, and its steps up to the last. */
+function showFigures() {
   const answer = chosen;
   const put = (id, is, text) => { $(id).textContent = is ? text() : "–"; };
   put("tau", answer?.steps.length, () => (answer.tokens / answer.steps.length).toFixed(2));
@@ -366,8 +381,9 @@ function showFigures(added = null) {
     entry.querySelector("b").textContent = answer?.origins[entry.dataset.origin] ?? "–";
   }
   $("rests").textContent = answer && rests(answer) ? RESTS : "";
-  if (added !== null) steps.append(column(answer.steps[added], added));
-  if (walked === null || added === null) showStep();
+  const fresh = answer?.steps.slice(steps.children.length) ?? [];
+  steps.append(...fresh.map((step, number) => column(step, steps.children.length + number)));
+  if (walked === null) showStep();
 }
 
 /** A step in the strip: a box a kept piece, from below, and a dashed line a rejected token. */
@@ -390,7 +406,7 @@ const summary = (step) =>
 /** Marks a step in the strip and in the answer, and writes it out below. */
 function showStep() {
   for (const marked of document.querySelectorAll("#log .here")) marked.classList.remove("here");
-  steps.querySelector("[aria-selected=true]")?.setAttribute("aria-selected", "false");
+  $(steps.getAttribute("aria-activedescendant"))?.setAttribute("aria-selected", "false");
   const number = walked ?? (chosen?.steps.length ?? 0) - 1;
   const step = chosen?.steps[number];
   if (!step) {
