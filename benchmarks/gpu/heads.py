@@ -3,10 +3,10 @@ same size, steps and data, and short runs that change one thing each, with three
 
     python -m benchmarks.gpu.heads --requests requests.jsonl --held PROMPTS... --out OUT
 
-A run that was stopped goes on: answers and heads' checkpoints are kept in OUT, and on a CPU the states too; a GPU
-computes them again. OUT/log.jsonl has the curves. `python -m benchmarks.gpu.finish OUT/lyanna OUT/chats --out lyanna`
-calibrates a head afterwards, on a CPU. `--device cpu` is for a `--sample` of conversations and small steps
-(docs/training.md).
+With answers in OUT/chats (`train_heads.sh` unpacks those in git) it needs no requests. A run that was stopped goes on:
+answers and heads' checkpoints are kept in OUT, and on a CPU the states too; a GPU computes them anew. OUT/log.jsonl has
+the curves. `python -m benchmarks.gpu.finish OUT/lyanna OUT/chats --out lyanna` calibrates a head afterwards, on a CPU.
+`--device cpu` is for a `--sample` of conversations and small steps (docs/training.md).
 """
 
 from __future__ import annotations
@@ -415,8 +415,8 @@ def sampled(chats: Path, counts: list[int] | None) -> list[list[Conversation]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=Path, required=True)
-    parser.add_argument("--held", type=Path, nargs="+", required=True, help="prompts that nothing may share text with")
+    parser.add_argument("--requests", type=Path, help="what is answered, if OUT/chats has no answers yet")
+    parser.add_argument("--held", type=Path, nargs="+", help="likewise: prompts that nothing may share text with")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit", type=int, help="how many requests are read")
     parser.add_argument("--exercises", type=int, default=3072, help="how many are asked for")
@@ -430,6 +430,10 @@ def main() -> None:
     parser.add_argument("--notes", type=int, default=6, help="measurements of a training")
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
+    chats = given.out / "chats"
+    asks = not (chats / "train.jsonl").exists()
+    if asks and not (given.requests and given.held):
+        parser.error(f"there are no answers in {chats}, so --requests and --held are needed")
     started = time.time()
 
     def say(text: str) -> None:
@@ -442,9 +446,8 @@ def main() -> None:
         torch.set_float32_matmul_precision("medium")
     target, tokenizer = Target(require(QWEN_CODER), given.device), load_tokenizer(QWEN_CODER)
     say("target loaded")
-    chats = given.out / "chats"
-    chats.mkdir(exist_ok=True)
-    if not (chats / "train.jsonl").exists():
+    if asks:
+        chats.mkdir(exist_ok=True)
         lines = given.requests.read_text().splitlines()[: given.limit]
         requests = [answers.Given(**json.loads(line)) for line in lines]
         held = [
