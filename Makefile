@@ -28,9 +28,8 @@ SANITIZERS := LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file
 sanitize: $(INSTALLED)-dev
 	CC=gcc CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g -O1" $(BIN)/python forerun/csrc/build.py
 	( $(SANITIZERS) $(BIN)/pytest -n auto --dist worksteal -vv $(SANITIZED) && \
-	for variant in $$($(SANITIZERS) $(BIN)/python -c "from forerun.csrc.library import variants; print(*variants())"); do \
-		FORERUN_KERNELS=$$variant FORERUN_FUZZ=30 $(SANITIZERS) $(BIN)/pytest tests/test_gguf.py -k damaged_files || exit 1; \
-	done ); \
+	$(SANITIZERS) $(BIN)/python -c "from forerun.csrc.library import variants; print(*variants(), sep='\n')" | \
+	xargs -P 2 -I % env FORERUN_KERNELS=% FORERUN_FUZZ=30 $(SANITIZERS) $(BIN)/pytest tests/test_gguf.py -k damaged_files ); \
 	found=$$?; $(BIN)/python forerun/csrc/build.py && exit $$found
 
 quality: $(INSTALLED)-dev
