@@ -25,7 +25,7 @@ KEPT = ("prompt_ms", "predicted_ms", "draft_n", "draft_n_accepted")
 NGRAMS = ("ngram_simple", "ngram_map_k", "ngram_map_k4v")
 SETTINGS = [
     "plain",
-    *(f"draft_simple/{most}/{least}" for most in (1, 2, 3, 4, 8) for least in (0, 0.6, 0.9)),
+    *(f"draft_simple/{sizes}" for sizes in ("1/0", "1/0.6", "1/0.9", "2/0", "2/0.6", "3/0.9", "8/0.9")),
     *(f"{kind}/{sizes}" for kind in NGRAMS for sizes in ("3/4", "12/48")),
     "ngram_mod/3/4",
     "ngram_mod/24/64",
