@@ -79,6 +79,7 @@ on transformers' own forwards: what drafting gains there is not our forwards' do
 """
 QWEN = {
     "greedy": "Greedy, 128 new tokens",
+    "rounds": "Greedy, three rounds of the methods that draft with the head",
     "greedy-avx2": "Greedy with AVX2 alone (`FORERUN_KERNELS=avx2`)",
     "peers": "Beside llama.cpp's own drafts, with the best settings of validation prompts",
     "temperature-1": "Temperature 1",

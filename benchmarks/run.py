@@ -151,6 +151,7 @@ QWEN = {
     "validation-hot": f"{QWEN_SEARCH} --limit 6 --draft-vocabulary 0 --tune sd.gamma=2,3,4",
     "validation-peers": f"{QWEN_SEARCH} --limit 3 --max-new-tokens 64 --methods ar,{QWEN_LLAMA}",
     "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS},llama-cpp",
+    "rounds": f"--dataset {{data}}/{HUMANEVAL} --limit 8 --rounds 3 --methods ar,lyanna,pacer-lyanna,hybrid",
     "greedy-avx2": f"--dataset {{data}}/{HUMANEVAL} --limit 8 --rounds 1 --methods "
     "ar,sd,pacer,pacer-lyanna,suffix,hybrid",
     "peers": f"--dataset {{data}}/{HUMANEVAL} --limit 4 --rounds 1 --methods ar,suffix,hybrid,{QWEN_PEERS}",
