@@ -81,6 +81,7 @@ QWEN = {
     "greedy": "Greedy, 128 new tokens",
     "rounds": "Greedy, three rounds of the methods that draft with the head",
     "greedy-avx2": "Greedy with AVX2 alone (`FORERUN_KERNELS=avx2`)",
+    "own-avx2": "Own prompts with AVX2 alone",
     "peers": "Beside llama.cpp's own drafts, with the best settings of validation prompts",
     "temperature-1": "Temperature 1",
     "nucleus": "Temperature 0.7, top-p 0.9",

@@ -154,6 +154,8 @@ QWEN = {
     "rounds": f"--dataset {{data}}/{HUMANEVAL} --limit 8 --rounds 3 --methods ar,lyanna,pacer-lyanna,hybrid",
     "greedy-avx2": f"--dataset {{data}}/{HUMANEVAL} --limit 8 --rounds 1 --methods "
     "ar,sd,pacer,pacer-lyanna,suffix,hybrid",
+    "own-avx2": "--dataset {here}/qwen-coder/test.jsonl --limit 8 --rounds 1 "
+    "--methods ar,pacer,pacer-lyanna,suffix,hybrid",
     "peers": f"--dataset {{data}}/{HUMANEVAL} --limit 4 --rounds 1 --methods ar,suffix,hybrid,{QWEN_PEERS}",
     "nucleus": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 0.7 --top-p 0.9",
     "temperature-1": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 1",
