@@ -6,20 +6,13 @@ import os
 import platform
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = "_forerun.so"
-COMMON = [
-    "-std=gnu11",
-    "-O3",
-    "-fPIC",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fvisibility=default",
-]
-COMMON += ["-Wall", "-Wextra", "-Wno-psabi"]
+COMMON = ["-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+COMMON += ["-fvisibility=default", "-Wall", "-Wextra", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx512vnni"]
 # {machine: {variant: its own flags}}.
@@ -46,10 +39,12 @@ def build(
     """Compile every source and link the shared library `target`. Raises RuntimeError with the compiler's messages."""
     machine = machine or platform.machine()
     machine = MACHINES.get(machine, machine)
-    objects = []
+    objects, commands = [], []
     for name, flags in sources(machine).items():
         objects.append(str(target.with_name(f"{target.stem}-{Path(name).stem}.o")))
-        _run([compiler, *COMMON, *flags, *extra, "-c", str(HERE / name), "-o", objects[-1]])
+        commands.append([compiler, *COMMON, *flags, *extra, "-c", str(HERE / name), "-o", objects[-1]])
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(_run, commands))  # raises the first error
     _run([compiler, "-shared", *extra, *objects, "-o", str(target), "-lm", "-lpthread"])
     for name in objects:
         Path(name).unlink()
