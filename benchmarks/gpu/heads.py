@@ -1,7 +1,7 @@
-"""Makes qwen-coder's heads on one GPU: answers, the target's states, the head of the package, an EAGLE-like one of the
+"""Makes a target's heads on one GPU: answers, the target's states, the head of the package, an EAGLE-like one of the
 same size, steps and data, and short runs that change one thing each, with three seeds.
 
-    python -m benchmarks.gpu.heads --requests requests.jsonl --held PROMPTS... --out OUT
+    python -m benchmarks.gpu.heads --requests requests.jsonl --held PROMPTS... --out OUT [--target smollm2]
 
 With answers in OUT/chats (`train_heads.sh` unpacks those in git) it needs no requests. A run that was stopped goes on:
 answers and heads' checkpoints are kept in OUT, and on a CPU the states too; a GPU computes them anew. OUT/log.jsonl has
@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from math import log
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -32,10 +33,10 @@ from benchmarks.gpu.target import LOGITS, PART, Target, product
 from forerun.api.loading import load_tokenizer
 from forerun.backends.hot import hot_tokens
 from forerun.bench.datasets import read_prompts
-from forerun.heads.heads import HeadLayer, HiddenConfig, HiddenDrafter
+from forerun.heads.heads import KINDS, HeadLayer, HiddenConfig, HiddenDrafter
 from forerun.train.loop import claim, load_checkpoint, save_checkpoint
 from forerun.train.texts import Conversation, read_chats
-from forerun.zoo import QWEN_CODER, hot_folder, require
+from forerun.zoo import MODELS, QWEN_CODER, SMOLLM2, hot_folder, require
 
 LIMIT = 320  # tokens of an answer
 HOT, RANK, INNER = 16_384, 64, 2048
@@ -53,7 +54,9 @@ class Form:
     kind: str = "lyanna"
     hot: int = HOT
     rank: int = RANK
+    inner: int = INNER  # neurons, at most the target's
     unroll: int = 4
+    reads_lower: bool = False  # the first step sees states of two lower blocks, as EAGLE-3 (arXiv 2503.01840) does
     copied: bool = True  # begins as least squares' map and the target's last layer
     reads_token: bool = True  # the first step sees the token that follows
     law: bool = True  # the loss is with the target's law, not with its likeliest token
@@ -71,6 +74,8 @@ SHORT = {
     "unrolled once": replace(MAIN, unroll=1),
     "no map and no copied layer": replace(MAIN, copied=False),
     "EAGLE-like": replace(MAIN, kind="eagle"),
+    "states of three layers": replace(MAIN, reads_lower=True),
+    "half of the neurons": replace(MAIN, inner=INNER // 2),
 }
 
 
@@ -85,9 +90,17 @@ class Batch(NamedTuple):
 
 class Data:
     """Texts with the target's states. `whole` [n] is the log-sum-exp of the logits of a state, `best` [n] its likeliest
-    token. They are read once if `kept` names a file for them; `part` positions are read or measured together."""
+    token, `lower` [n, 2 d] the states of two lower blocks, if wanted. They are read once if `kept` names a file for
+    them; `part` positions are read or measured together."""
 
-    def __init__(self, target: Target, known: list[Conversation], part: int = PART, kept: Path | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        known: list[Conversation],
+        part: int = PART,
+        kept: Path | None = None,
+        lower: bool = False,
+    ) -> None:
         rows = [(each.prompt + each.answer)[:-1] for each in known]
         device, self.part = target.device, part
         self.sources = [each.source for each in known]
@@ -97,17 +110,23 @@ class Data:
         self.tokens = torch.tensor([token for row in rows for token in row], device=device)
         total = len(self.tokens)
         self.states = torch.empty(total, target.size, dtype=torch.bfloat16, device=device)
+        self.lower = torch.empty(total if lower else 0, 2 * target.size, dtype=torch.bfloat16, device=device)
         self.whole, self.best = torch.empty(total, device=device), torch.empty(total, dtype=torch.int32, device=device)
+        names = ("states", "best", "whole", "lower")
         if kept is not None and kept.exists():
             parts = load_file(kept)
-            self.states, self.best, self.whole = (parts[name] for name in ("states", "best", "whole"))
-            return
+            if len(parts["lower"]) == len(self.lower):
+                self.states, self.best, self.whole, self.lower = (parts[name] for name in names)
+                return
 
         def read(some: list[int]) -> None:
             at, within, _ = self.take(some)
-            states = target.read(self.tokens[at])[within]
+            below: list[Tensor] = []
+            states = target.read(self.tokens[at], lower=below if lower else None)[within]
             best, whole = target.law(states)
             chosen = at[within]
+            if lower:
+                self.lower[chosen] = torch.cat(below, -1)[within]
             self.states[chosen], self.best[chosen], self.whole[chosen] = states, best, whole
 
         # On a CPU several threads of one core each read, which do not wait at barriers.
@@ -117,7 +136,7 @@ class Data:
             list(pool.map(read, self.batches(part, random.Random(0))))
         torch.set_num_threads(threads)
         if kept is not None:
-            save_file({"states": self.states, "best": self.best, "whole": self.whole}, kept)
+            save_file({name: getattr(self, name) for name in names}, kept)
 
     def batches(self, positions: int, rng: random.Random) -> list[list[int]]:
         """Return all rows in batches of about the same length, shuffled."""
@@ -143,19 +162,20 @@ class Data:
 class Starts:
     """What heads begin with, made once for all."""
 
-    def __init__(self, target: Target, data: Data, batch: int) -> None:
+    def __init__(self, name: str, target: Target, data: Data, batch: int, hot: int) -> None:
         vocabulary = len(target.embed)
         at = torch.arange(int(data.lengths.max()), device=target.device)
         is_answer = (at >= data.begins[:, None])[at < data.sizes[:, None]]  # of all positions in turn
         counts = torch.bincount(data.tokens, torch.where(is_answer, 1.0, 0.3), vocabulary).cpu()
-        known = hot_tokens(cast(Path, hot_folder(f"{QWEN_CODER}-draft")), None, vocabulary)
+        known = hot_tokens(cast(Path, hot_folder(MODELS[name].draft or name)), None, vocabulary)
         assert known is not None
         counts[known] += torch.linspace(2, 0, len(known))  # the draft's own order, for rare ones
-        self.hot = counts.argsort(descending=True, stable=True)[:HOT].to(target.device)
+        self.hot = counts.argsort(descending=True, stable=True)[:hot].to(target.device)
         self.number = torch.full((vocabulary,), -1, device=target.device)
-        self.number[self.hot] = torch.arange(HOT, device=target.device)
+        self.number[self.hot] = torch.arange(hot, device=target.device)
         self.embed, self.answer = self._bigrams(data, vocabulary, 2 * batch)
         self.fuse = {reads: self._linear(target, data, reads) for reads in (True, False)}
+        self.deeper = self._linear(target, data, True, data.lower) if len(data.lower) else None
 
     def _bigrams(self, data: Data, vocabulary: int, size: int) -> tuple[Tensor, Tensor]:
         """Fit a model of the next hot token by the last one: its states [V, r] and its weight [S, r], at 0.4 of its
@@ -163,7 +183,7 @@ class Starts:
         device, steps = data.tokens.device, min(400, 3 * len(data.tokens) // size + 1)
         torch.manual_seed(0)
         embed = torch.randn(vocabulary, RANK, device=device, requires_grad=True)
-        weight = torch.zeros(HOT, RANK, device=device, requires_grad=True)
+        weight = torch.zeros(len(self.hot), RANK, device=device, requires_grad=True)
         optimizer = torch.optim.Adam([{"params": [embed]}, {"params": [weight]}], betas=(0.9, 0.95))
         is_last = torch.zeros(len(data.tokens), dtype=torch.bool, device=device)
         is_last[data.starts + data.sizes - 1] = True
@@ -180,26 +200,43 @@ class Starts:
             optimizer.step()
         return functional.rms_norm(embed.detach(), (RANK,)), 0.4 * weight.detach()
 
-    def _linear(self, target: Target, data: Data, reads_token: bool) -> Tensor:
+    def _linear(self, target: Target, data: Data, reads_token: bool, lower: Tensor | None = None) -> Tensor:
         """Return least squares' map [d, 2 d] from a state and the next token's embedding, or from the state alone, to
-        the next state."""
+        the next state; [d, 4 d] with lower states."""
         size, gain = target.size, target.norm.float().clamp(min=0.1)
-        both, wanted = (torch.zeros(2 * size, width, device=target.device) for width in (2 * size, size))
+        reads = (2 if lower is None else 4) * size
+        both, wanted = (torch.zeros(reads, width, device=target.device) for width in (reads, size))
         for rows in data.batches(16_384, random.Random(1))[:24]:
             at, within, _ = data.take(rows)
             states, seen = data.states[at].float(), within[:, 1:]
             after = functional.rms_norm(target.embed[data.tokens[at][:, 1:]].float(), (size,))
             x = torch.cat([states[:, :-1], after * reads_token], -1)[seen]
+            if lower is not None:
+                x = torch.cat([x, lower[at[:, :-1]][seen].float()], -1)
             both += x.T @ x
             wanted += x.T @ (states[:, 1:] / gain)[seen]
         both.diagonal().add_(3e-3 * both.diagonal().mean())
         return torch.linalg.solve(both, wanted).T
 
 
+class Deeper(HiddenDrafter):
+    """A head whose first step adds `more` of the states `lower` [B, T, 2 d] of two lower blocks. Only tried here."""
+
+    lower: Tensor
+
+    def __init__(self, config: HiddenConfig) -> None:
+        super().__init__(config)
+        self.more = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+
+    def fused(self, states: Tensor, embedded: Tensor | None = None) -> Tensor:
+        x = super().fused(states, embedded)
+        return x if embedded is None else x + self.more(self.lower)
+
+
 def begin(target: Target, starts: Starts, form: Form) -> HiddenDrafter:
     """Return a head. A copied one begins as least squares' map; its layers are the target's last, whose output does not
     count yet."""
-    inner, table = INNER, RANK * (len(target.embed) + form.hot)
+    inner, table = min(form.inner, target.inner), RANK * (len(target.embed) + form.hot)
     if form.kind == "eagle":  # the same size: more neurons in place of token information
         inner += round(table / (3 * target.size * 32)) * 32
     config = HiddenConfig(
@@ -210,15 +247,16 @@ def begin(target: Target, starts: Starts, form: Form) -> HiddenDrafter:
         num_key_value_heads=target.groups,
         head_dim=target.width,
         rope_theta=target.theta,
+        rms_norm_eps=target.eps,
         rank=form.rank,
-        bias=True,
+        bias=target.is_biased,
         vocab_size=len(target.embed),
         hot_size=form.hot,
         states=form.unroll,
         max_position_embeddings=32768,
     )
     torch.manual_seed(form.seed)
-    head = HiddenDrafter(config)
+    head = (Deeper if form.reads_lower else HiddenDrafter)(config)
     head.begin()
     head.to(target.device)
     head.hot.copy_(starts.hot[: form.hot])
@@ -231,13 +269,18 @@ def begin(target: Target, starts: Starts, form: Form) -> HiddenDrafter:
         if not form.copied:
             return head
         head.fuse.weight.copy_(starts.fuse[form.reads_token])
+        if isinstance(head, Deeper) and starts.deeper is not None:
+            fuse, more = starts.deeper.split(2 * target.size, 1)
+            head.fuse.weight.copy_(fuse)
+            head.more.weight.copy_(more)
         gate, up = last["gate_up"].float().chunk(2)
         kept = (
             (gate.norm(dim=1) * up.norm(dim=1) * last["down"].float().norm(dim=0)).topk(min(inner, len(gate))).indices
         )
         layer = cast(HeadLayer, head.layers[0])
         layer.qkv.weight.copy_(last["qkv"])
-        layer.qkv.bias.copy_(last["bias"])
+        if target.is_biased:
+            layer.qkv.bias.copy_(last["bias"])
         layer.gate_up.weight[: len(kept)] = gate[kept]
         layer.gate_up.weight[inner : inner + len(kept)] = up[kept]
         layer.before_attention.weight.copy_(last["before_attention"])
@@ -259,15 +302,16 @@ class Compared(torch.autograd.Function):
         by_x, by_answer = torch.empty_like(x), torch.zeros_like(answer)
         total, weight = states.new_zeros(()), 1 / max(1, len(x))
         for part in torch.arange(len(x), device=x.device).split(LOGITS):
-            logits = product(x[part], matrix)
+            law = product(x[part], matrix).log_softmax(-1)
+            # Both laws count `weight` from the start, as a pass over all logits takes long.
             if own.ndim == 2:
-                wanted = product(own[part], lm).sub_(whole[part, None]).exp_()
+                wanted = product(own[part], lm).sub_(whole[part, None] - log(weight)).exp_()
             else:
-                wanted = torch.zeros_like(logits)
-                wanted.scatter_(1, own[part, None].clamp(min=0), (own[part, None] >= 0).float())
-            mass, divided = wanted.sum(-1, keepdim=True), logits.logsumexp(-1, keepdim=True)
-            total += weight * ((mass * divided).sum() - (wanted * logits).sum())
-            slope = logits.sub_(divided).exp_().mul_(mass).sub_(wanted).mul_(weight).bfloat16()
+                wanted = torch.zeros_like(law)
+                wanted.scatter_(1, own[part, None].clamp(min=0), (own[part, None] >= 0).float() * weight)
+            mass = wanted.sum(-1, keepdim=True)
+            total -= (wanted * law).sum()
+            slope = law.add_(mass.log()).exp_().sub_(wanted).bfloat16()
             by_x[part] = slope @ matrix
             if rank:
                 by_answer += (slope.T @ x[part, -rank:]).float()
@@ -296,6 +340,8 @@ class Trainer:
     def drafts(self, data: Data, at: Tensor, steps: int) -> list[Tensor]:
         with torch.autocast(at.device.type, torch.bfloat16):
             embedded = self.embed[data.tokens[at]].float()
+            if isinstance(self.head, Deeper):
+                self.head.lower = data.lower[at].float()
             return self.head.drafted(data.states[at].float(), embedded * self.form.reads_token, steps)
 
     def token_states(self, tokens: Tensor) -> Tensor:
@@ -415,6 +461,7 @@ def sampled(chats: Path, counts: list[int] | None) -> list[list[Conversation]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", choices=(QWEN_CODER, SMOLLM2), default=QWEN_CODER)
     parser.add_argument("--requests", type=Path, help="what is answered, if OUT/chats has no answers yet")
     parser.add_argument("--held", type=Path, nargs="+", help="likewise: prompts that nothing may share text with")
     parser.add_argument("--out", type=Path, required=True)
@@ -423,11 +470,12 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=3072, help="how many are asked for")
     parser.add_argument("--steps", type=int, default=1541, help="of the training of each of the two heads")
     parser.add_argument("--short-steps", type=int, default=150, help="of each short run")
+    parser.add_argument("--heads", nargs="*", choices=KINDS, default=KINDS, help="that are trained in full")
     parser.add_argument("--until", type=float, default=1e9, help="seconds after which no short run begins")
     parser.add_argument("--batch", type=int, default=BATCH, help="positions of a step")
     parser.add_argument("--part", type=int, default=PART, help="positions that are read or measured together")
     parser.add_argument("--sample", type=int, nargs=2, help="conversations to train on and held-out ones, of all")
-    parser.add_argument("--notes", type=int, default=6, help="measurements of a training")
+    parser.add_argument("--notes", type=int, default=6, help="measurements of a training; a short run has one")
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
     chats = given.out / "chats"
@@ -440,11 +488,11 @@ def main() -> None:
         print(f"[{time.time() - started:.0f} s] {text}", flush=True)
 
     torch.manual_seed(0)
-    settings = ("limit", "exercises", "questions", "steps", "short_steps", "batch", "sample")
+    settings = ("target", "limit", "exercises", "questions", "steps", "short_steps", "batch", "sample")
     claim(given.out, {name: getattr(given, name) for name in settings})
     if given.device == "cpu":  # rounds what is bfloat16 already, and sums in float32
         torch.set_float32_matmul_precision("medium")
-    target, tokenizer = Target(require(QWEN_CODER), given.device), load_tokenizer(QWEN_CODER)
+    target, tokenizer = Target(require(given.target), given.device), load_tokenizer(given.target)
     say("target loaded")
     if asks:
         chats.mkdir(exist_ok=True)
@@ -458,16 +506,18 @@ def main() -> None:
         answers.make(target, tokenizer, requests, held, chats, given.exercises, given.questions, LIMIT, say)
         torch.cuda.empty_cache()
     data, held_out = (
-        Data(target, known, given.part, given.out / f"{name}.pt" if given.device == "cpu" else None)
+        Data(target, known, given.part, given.out / f"{name}.pt" if given.device == "cpu" else None, given.until > 0)
         for name, known in zip(("train", "held"), sampled(chats, given.sample), strict=True)
     )
     say(f"{len(data.tokens)} positions read, {len(held_out.tokens)} held out")
     target.blocks[:] = target.blocks[-1:]  # what heads begin with
-    starts, log = Starts(target, data, given.batch), given.out / "log.jsonl"
+    hot = min(HOT, len(target.embed) // 6)
+    starts, log = Starts(given.target, target, data, given.batch, hot), given.out / "log.jsonl"
     say("starts made")
-    main_form = replace(MAIN, batch=given.batch)
+    main_form = replace(MAIN, batch=given.batch, hot=hot)
     made = set[tuple[Form, int]]()
-    for name, form in (("lyanna", main_form), ("eagle", replace(main_form, kind="eagle"))):
+    for name in given.heads:
+        form = replace(main_form, kind=name)
         made.add((form, given.steps))
         if not (given.out / name / "model.safetensors").exists():
             trainer = Trainer(name, form, target, starts, log)
@@ -476,10 +526,10 @@ def main() -> None:
             say(f"{name} made")
     for seed in range(3):
         for name, short in SHORT.items():
-            form = replace(short, seed=seed, batch=given.batch)
+            form = replace(short, seed=seed, batch=given.batch, hot=min(short.hot, hot))
             # A short run that is one of the two heads is not made twice.
             if time.time() - started < given.until and (form, given.short_steps) not in made:
-                Trainer(name, form, target, starts, log).train(data, held_out, given.short_steps, given.notes)
+                Trainer(name, form, target, starts, log).train(data, held_out, given.short_steps, 1)
     say("done")
 
 

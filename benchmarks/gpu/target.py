@@ -1,4 +1,5 @@
-"""Qwen2 in plain torch and bfloat16, from a GGUF file: its states, its laws and its answers, of many rows at once."""
+"""Qwen2 or Llama in plain torch and bfloat16, from a GGUF file: its states, its laws and its answers, of many rows at
+once."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # block, queries, keys
 PART = 65_536  # positions of a forward
 LOGITS = 8192  # positions whose logits exist at a time
 SWEEP = 16  # decoded tokens after which finished rows leave
+PIECE = 1 << 22  # weights that are de-quantised together
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
@@ -30,42 +32,48 @@ def product(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 class Target:
-    """Qwen2's de-quantised weights, and its forward."""
+    """A model's de-quantised weights, and its forward. `inner` is the width of its MLPs."""
 
     def __init__(self, path: Path, device: str) -> None:
         reader = GGUFReader(path)
-        of = {name.split(".", 1)[1]: int(field.contents()) for name, field in reader.fields.items() if _is_size(name)}
-        self.heads, self.groups = of["attention.head_count"], of["attention.head_count_kv"]
-
-        def load(each: Any) -> Tensor:
-            return torch.from_numpy(np.array(dequantize(each.data, each.tensor_type))).bfloat16().to(device)
-
+        of = {name.split(".", 1)[1]: field.contents() for name, field in reader.fields.items() if _is_size(name)}
+        self.heads, self.groups = int(of["attention.head_count"]), int(of["attention.head_count_kv"])
+        self.eps, self.theta = float(of["attention.layer_norm_rms_epsilon"]), float(of["rope.freq_base"])
+        self.inner = int(of["feed_forward_length"])
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            loaded = list(pool.map(load, reader.tensors))
-        tensors = {each.name: tensor for each, tensor in zip(reader.tensors, loaded, strict=True)}
+            parts = {each.name: [pool.submit(_weights, *part) for part in _parts(each)] for each in reader.tensors}
+            tensors = {name: torch.cat([part.result() for part in some]).to(device) for name, some in parts.items()}
         self.embed, self.norm = tensors["token_embd.weight"], tensors["output_norm.weight"]
         self.head = tensors.get("output.weight", self.embed)
+        self.size = self.embed.shape[1]
+        self.width = self.size // self.heads
+        if reader.fields["general.architecture"].contents() == "llama":
+            for name in tensors:
+                if name.endswith(("attn_q.weight", "attn_k.weight")):  # whose rows stand in pairs that turn together
+                    tensors[name] = tensors[name].unflatten(0, (-1, self.width // 2, 2)).transpose(1, 2).flatten(0, 2)
         self.blocks = [
             {
                 "before_attention": tensors[f"blk.{n}.attn_norm.weight"],
                 "qkv": torch.cat([tensors[f"blk.{n}.attn_{each}.weight"] for each in "qkv"]),
-                "bias": torch.cat([tensors[f"blk.{n}.attn_{each}.bias"] for each in "qkv"]),
                 "out": tensors[f"blk.{n}.attn_output.weight"],
                 "before_mlp": tensors[f"blk.{n}.ffn_norm.weight"],
                 "gate_up": torch.cat([tensors[f"blk.{n}.ffn_{each}.weight"] for each in ("gate", "up")]),
                 "down": tensors[f"blk.{n}.ffn_down.weight"],
             }
-            for n in range(of["block_count"])
+            for n in range(int(of["block_count"]))
         ]
-        self.device, self.size = self.embed.device, self.embed.shape[1]
-        self.width = self.size // self.heads
-        self.theta = float(next(f.contents() for name, f in reader.fields.items() if name.endswith("rope.freq_base")))
+        self.is_biased = "blk.0.attn_q.bias" in tensors
+        if self.is_biased:
+            for n, block in enumerate(self.blocks):
+                block["bias"] = torch.cat([tensors[f"blk.{n}.attn_{each}.bias"] for each in "qkv"])
+        self.device = self.embed.device
         frequencies = self.theta ** (-torch.arange(0, self.width, 2, device=device).float() / self.width)
         angles = torch.arange(4096, device=device)[:, None] * frequencies
         self.cos, self.sin = (torch.cat([each, each], -1).bfloat16() for each in (angles.cos(), angles.sin()))
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return the LM head's inputs [B, T, d] of tokens [B, T] at positions [B or 1, T]."""
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, lower: list[Tensor] | None = None) -> Tensor:
+        """Return the LM head's inputs [B, T, d] of tokens [B, T] at positions [B or 1, T]. `lower` gets what the blocks
+        at a quarter and at half of the depth read, at a size of 1."""
         x = self.embed[tokens]
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
 
@@ -74,26 +82,36 @@ class Target:
             return each * cos + torch.cat([-high, low], -1) * sin
 
         for n, block in enumerate(self.blocks):
-            y = functional.rms_norm(x, (self.size,), block["before_attention"], 1e-6)
-            parts = functional.linear(y, block["qkv"], block["bias"]).unflatten(-1, (-1, self.width)).transpose(1, 2)
+            if lower is not None and n in (len(self.blocks) // 4, len(self.blocks) // 2):
+                lower.append(functional.rms_norm(x, (self.size,)))
+            y = functional.rms_norm(x, (self.size,), block["before_attention"], self.eps)
+            parts = (
+                functional.linear(y, block["qkv"], block.get("bias")).unflatten(-1, (-1, self.width)).transpose(1, 2)
+            )
             q, k, v = parts.split([self.heads, self.groups, self.groups], 1)
             mixed = attend(n, rotated(q), rotated(k), v)
             x = x + functional.linear(mixed.transpose(1, 2).flatten(2), block["out"])
-            y = functional.rms_norm(x, (self.size,), block["before_mlp"], 1e-6)
+            y = functional.rms_norm(x, (self.size,), block["before_mlp"], self.eps)
             gate, up = functional.linear(y, block["gate_up"]).chunk(2, -1)
             x = x + functional.linear(functional.silu(gate).mul_(up), block["down"])
-        return functional.rms_norm(x, (self.size,), self.norm, 1e-6)
+        return functional.rms_norm(x, (self.size,), self.norm, self.eps)
 
     @torch.inference_mode()
-    def read(self, tokens: Tensor, keep: Callable[[int, Tensor, Tensor], None] | None = None) -> Tensor:
-        """Return the states [B, T, d] of texts [B, T]; `keep` gets the keys and values of each block."""
+    def read(
+        self,
+        tokens: Tensor,
+        keep: Callable[[int, Tensor, Tensor], None] | None = None,
+        lower: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Return the states [B, T, d] of texts [B, T]; `keep` gets the keys and values of each block, and `lower` states
+        of two lower blocks."""
 
         def attend(block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if keep is not None:
                 keep(block, k, v)
             return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-        return self.forward(tokens, torch.arange(tokens.shape[1], device=self.device)[None], attend)
+        return self.forward(tokens, torch.arange(tokens.shape[1], device=self.device)[None], attend, lower)
 
     @torch.inference_mode()
     def law(self, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,4 +213,14 @@ class Target:
 
 
 def _is_size(name: str) -> bool:
-    return name.endswith(("head_count", "head_count_kv", "block_count"))
+    return name.endswith(("head_count", "head_count_kv", "block_count", "length", "epsilon", "freq_base"))
+
+
+def _parts(tensor: Any) -> list[tuple[Any, Any]]:
+    """Return a tensor's rows in parts of about PIECE weights, each with the tensor's type."""
+    rows = max(1, len(tensor.data) * PIECE // int(tensor.n_elements))
+    return [(tensor.data[at : at + rows], tensor.tensor_type) for at in range(0, len(tensor.data), rows)]
+
+
+def _weights(data: Any, kind: Any) -> Tensor:
+    return torch.from_numpy(np.array(dequantize(data, kind))).bfloat16()
