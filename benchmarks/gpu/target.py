@@ -103,8 +103,8 @@ class Target:
         keep: Callable[[int, Tensor, Tensor], None] | None = None,
         lower: list[Tensor] | None = None,
     ) -> Tensor:
-        """Return the states [B, T, d] of texts [B, T]; `keep` gets the keys and values of each block, and `lower` states
-        of two lower blocks."""
+        """Return the states [B, T, d] of texts [B, T]; `keep` gets the keys and values of each block, and `lower` the
+        states of two lower blocks."""
 
         def attend(block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if keep is not None:
