@@ -28,7 +28,7 @@ from forerun.train.labels import label
 from forerun.train.loop import save_card
 from forerun.train.run import Run
 from forerun.train.texts import of_chats, read_chats
-from forerun.zoo import QWEN_CODER
+from forerun.zoo import QWEN_CODER, SMOLLM2
 
 
 def main() -> None:
@@ -36,12 +36,13 @@ def main() -> None:
     parser.add_argument("head", type=Path)
     parser.add_argument("chats", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--target", choices=(QWEN_CODER, SMOLLM2), default=QWEN_CODER)
     parser.add_argument("--texts", type=int, default=40, help="of each source of questions")
     given = parser.parse_args()
-    run = Run(QWEN_CODER, given.out, chats=given.chats)
+    run = Run(given.target, given.out, chats=given.chats)
     head = HiddenDrafter.from_pretrained(given.head, dtype=torch.float32)
     config = head.config
-    model = run.load(QWEN_CODER, "target", frozen=True)
+    model = run.load(given.target, "target", frozen=True)
     target, embed = prepare(model), cast(Any, model.get_input_embeddings())
     rows, unroll = head_rows(target, head.hot, config.hidden_size), config.states
     known = read_chats(given.chats, "validation")
@@ -55,7 +56,7 @@ def main() -> None:
     curve = [[each["positions"], each["accepted"]] for each in log if each["run"] == config.kind]
     write_text(run.out / CURVE, json.dumps({"positions, accepted at places 1, 2, ...": curve}) + "\n")
     shares = ", ".join(f"{share:.3f}" for share in survival)
-    text = f"""It drafts from the hidden states of `{QWEN_CODER}` and fits no other model: a fingerprint in
+    text = f"""It drafts from the hidden states of `{given.target}` and fits no other model: a fingerprint in
 config.json is compared when it is loaded. benchmarks/gpu made it.
 
 {sum(each.numel() for each in head.parameters()):,} parameters. On held-out output its greedy chains are the target's

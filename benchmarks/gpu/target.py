@@ -21,7 +21,6 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # block, queries, keys
 PART = 65_536  # positions of a forward
 LOGITS = 8192  # positions whose logits exist at a time
 SWEEP = 16  # decoded tokens after which finished rows leave
-PIECE = 1 << 22  # weights that are de-quantised together
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
@@ -40,9 +39,13 @@ class Target:
         self.heads, self.groups = int(of["attention.head_count"]), int(of["attention.head_count_kv"])
         self.eps, self.theta = float(of["attention.layer_norm_rms_epsilon"]), float(of["rope.freq_base"])
         self.inner = int(of["feed_forward_length"])
+
+        def load(each: Any) -> Tensor:
+            return torch.from_numpy(np.array(dequantize(each.data, each.tensor_type))).bfloat16().to(device)
+
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            parts = {each.name: [pool.submit(_weights, *part) for part in _parts(each)] for each in reader.tensors}
-            tensors = {name: torch.cat([part.result() for part in some]).to(device) for name, some in parts.items()}
+            loaded = list(pool.map(load, reader.tensors))
+        tensors = {each.name: tensor for each, tensor in zip(reader.tensors, loaded, strict=True)}
         self.embed, self.norm = tensors["token_embd.weight"], tensors["output_norm.weight"]
         self.head = tensors.get("output.weight", self.embed)
         self.size = self.embed.shape[1]
@@ -214,13 +217,3 @@ class Target:
 
 def _is_size(name: str) -> bool:
     return name.endswith(("head_count", "head_count_kv", "block_count", "length", "epsilon", "freq_base"))
-
-
-def _parts(tensor: Any) -> list[tuple[Any, Any]]:
-    """Return a tensor's rows in parts of about PIECE weights, each with the tensor's type."""
-    rows = max(1, len(tensor.data) * PIECE // int(tensor.n_elements))
-    return [(tensor.data[at : at + rows], tensor.tensor_type) for at in range(0, len(tensor.data), rows)]
-
-
-def _weights(data: Any, kind: Any) -> Tensor:
-    return torch.from_numpy(np.array(dequantize(data, kind))).bfloat16()
