@@ -196,16 +196,19 @@ class Sampler:
         if not self.index_free:
             scores = scores.clone()  # some of the other processors write in place
         if self.prefix_free:
-            for processor in self.processors:  # one by one: their list asks each for its signature every time
-                scores = processor(None, scores)  # type: ignore[arg-type]
-            return scores
+            return self._processed(None, scores)
         prefixes = [prefix(i) for i in range(len(scores))]
         by_length = defaultdict(list)
         for i, tokens in enumerate(prefixes):
             by_length[len(tokens)].append(i)
         for rows in by_length.values():
             ids = torch.tensor([prefixes[i] for i in rows], device=scores.device)
-            scores[rows] = self.processors(ids, scores[rows])  # type: ignore[arg-type]
+            scores[rows] = self._processed(ids, scores[rows])
+        return scores
+
+    def _processed(self, ids: Tensor | None, scores: Tensor) -> Tensor:
+        for processor in self.processors or ():  # their list would ask each for its signature every time
+            scores = processor(ids, scores)  # type: ignore[arg-type]
         return scores
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> Sequence[int]:
