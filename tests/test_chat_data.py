@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ggufs
 import pytest
 import torch
 from recipes import losses, make_run, save_pair
@@ -15,7 +14,6 @@ from toys import refuses
 
 from benchmarks.chat.data import ChatRecipe, Question, apart, is_sound, make_chats
 from benchmarks.chat.questions import questions
-from benchmarks.gpu.target import Target
 from forerun import load
 from forerun.api.decoder import Decoder
 from forerun.api.loading import load_model
@@ -135,17 +133,3 @@ def test_a_draft_learns_from_conversations(target: str, chats: Path, tmp_path: P
     assert losses(run)[-1] < losses(run)[0] and any("agreement on held-out output" in line for line in lines)
     assert load_model(tmp_path / "draft", "draft", device="cpu").config.num_hidden_layers == 1
     assert f'"chats": "{chats.name}"' in (tmp_path / "draft/README.md").read_text()
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_a_target_on_a_gpu_is_the_model(architecture: str, tmp_path: Path) -> None:
-    model, tokens = ggufs.small(architecture), torch.arange(3, 43).view(2, 20)
-    target = Target(ggufs.write(tmp_path / "model.gguf", model, "F32"), "cpu")
-    with torch.no_grad():
-        wanted = model.model(tokens).last_hidden_state
-    states = target.read(tokens, lower=(lower := []))
-    assert torch.nn.functional.cosine_similarity(states.float(), wanted, dim=-1).min() > 0.999
-    assert torch.equal(
-        target.law(states[0])[0].long(), (states[0].float() @ model.lm_head.weight.bfloat16().float().T).argmax(-1)
-    )
-    assert [each.shape for each in lower] == [states.shape] * 2

@@ -1,4 +1,4 @@
-"""Conversations of qwen-coder on a GPU, to train heads on: requests about the standard library from a file
+"""Conversations of a target on a GPU, to train heads on: requests about the standard library from a file
 (`benchmarks/qwen-coder/requests.py` makes it), exercises and questions of the model's own, and its answers to all."""
 
 from __future__ import annotations

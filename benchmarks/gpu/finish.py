@@ -1,6 +1,6 @@
 """Calibrates a head of `benchmarks.gpu.heads` with forerun's own forward and saves it as `forerun train` would:
 
-    python -m benchmarks.gpu.finish HEAD CHATS --out lyanna
+    python -m benchmarks.gpu.finish HEAD CHATS --out lyanna [--target smollm2]
     python -m benchmarks.chat.bundle lyanna --target qwen-coder
 
 CHATS is a folder with validation.jsonl. It prints the shares of greedy chains whose first 1, 2, ... tokens are

@@ -75,7 +75,7 @@ SHORT = {
     "no map and no copied layer": replace(MAIN, copied=False),
     "EAGLE-like": replace(MAIN, kind="eagle"),
     "states of three layers": replace(MAIN, reads_lower=True),
-    "half of the neurons": replace(MAIN, inner=INNER // 2),
+    "1,024 neurons": replace(MAIN, inner=INNER // 2),
 }
 
 
@@ -115,7 +115,7 @@ class Data:
         names = ("states", "best", "whole", "lower")
         if kept is not None and kept.exists():
             parts = load_file(kept)
-            if len(parts["lower"]) == len(self.lower):
+            if len(parts["lower"]) >= len(self.lower):
                 self.states, self.best, self.whole, self.lower = (parts[name] for name in names)
                 return
 
@@ -220,7 +220,7 @@ class Starts:
 
 
 class Deeper(HiddenDrafter):
-    """A head whose first step adds `more` of the states `lower` [B, T, 2 d] of two lower blocks. Only tried here."""
+    """A Lyanna head whose first step adds `more` of the states `lower` [B, T, 2 d] of two lower blocks: only tried."""
 
     lower: Tensor
 
@@ -269,7 +269,8 @@ def begin(target: Target, starts: Starts, form: Form) -> HiddenDrafter:
         if not form.copied:
             return head
         head.fuse.weight.copy_(starts.fuse[form.reads_token])
-        if isinstance(head, Deeper) and starts.deeper is not None:
+        if isinstance(head, Deeper):
+            assert starts.deeper is not None
             fuse, more = starts.deeper.split(2 * target.size, 1)
             head.fuse.weight.copy_(fuse)
             head.more.weight.copy_(more)
@@ -527,9 +528,10 @@ def main() -> None:
     for seed in range(3):
         for name, short in SHORT.items():
             form = replace(short, seed=seed, batch=given.batch, hot=min(short.hot, hot))
-            # A short run that is one of the two heads is not made twice.
+            # What was made is not made twice: one of the two heads, or two forms that are one with few tokens.
             if time.time() - started < given.until and (form, given.short_steps) not in made:
                 Trainer(name, form, target, starts, log).train(data, held_out, given.short_steps, 1)
+                made.add((form, given.short_steps))
     say("done")
 
 

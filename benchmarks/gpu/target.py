@@ -35,10 +35,14 @@ class Target:
 
     def __init__(self, path: Path, device: str) -> None:
         reader = GGUFReader(path)
-        of = {name.split(".", 1)[1]: field.contents() for name, field in reader.fields.items() if _is_size(name)}
-        self.heads, self.groups = int(of["attention.head_count"]), int(of["attention.head_count_kv"])
-        self.eps, self.theta = float(of["attention.layer_norm_rms_epsilon"]), float(of["rope.freq_base"])
-        self.inner = int(of["feed_forward_length"])
+        architecture = reader.fields["general.architecture"].contents()
+
+        def given(name: str) -> Any:
+            return reader.fields[f"{architecture}.{name}"].contents()
+
+        self.heads, self.groups = int(given("attention.head_count")), int(given("attention.head_count_kv"))
+        self.eps, self.theta = float(given("attention.layer_norm_rms_epsilon")), float(given("rope.freq_base"))
+        self.inner = int(given("feed_forward_length"))
 
         def load(each: Any) -> Tensor:
             return torch.from_numpy(np.array(dequantize(each.data, each.tensor_type))).bfloat16().to(device)
@@ -50,9 +54,9 @@ class Target:
         self.head = tensors.get("output.weight", self.embed)
         self.size = self.embed.shape[1]
         self.width = self.size // self.heads
-        if reader.fields["general.architecture"].contents() == "llama":
+        if architecture == "llama":
             for name in tensors:
-                if name.endswith(("attn_q.weight", "attn_k.weight")):  # whose rows stand in pairs that turn together
+                if ".attn_q." in name or ".attn_k." in name:  # rows that turn together stand beside each other
                     tensors[name] = tensors[name].unflatten(0, (-1, self.width // 2, 2)).transpose(1, 2).flatten(0, 2)
         self.blocks = [
             {
@@ -63,7 +67,7 @@ class Target:
                 "gate_up": torch.cat([tensors[f"blk.{n}.ffn_{each}.weight"] for each in ("gate", "up")]),
                 "down": tensors[f"blk.{n}.ffn_down.weight"],
             }
-            for n in range(int(of["block_count"]))
+            for n in range(int(given("block_count")))
         ]
         self.is_biased = "blk.0.attn_q.bias" in tensors
         if self.is_biased:
@@ -213,7 +217,3 @@ class Target:
             return mixed.flatten(1, 2).unsqueeze(2)
 
         return self.forward(tokens[:, None], places[:, None], attend)[:, 0]
-
-
-def _is_size(name: str) -> bool:
-    return name.endswith(("head_count", "head_count_kv", "block_count", "length", "epsilon", "freq_base"))

@@ -13,16 +13,18 @@ from benchmarks.gpu.heads import Compared
 from benchmarks.gpu.target import Target
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    model = small("qwen2", rms_norm_eps=1e-6)
+@pytest.fixture(scope="module", params=["qwen2", "llama"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    model = small(request.param)
     path: Path = tmp_path_factory.mktemp("target") / "target.gguf"
     write(path, model, "F32")
     found = Target(path, "cpu")
     tokens = torch.randint(VOCAB, (3, 40))
     with torch.no_grad():
         wanted = model.model(tokens).last_hidden_state
-    assert (found.read(tokens).float() - wanted).norm() < 0.05 * wanted.norm()
+    states = found.read(tokens, lower=(lower := []))
+    assert (states.float() - wanted).norm() < 0.05 * wanted.norm()
+    assert [each.shape for each in lower] == [states.shape] * 2
     return found
 
 
