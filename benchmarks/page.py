@@ -25,9 +25,11 @@ HERE = Path(__file__).parent
 PAGES = HERE.parent / "docs" / "results"
 CHAT = {
     "greedy": "Greedy, 128 new tokens",
+    "greedy-xeon": "Greedy on an Intel Xeon, whose L3 cache is larger than the model",
     "greedy-avx2": "Greedy with AVX2 alone (`FORERUN_KERNELS=avx2`)",
     "greedy-512": "Greedy, 512 new tokens",
     "heads": "Heads over hidden states, greedy",
+    "heads-1000": "Heads of 1,000 steps each, before the present one of Lyanna's",
     "nucleus": "Temperature 0.7, top-p 0.9",
     "temperature-1": "Temperature 1",
     "batch-4": "Batches of 4",
@@ -80,6 +82,7 @@ on transformers' own forwards: what drafting gains there is not our forwards' do
 QWEN = {
     "greedy": "Greedy, 128 new tokens",
     "rounds": "Greedy, three rounds of the methods that draft with the head",
+    "heads": "Beside an EAGLE-like head of the same size, steps and data, greedy",
     "greedy-avx2": "Greedy with AVX2 alone (`FORERUN_KERNELS=avx2`)",
     "own-avx2": "Own prompts with AVX2 alone",
     "peers": "Beside llama.cpp's own drafts, with the best settings of validation prompts",

@@ -62,6 +62,7 @@ CHAT = {
     "validation-default": f"{VALIDATION} --methods ar,sd,cumulative,pacer,suffix,hybrid",
     "validation-1-default": f"{VALIDATION} --methods ar,sd,cumulative,pacer,suffix,hybrid --temperature 1",
     "greedy": f"--dataset {TEST} --limit 12 --rounds 3 --methods {OURS},{LLAMA}",
+    "greedy-xeon": f"--dataset {TEST} --limit 12 --rounds 1 --methods ar,sd,cumulative,pacer,suffix,hybrid,llama-cpp",
     "greedy-avx2": f"--dataset {TEST} --limit 12 --rounds 1 --methods ar,sd,cumulative,pacer,suffix,hybrid",
     "greedy-512": f"--dataset {TEST} --limit 8 --rounds 1 --max-new-tokens 512 --methods {OURS}",
     "nucleus": f"--dataset {TEST} --limit 12 --rounds 3 --methods {SAMPLED} --temperature 0.7 --top-p 0.9",
@@ -152,6 +153,9 @@ QWEN = {
     "validation-peers": f"{QWEN_SEARCH} --limit 3 --max-new-tokens 64 --methods ar,{QWEN_LLAMA}",
     "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS},llama-cpp",
     "rounds": f"--dataset {{data}}/{HUMANEVAL} --limit 8 --rounds 3 --methods ar,lyanna,pacer-lyanna,hybrid",
+    # With an EAGLE-like head, which is not in the package (docs/training.md).
+    "heads": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods ar,lyanna,pacer-lyanna,eagle,pacer-eagle "
+    "--method-arg eagle.depth=4 --method-arg pacer-eagle.block=2",
     "greedy-avx2": f"--dataset {{data}}/{HUMANEVAL} --limit 8 --rounds 1 --methods "
     "ar,sd,pacer,pacer-lyanna,suffix,hybrid",
     "own-avx2": "--dataset {here}/qwen-coder/test.jsonl --limit 8 --rounds 1 "
