@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 PAGES = HERE.parent / "docs" / "results"
 CHAT = {
     "greedy": "Greedy, 128 new tokens",
-    "greedy-xeon": "Greedy on an Intel Xeon, whose L3 cache is larger than the model",
+    "greedy-xeon": "Greedy on an Intel Xeon (Emerald Rapids)",
     "greedy-avx2": "Greedy with AVX2 alone (`FORERUN_KERNELS=avx2`)",
     "greedy-512": "Greedy, 512 new tokens",
     "heads": "Heads over hidden states, greedy",

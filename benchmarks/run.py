@@ -35,9 +35,9 @@ KNOBS = {
     "hybrid.other": ",".join(f"cumulative:threshold={each}" for each in (0.2, 0.3, 0.4, 0.5)),
     "hybrid.threshold": "1,2,3,6 --method-arg hybrid.other=cumulative:threshold=0.4",
     "ouroboros.gamma": "1,2,3",
-    "lyanna.depth": "1,2,3,4",
+    "lyanna.depth": "1,2,3,4,6",
     "eagle.depth": "1,2,3,4",
-    "pacer-lyanna.block": "1,2,3",
+    "pacer-lyanna.block": "2,3,4,6",
     "pacer-eagle.block": "1,2",
 }
 SAMPLED_KNOBS = {
@@ -55,6 +55,8 @@ CHAT = {
         f"validation-1-{knob}": f"{VALIDATION} --temperature 1 --tune {knob}={values}"
         for knob, values in SAMPLED_KNOBS.items()
     },
+    "validation-hybrid.other-heads": f"{VALIDATION} --tune hybrid.other=cumulative:threshold=0.4,pacer-lyanna:block=3,"
+    "lyanna:depth=2,pacer-lyanna:block=2",
     # transformers decodes in float32, at a tenth of our speed: few prompts.
     "validation-peers": "--dataset {here}/chat/validation.jsonl --limit 8 --rounds 1 --methods "
     "ar,hf-lookup/2/3,hf-lookup/3/3,hf-lookup/5/3,hf-assisted/2/0.4,hf-assisted/3/0.4,hf-assisted/heuristic/3",
@@ -153,9 +155,6 @@ QWEN = {
     "validation-peers": f"{QWEN_SEARCH} --limit 3 --max-new-tokens 64 --methods ar,{QWEN_LLAMA}",
     "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS},llama-cpp",
     "rounds": f"--dataset {{data}}/{HUMANEVAL} --limit 8 --rounds 3 --methods ar,lyanna,pacer-lyanna,hybrid",
-    # With an EAGLE-like head, which is not in the package (docs/training.md).
-    "heads": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods ar,lyanna,pacer-lyanna,eagle,pacer-eagle "
-    "--method-arg eagle.depth=4 --method-arg pacer-eagle.block=2",
     "greedy-avx2": f"--dataset {{data}}/{HUMANEVAL} --limit 8 --rounds 1 --methods "
     "ar,sd,pacer,pacer-lyanna,suffix,hybrid",
     "own-avx2": "--dataset {here}/qwen-coder/test.jsonl --limit 8 --rounds 1 "
