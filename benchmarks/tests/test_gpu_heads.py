@@ -28,6 +28,18 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return found
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_states_point_where_the_model_s_do(architecture: str, tmp_path: Path) -> None:
+    model, tokens = small(architecture), torch.arange(3, 43).view(2, 20)
+    target = Target(write(tmp_path / "model.gguf", model, "F32"), "cpu")
+    with torch.no_grad():
+        wanted = model.model(tokens).last_hidden_state
+    states = target.read(tokens)
+    assert torch.nn.functional.cosine_similarity(states.float(), wanted, dim=-1).min() > 0.999
+    likeliest = (states[0].float() @ model.lm_head.weight.bfloat16().float().T).argmax(-1)
+    assert torch.equal(target.law(states[0])[0].long(), likeliest)
+
+
 def test_answers_are_greedy_or_drawn(target: Target) -> None:
     """Rows of many lengths, some of which end: the tokens are those of one forward over all."""
     prompts = [list(range(1, 3 + 7 * row)) for row in range(5)]
