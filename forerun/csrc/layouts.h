@@ -42,7 +42,6 @@ typedef struct {
 #define FR_UNIT_BYTES(bits, scale_bytes) (((bits) < 16 ? 32 * (bits) : (bits)) + (scale_bytes))
 
 extern const fr_layout fr_layouts[FR_FORMATS];
-extern int fr_wide_rows; /* AVX512-VNNI multiplies at least this many rows in 512 bits, fewer in 256 */
 
 /* The functions of a variant; fr_select chooses one. */
 typedef struct {

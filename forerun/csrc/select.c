@@ -24,7 +24,6 @@ static const fr_operations *const operations[FR_ISAS] = {
 #endif
 };
 static int chosen = FR_PLAIN;
-int fr_wide_rows = 1; /* measured: AMD's processors multiply 512 bits as fast as they read weights, Intel's do not */
 
 static int runs(int isa) {
     if (isa == FR_PLAIN) return 1;
@@ -48,10 +47,6 @@ static int runs(int isa) {
 }
 
 int fr_select(const char *name) {
-#if defined(__x86_64__)
-    unsigned top, vendor = 0, c, d;
-    if (__get_cpuid(0, &top, &vendor, &c, &d)) fr_wide_rows = vendor == signature_INTEL_ebx ? 5 : 1;
-#endif
     for (int isa = FR_ISAS - 1; isa >= 0; isa--)
         if (operations[isa] && (!*name || !strcmp(name, operations[isa]->name)) && runs(isa)) return chosen = isa;
     return -1;
