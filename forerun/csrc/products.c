@@ -105,7 +105,7 @@ FR_INLINE i8 dot(int bits, const b32 w[8], const fr_record *x, const i8 sc[2]) {
         if (!SIGNED && bits == 8) a[h] = pairs(x->correction + 16 * h, (i8){} + 4);
         UNROLL for (int p = 0; p < 4; p++) a[h] = dot4(a[h], w[2 * p + h], x->q + 64 * p + 32 * h);
     }
-    return bits == 6 ? a[0] * sc[0] + a[1] * sc[1] : a[0] + a[1];
+    return bits == 6 ? a[0] * sc[0] + a[1] * sc[1] : a[0] + a[1]; /* below 2^24, as are both parts */
 #endif
 }
 
@@ -184,14 +184,14 @@ FR_INLINE void unpack_wide(int bits, const uint8_t *one, const uint8_t *two, __m
 FR_INLINE __m512 wide(f8 a, f8 b) { return _mm512_insertf32x8(_mm512_castps256_ps512((__m256)a), (__m256)b, 1); }
 
 FR_INLINE void group(int bits, int scales, size_t unit, const uint8_t *u, const fr_record *x, int n, sums *f, int o) {
-    __m512i w[STEP / 2][8], sc[STEP / 2][2];
-    __m512 d[STEP / 2], m[STEP / 2];
+    __m512i w[STEP / 2][8];
+    __m512 d[STEP / 2], m[STEP / 2], sc[STEP / 2][2];
     scales32 s[STEP];
     UNROLL for (int i = 0; i < STEP; i++) unpack_scales(bits, scales, u + unit * (size_t)i + 32 * bits, &s[i]);
     UNROLL for (int i = 0; i < STEP / 2; i++) {
         unpack_wide(bits, u + unit * (size_t)(2 * i), u + unit * (size_t)(2 * i + 1), w[i]);
         d[i] = wide(s[2 * i].d, s[2 * i + 1].d), m[i] = wide(s[2 * i].m, s[2 * i + 1].m);
-        UNROLL for (int h = 0; h < 2; h++) sc[i][h] = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)s[2 * i].sc[h]), (__m256i)s[2 * i + 1].sc[h], 1);
+        UNROLL for (int h = 0; bits == 6 && h < 2; h++) sc[i][h] = wide(floats8(s[2 * i].sc[h]), floats8(s[2 * i + 1].sc[h]));
     }
     for (int r = 0; r < n; r++, x++) {
         __m512i a[STEP / 2][2], start[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
@@ -202,8 +202,11 @@ FR_INLINE void group(int bits, int scales, size_t unit, const uint8_t *u, const 
             UNROLL for (int i = 0; i < STEP / 2; i++)
                 a[i][t % 2] = _mm512_dpbusd_epi32(t < 2 ? start[t] : a[i][t % 2], w[i][t], twice(x->q + 32 * t));
         UNROLL for (int i = 0; i < STEP / 2; i++) {
-            if (bits == 6) UNROLL for (int h = 0; h < 2; h++) a[i][h] = _mm512_mullo_epi32(a[i][h], sc[i][h]);
-            v = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(a[i][0], a[i][1])), scale);
+            if (bits == 6) { /* exact in floats too, in fewer steps */
+                v = _mm512_mul_ps(_mm512_cvtepi32_ps(a[i][0]), sc[i][0]);
+                v = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a[i][1]), sc[i][1], v);
+            } else v = _mm512_cvtepi32_ps(_mm512_add_epi32(a[i][0], a[i][1]));
+            v = _mm512_mul_ps(v, scale);
             at = _mm512_fmadd_ps(v, d[i], _mm512_load_ps(&f[r].lane[o + 2 * i]));
             if (bits == 4 || bits == 5) at = _mm512_fmadd_ps(sum, m[i], at);
             if (scales == SM) {
