@@ -105,7 +105,7 @@ FR_INLINE i8 dot(int bits, const b32 w[8], const fr_record *x, const i8 sc[2]) {
         if (!SIGNED && bits == 8) a[h] = pairs(x->correction + 16 * h, (i8){} + 4);
         UNROLL for (int p = 0; p < 4; p++) a[h] = dot4(a[h], w[2 * p + h], x->q + 64 * p + 32 * h);
     }
-    return bits == 6 ? a[0] * sc[0] + a[1] * sc[1] : a[0] + a[1]; /* below 2^24, as are both parts */
+    return bits == 6 ? a[0] * sc[0] + a[1] * sc[1] : a[0] + a[1];
 #endif
 }
 
@@ -202,7 +202,7 @@ FR_INLINE void group(int bits, int scales, size_t unit, const uint8_t *u, const 
             UNROLL for (int i = 0; i < STEP / 2; i++)
                 a[i][t % 2] = _mm512_dpbusd_epi32(t < 2 ? start[t] : a[i][t % 2], w[i][t], twice(x->q + 32 * t));
         UNROLL for (int i = 0; i < STEP / 2; i++) {
-            if (bits == 6) { /* exact in floats too, in fewer steps */
+            if (bits == 6) { /* what dot has: both products and their sum are below 2^24, so floats are exact, in fewer steps */
                 v = _mm512_mul_ps(_mm512_cvtepi32_ps(a[i][0]), sc[i][0]);
                 v = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a[i][1]), sc[i][1], v);
             } else v = _mm512_cvtepi32_ps(_mm512_add_epi32(a[i][0], a[i][1]));
