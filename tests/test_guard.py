@@ -85,11 +85,11 @@ def pauses(steps: abc.Sequence[Step]) -> list[int]:
 
 
 def test_a_useless_draft_is_soon_left_out() -> None:
-    steps = Bench().call(257)
-    # Two plain steps, drafting until more than the allowance of 2 is lost at 1 a step, then single trials.
-    assert pauses(steps)[:6] == [2, 0, 0, CHECK, FIRST, 2 * FIRST] and len(pauses(steps)) <= 11
-    assert [step.rests for step in steps[:4]] == [False] * 4  # plain steps that only measure are no rest
-    assert all(step.rests for step in steps[4:] if not step.drafted)
+    steps = Bench().call(250)
+    # Two plain steps, drafting with a look until more than 4 are lost at 1 a step, then single trials.
+    assert pauses(steps)[:8] == [2, 0, 0, 1, 0, CHECK, FIRST, 2 * FIRST] and len(pauses(steps)) <= 11
+    assert [step.rests for step in steps[:8]] == [False] * 8  # plain steps that only measure are no rest
+    assert all(step.rests for step in steps[8:] if not step.drafted)
     assert all(step.origins == ("bonus",) for step in steps if not step.drafted)
     # Pauses double, and are bounded by what trials cost: the draft's forwards.
     for each, gamma in ((0.25, 4), (0.5, 6)):
@@ -134,7 +134,7 @@ def test_the_clock_is_read_again_when_the_machine_changes() -> None:
     bench.target.each, bench.draft.each = 1.0, 0.25
     bench.call(1000)
     bench.draft.each = 2.0
-    assert sum(step.drafted > 0 for step in bench.call(200)) < 10
+    assert sum(step.drafted > 0 for step in bench.call(200)) <= 10
 
 
 def test_slow_first_steps_do_not_hide_what_drafts_lose() -> None:
@@ -320,7 +320,7 @@ def test_a_lucky_trial_does_not_make_up_for_failures() -> None:
         pace.record(1, 1, 1.0, drafted=False)
         pace.charge(1, late, late=True)
         pace.record(1, tokens, 1.0, drafted=True)
-        for seconds in (1.5, 9.0):  # of which no more counts than twice what is usual
+        for seconds in (1.5, 9.0, 9.0):  # of which no more counts than twice what is usual
             pace.record(1, 0, seconds, drafted=True)
         assert pace.paused
         return pace.failures

@@ -27,9 +27,7 @@ def measured(methods: list[Method], parts: Parts) -> Costs | None:
     if not needing:
         return parts.costs
     if parts.costs is not None:
-        if head is None or parts.costs.head:
-            return parts.costs
-        return replace(parts.costs, head=head_costs(head))
+        return parts.costs if head is None or parts.costs.head else replace(parts.costs, head=head_costs(head))
     models: dict[str, Any] = {"layer": parts.pre_verifier, "head": head}
     file = file_of(target, parts.draft, **models)
     return kept(file, lambda: measure_costs(target, parts.draft, **models))

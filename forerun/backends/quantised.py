@@ -139,16 +139,14 @@ class Layers:
     def run(self, function: str, cache: KVCache, argument: ctypes.Structure, **parts: Part) -> int:
         """Call a function of the library on a cache, with an argument that points to `parts`; return its result."""
         for name, part in parts.items():
-            at: int | None = None
             if isinstance(part, Tensor):
                 assert part.is_contiguous()
-                at = part.data_ptr()
-            elif isinstance(part, np.ndarray):
+                setattr(argument, name, part.data_ptr())
+            elif isinstance(part, np.ndarray) and part.size:
                 assert part.flags.c_contiguous
-                at = part.ctypes.data
-            elif part is not None:
-                at = ctypes.addressof(part)
-            setattr(argument, name, at)
+                setattr(argument, name, ctypes.addressof(ctypes.c_char.from_buffer(part.data)))
+            elif isinstance(part, ctypes.Structure):
+                setattr(argument, name, ctypes.addressof(part))
         self.rotate_to(cache.capacity)
         return run(function, ctypes.byref(self.model), self.cache(cache), ctypes.byref(argument))
 
@@ -181,9 +179,9 @@ class Layers:
         parts = {
             "captured" if len(after) else "normed": found,
             "states": None if states is None else states.float().contiguous(),
+            "logits": scores,
         }
-        parts |= {"logits": scores}
-        place = np.arange(n, dtype=np.int32)
+        place = np.arange(n if logits else 0, dtype=np.int32)
         self.run("fr_forward", cache, argument, **vars(batch), tokens=tokens, asked=place, after=after, **parts)
         return scores, found
 

@@ -56,9 +56,9 @@ class Draft:
         """Return the number of nodes that were sampled from a distribution."""
         return 0 if self.q is None else len(self.q)
 
-    @cached_property
+    @property
     def is_chain(self) -> bool:
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+        return self.parents == list(range(-1, len(self.parents) - 1))
 
     @cached_property
     def is_block(self) -> bool:

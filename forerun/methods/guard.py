@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 LOOKS = 2  # plain steps at the start, as the very first one is slow
 # Times below are in plain steps.
-ALLOWANCE = 2.0  # the loss allowed at the start, and from the peak
-TRIAL = 0.5  # the loss allowed in a trial that has gained nothing: one step proves little
+ALLOWANCE = 4.0  # the loss allowed at the start, and from the peak: less ends drafts that gain, by luck alone
+TRIAL = 0.75  # the loss allowed in a trial that has gained nothing
 CHECK = 4  # the first pause, to measure plain steps again
-# A later pause is a multiple of the loss. The multiple doubles up to 64, so failures cost 1/64 of the time.
-FIRST, LONGEST = 16, 64
+# A later pause is a multiple of the loss. The multiple doubles up to 128, so failures cost 1/128 of the time.
+FIRST, LONGEST = 16, 128
 SHARE = 1 / 256  # of the time, for plain steps between drafting steps
 SOON = 4.0  # until the first of them; the next takes twice as long, as a model's first steps are slow
 

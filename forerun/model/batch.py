@@ -41,7 +41,7 @@ class Inputs:
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Return each row's [N_r, ..] of [n, ..]."""
-        return list(flat.split(self.counts))
+        return [flat] if len(self.depths) == 1 else list(flat.split(self.counts))
 
     def last(self, flat: Tensor) -> Tensor:
         """Return each row's last entry, [R, ..] of [n, ..]."""

@@ -123,9 +123,11 @@ class KVCache(Cache):
             start = self.lengths[row]
             moves += [(row, start + node, start + place) for place, node in enumerate(path) if node != place]
             self.lengths[row] = start + len(path)
-        if not moves:
-            return
-        moved = torch.tensor(moves).T
+        if moves:
+            self._move(torch.tensor(moves).T)
+
+    @torch.inference_mode()
+    def _move(self, moved: Tensor) -> None:
         for layer in self._ready():
             if moved.device != layer.keys.device:  # a device map may spread layers
                 moved = moved.to(layer.keys.device)

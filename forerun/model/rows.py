@@ -35,7 +35,6 @@ class Rows:
         """Forget a sequence, if it has a row."""
         self.cache.drop(id)
 
-    @torch.inference_mode()
     def commit(self, ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Keep a path of nodes of each sequence's last draft."""
         self.cache.commit(ids, paths)
