@@ -75,11 +75,7 @@ class Sequence:
     """
 
     def __init__(
-        self,
-        request: Request,
-        id: int = 0,
-        device: torch.device | str = "cpu",
-        context: int | None = None,
+        self, request: Request, id: int = 0, device: torch.device | str = "cpu", context: int | None = None
     ) -> None:
         self.request, self.id = request, id
         self.tokens = list(request.tokens)

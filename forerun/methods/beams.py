@@ -63,12 +63,7 @@ def grow(
 
 
 def _paths(
-    roots: abc.Sequence[int],
-    search: Search,
-    depth: int,
-    limits: abc.Sequence[int],
-    width: int,
-    budget: Budget | None,
+    roots: abc.Sequence[int], search: Search, depth: int, limits: abc.Sequence[int], width: int, budget: Budget | None
 ) -> tuple[Array, Array, Array]:
     """Return tokens, parents and values [B, n] of all paths that are found, depth by depth. Parent 0 is the root,
     parent i is path i - 1."""

@@ -6,7 +6,7 @@ from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from math import inf
+from math import inf, prod
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
@@ -72,12 +72,14 @@ class SD(Drafting):
 
 @dataclass
 class Chain:
-    """A chain in the making: at most `depth` tokens, and the distributions `q` that they were sampled from."""
+    """A chain in the making: at most `depth` tokens, and the distributions `q` that they were sampled from. If it
+    `drops` the last one, that is no part of the draft."""
 
     seq: Sequence
     depth: int
     tokens: list[int] = field(default_factory=list)
     q: list[Tensor] = field(default_factory=list)
+    drops: bool = False
 
     @property
     def needs_q(self) -> bool:
@@ -104,7 +106,7 @@ class Chain:
         if self.q:
             with one_thread(len(self.q) * len(self.q[0])):
                 q = torch.stack(self.q)
-        return Draft.chain(self.seq.tokens[-1], self.tokens, q, origin)
+        return Draft.chain(self.seq.tokens[-1], self.tokens[:-1] if self.drops else self.tokens, q, origin)
 
 
 class ChainDrafter(Drafter):
@@ -118,11 +120,7 @@ class ChainDrafter(Drafter):
     """
 
     def __init__(
-        self,
-        model: CausalLM,
-        policy: LengthPolicy,
-        vocab_size: int | None = None,
-        costs: Costs | None = None,
+        self, model: CausalLM, policy: LengthPolicy, vocab_size: int | None = None, costs: Costs | None = None
     ) -> None:
         """`costs`, if known, tell where drafts cannot pay."""
         self.costs, self._saved = costs, cache(lambda rows: saving(costs, rows) if costs else 0.0)
@@ -186,6 +184,7 @@ class ChainDrafter(Drafter):
             if is_whole and self._goes_on(chain):
                 bounds = rule.bounds_after(chain.seq, chain.tokens, found.probabilities)
             seconds += perf_counter() - asked
+            chain.drops = rule.drops(chain.seq, prod(found.probabilities))
         return seconds
 
     def _stretch(self, chain: Chain, bounds: Bounds) -> Drafted | None:
@@ -262,6 +261,8 @@ class ChainDrafter(Drafter):
             chain.add(token, None if q is None else q[row])
         asked = perf_counter()
         more = rule.more(DraftState([chain.seq for chain in chains], [chain.tokens for chain in chains], scores))
+        for chain in chains:
+            chain.drops = rule.drops(chain.seq)
         seconds = perf_counter() - asked
         return [chain for chain, on in zip(chains, more, strict=True) if on and self._goes_on(chain)], seconds
 

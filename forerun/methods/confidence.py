@@ -29,11 +29,13 @@ class Confidence(Drafting):
 @dataclass(frozen=True)
 class Cumulative(Drafting):
     """Draft until the product of the tokens' own probabilities is below `threshold`. The product estimates the
-    probability that the whole draft is accepted."""
+    probability that the whole draft is accepted. In greedy decoding the last token is not verified if the product is
+    below `floor`, about what a further token costs of a forward (ours)."""
 
     threshold: float = number(0.3, 0, 1)
     most: int = integer(32)
+    floor: float = number(0.15, 0, 1)
     name: ClassVar[str] = "cumulative"
 
     def policy(self, parts: Parts) -> LengthPolicy:
-        return Bounded(Bounds(self.most, product=self.threshold))
+        return Bounded(Bounds(self.most, product=self.threshold, floor=self.floor))

@@ -208,6 +208,7 @@ class Guarded(Drafter):
         if proposal.prompt_seconds and self._judge is not None:
             pace.charge(len(seqs), proposal.prompt_seconds, late=pace.begins)
             self._begun += proposal.prompt_seconds
+        self._ran = proposal.forwards > 0
         found = dict(zip([seq.id for seq in asked], proposal.drafts, strict=True))
         return replace(proposal, drafts=[found.get(seq.id) or Draft.root(seq.tokens[-1]) for seq in seqs])
 
@@ -218,8 +219,8 @@ class Guarded(Drafter):
         observe_rows(self.drafter, rows, seqs, drafts, verdicts, hidden)
         if self._judge is not None:
             tokens = sum(len(seq.tokens) for seq in seqs) - self._length
-            # A step in which the drafter proposed nothing measures a plain step.
-            drafted = any(draft.drafted for draft in drafts)
+            # A step in which the drafter ran nothing and proposed nothing measures a plain step.
+            drafted = self._ran or any(draft.drafted for draft in drafts)
             self._judge.record(len(seqs), tokens, self._judge.clock() - self._begun, drafted)
         self._judge = None  # steps without rows of this drafter are not judged
 

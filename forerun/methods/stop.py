@@ -52,23 +52,30 @@ class DraftState:
 @dataclass(frozen=True)
 class Bounds:
     """A stop rule in numbers: a draft of at most `most` tokens, ended by a token less probable than `least`, or by one
-    that brings the product of all probabilities below `product`."""
+    that brings the product of all probabilities below `product`. A greedy draft leaves the last one out if that is
+    below `floor`."""
 
     most: int
     least: float = 0.0
     product: float = 0.0
+    floor: float = 0.0
 
 
 class StopRule(Protocol):
     """End one draft. The rule is called after every drafted token.
 
-    It may stop after a token, but must not discard a token that it has seen: that would change the distribution that
-    the token was sampled from.
+    It may stop after a token, but must not discard a sampled token that it has seen: that would change the distribution
+    that the token was sampled from.
     """
 
     def more(self, state: DraftState) -> list[bool]:
         """Return whether each row drafts on. Rows that have stopped are left out of later calls."""
         raise NotImplementedError
+
+    def drops(self, seq: Sequence, product: float | None = None) -> bool:
+        """Return whether a greedy draft leaves out its last token, as the target's forward of it would not pay.
+        `product`: of the probabilities of a fused draft; None: of those that the rule has seen."""
+        return False
 
     def bounds(self) -> Bounds | None:
         """Return the rule for the first tokens of one row as numbers, or None if that is not possible."""
@@ -136,18 +143,20 @@ class Within(StopRule):
     def bounds(self) -> Bounds:
         return replace(self.limits, product=self.limits.product * self.together)
 
+    def drops(self, seq: Sequence, product: float | None = None) -> bool:
+        return seq.greedy and (self.products.get(seq.id, 1.0) if product is None else product) < self.limits.floor
+
     def more(self, state: DraftState) -> list[bool]:
-        if state.depth >= self.limits.most:
-            return [False] * len(state.tokens)
+        fits = state.depth < self.limits.most
         if not (self.limits.least or self.limits.product):
-            return [True] * len(state.tokens)
+            return [fits] * len(state.tokens)
         last = probabilities.last_probabilities(state.scores, state.tokens)
         found = [self.products.get(seq.id, 1.0) * each for seq, each in zip(state.seqs, last, strict=True)]
         self.products = {seq.id: product for seq, product in zip(state.seqs, found, strict=True)}
         least, product = self.limits.least, self.limits.product
         if self.together > 1:
-            return [sum(found) >= product * self.together] * len(found)
-        return [each >= least and whole >= product for each, whole in zip(last, found, strict=True)]
+            return [fits and sum(found) >= product * self.together] * len(found)
+        return [fits and each >= least and whole >= product for each, whole in zip(last, found, strict=True)]
 
 
 class BestLength(LengthPolicy):

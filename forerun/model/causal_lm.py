@@ -104,10 +104,7 @@ class CausalLM(Rows):
         """Return Hugging Face's own logits processors for a generation config, in the order of `generate`."""
         self.model._prepare_special_tokens(config, True, device=self.device)
         return self.model._get_logits_processor(
-            config,
-            input_ids_seq_length=prompt_length,
-            logits_processor=LogitsProcessorList(),
-            device=self.device,
+            config, input_ids_seq_length=prompt_length, logits_processor=LogitsProcessorList(), device=self.device
         )
 
     # Memory.

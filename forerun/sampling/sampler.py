@@ -260,10 +260,7 @@ class RowError(Exception):
 
 
 def next_tokens(
-    samplers: Sequence[Sampler],
-    logits: Tensor,
-    prefix: Callable[[int], list[int]],
-    sources: Sequence[Source],
+    samplers: Sequence[Sampler], logits: Tensor, prefix: Callable[[int], list[int]], sources: Sequence[Source]
 ) -> tuple[list[int], Tensor, Tensor | None]:
     """Return the next token of each row, the processed scores [R, V], and the distributions [R, V] that tokens were
     sampled from, None if all rows are greedy.
