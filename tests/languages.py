@@ -133,10 +133,7 @@ def copying_head(target: PreTrainedModel, back: int) -> nn.Module:
 
 @torch.no_grad()
 def layer(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    bias: float,
-    units: Sequence[tuple[str, int, float, float]] = (),
+    target: PreTrainedModel, draft: PreTrainedModel, bias: float, units: Sequence[tuple[str, int, float, float]] = ()
 ) -> PreVerifier:
     """A pre-verifier that says bias + the sum of gain * relu(weight * input[index]) over units of (input, index,
     weight, gain)."""

@@ -197,8 +197,7 @@ def test_a_new_sequence_shortens_a_pause_by_its_share() -> None:
 
     assert [paused(128, *rows).wait for rows in ([1], [2], [16], [16] * 16)] == [64, 96, 124, 92]
     # As one of sixteen rows, none of which are new, a request hardly ends a pause that the others have earned.
-    pace = paused(100)
-    guarded = Guarded(PlainDrafter(), pace)
+    guarded = Guarded(PlainDrafter(), pace := paused(100))
     seqs = [Sequence(Request([0], 9), id) for id in range(4)]
     for seq in seqs[:3]:
         list(guarded.admit(seq, None, 8))
@@ -275,9 +274,7 @@ class SlowPrompts(PlainDrafter):
 
 
 def test_prompts_of_drafts_have_to_be_earned() -> None:
-    clock = Clock()
-    pace = SpeedTracker(clock)
-    guarded = Guarded(SlowPrompts(clock), pace)
+    guarded = Guarded(SlowPrompts(clock := Clock()), pace := SpeedTracker(clock))
     for id in range(2):  # nothing is known of steps of one row when the first one comes
         for _ in guarded.admit(Sequence(Request([0], 9), id), None, 8):
             clock.now += 100  # steps of others
@@ -336,6 +333,11 @@ def test_a_drafter_that_had_nothing_to_propose_has_shown_what_a_plain_step_costs
     bench.target.each = 3.0  # from now on plain steps take longer, and the silence tells
     decode(bench.target, Guarded(PlainDrafter(), bench.pace), [Request([0], 50)])
     assert set(bench.pace._plain[1]) == {3.0} and not bench.pace.paused and bench.pace.failures == 0
+    # One that ran a model for nothing has shown what its drafts cost.
+    guarded = Guarded(PlainDrafter(), pace := SpeedTracker(bench.clock))
+    guarded.drafter.propose = lambda seqs: Proposal([Draft.root(seqs[0].tokens[-1])], 1)  # type: ignore[method-assign]
+    decode(bench.target, guarded, [Request([0], 50)])
+    assert len(pace._costs) == pace._costs.maxlen and pace._looks < 10
 
 
 class Recorder(ChainDrafter):
@@ -419,8 +421,7 @@ def test_sampling_with_pauses_keeps_the_targets_distribution(method: Method) -> 
 
 def test_sampling_with_a_pace_that_follows_acceptance_keeps_the_targets_distribution() -> None:
     # Whether the next step drafts depends on what was accepted, as it does under a real clock.
-    clock = Clock()
-    pace, draft = SpeedTracker(clock), Ticking(DRAFT, clock, 0.35)
+    pace, draft = SpeedTracker(clock := Clock()), Ticking(DRAFT, clock, 0.35)
 
     def drafter() -> Guarded:
         pace.wait = min(pace.wait, 3)

@@ -36,7 +36,7 @@ TOP_P = LogitsProcessorList([hf.TopPLogitsWarper(0.8)])  # leaves scores of -inf
 RULES: dict[str, Method] = {
     "heuristic": Heuristic(3),
     "confidence": Confidence(0.35, 5),
-    "cumulative": Cumulative(0.15, 5),
+    "cumulative": Cumulative(0.15, 5, floor=0.1),
     "svip": SVIP(0.5, most=5),
     "adaedl": AdaEDL(0.5, step=1.0, most=5),
 }
@@ -123,8 +123,13 @@ def check(name: str, prompt: abc.Sequence[int], output: abc.Sequence[int], draft
     rule, text, at, lengths = Rule(name), [*prompt, *output], len(prompt), set()
     for (root, *drafted), accepted, limit in drafts:
         assert root == text[at - 1]
-        if name == "cumulative" and sampler.greedy and len(drafted) < min(5, limit - at - 1):  # the last is left out
-            drafted.append(int(DRAFT[tuple([0, *text[:at], *drafted][-2:])].argmax()))
+        if name == "cumulative" and sampler.greedy:  # the last token is left out if the product is below the floor
+            whole, product = list[int](), 1.0
+            while product >= 0.15 and len(whole) < min(5, limit - at - 1):
+                scores = DRAFT[tuple([0, *text[:at], *whole][-2:])]
+                whole, product = [*whole, int(scores.argmax())], product * float(scores.softmax(-1).max())
+            assert drafted == whole[: len(whole) - (product < 0.1)]
+            drafted = whole
         found = distributions(text[:at], drafted, sampler)
         for count in range(1, len(drafted)):
             assert rule.more(drafted[:count], found[:count])

@@ -25,14 +25,12 @@ def columns(datasets: tuple[str, ...], *files: str) -> list[tuple[str, str]]:
 # Tables of figures: by page and header after the first column, the file in benchmarks/ and the dataset of each column.
 FIGURES = {
     (README, "own prompts | HumanEval as chat | GSM8K as chat"): columns(TALK, "chat/greedy.json"),
-    (
-        README,
-        "greedy: own prompts | HumanEval as chat | temperature 1: own prompts | HumanEval as chat",
-    ): columns(TALK[:2], "qwen-coder/greedy.json", "qwen-coder/temperature-1.json"),
-    (
-        RESULTS,
-        "0.7, top-p 0.9: own prompts | HumanEval | GSM8K | 1: own prompts | HumanEval | GSM8K",
-    ): columns(TALK, "chat/nucleus.json", "chat/temperature-1.json"),
+    (README, "greedy: own prompts | HumanEval as chat | temperature 1: own prompts | HumanEval as chat"): columns(
+        TALK[:2], "qwen-coder/greedy.json", "qwen-coder/temperature-1.json"
+    ),
+    (RESULTS, "0.7, top-p 0.9: own prompts | HumanEval | GSM8K | 1: own prompts | HumanEval | GSM8K"): columns(
+        TALK, "chat/nucleus.json", "chat/temperature-1.json"
+    ),
     (
         RESULTS,
         "128 tokens: stdlib | HumanEval | 512 tokens: stdlib | HumanEval | temperature 1: stdlib | HumanEval",

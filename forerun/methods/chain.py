@@ -172,7 +172,7 @@ class ChainDrafter(Drafter):
     def _at_once(self, chain: Chain, rule: StopRule) -> float | None:
         """Draft a whole chain in fused calls, each as far as the rule's bounds reach, and return the seconds of the
         rule. Return None, with nothing done, if that is not possible (`FusedDraft`)."""
-        bounds, seconds = rule.bounds(), 0.0
+        bounds, seconds, product = rule.bounds(), 0.0, 1.0
         if bounds is None or self.model.fused_draft is None or self.model.vocab_size > self.vocab_size:
             return None  # it may draft padding
         while bounds is not None:
@@ -183,8 +183,8 @@ class ChainDrafter(Drafter):
             asked, is_whole, bounds = perf_counter(), len(found.tokens) == bounds.most, None
             if is_whole and self._goes_on(chain):
                 bounds = rule.bounds_after(chain.seq, chain.tokens, found.probabilities)
-            seconds += perf_counter() - asked
-            chain.drops = rule.drops(chain.seq, prod(found.probabilities))
+            seconds, product = seconds + perf_counter() - asked, product * prod(found.probabilities)
+        chain.drops = chain.seq.greedy and rule.drops(chain.seq, product)
         return seconds
 
     def _stretch(self, chain: Chain, bounds: Bounds) -> Drafted | None:
@@ -262,7 +262,7 @@ class ChainDrafter(Drafter):
         asked = perf_counter()
         more = rule.more(DraftState([chain.seq for chain in chains], [chain.tokens for chain in chains], scores))
         for chain in chains:
-            chain.drops = rule.drops(chain.seq)
+            chain.drops = chain.seq.greedy and rule.drops(chain.seq)
         seconds = perf_counter() - asked
         return [chain for chain, on in zip(chains, more, strict=True) if on and self._goes_on(chain)], seconds
 

@@ -30,11 +30,11 @@ class Confidence(Drafting):
 class Cumulative(Drafting):
     """Draft until the product of the tokens' own probabilities is below `threshold`. The product estimates the
     probability that the whole draft is accepted. In greedy decoding the last token is not verified if the product is
-    below `floor`, about what a further token costs of a forward (ours)."""
+    below `floor`; what a further token costs of a forward is a good one (ours)."""
 
     threshold: float = number(0.3, 0, 1)
     most: int = integer(32)
-    floor: float = number(0.15, 0, 1)
+    floor: float = number(0.0, 0, 1)
     name: ClassVar[str] = "cumulative"
 
     def policy(self, parts: Parts) -> LengthPolicy:

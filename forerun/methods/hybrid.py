@@ -163,8 +163,9 @@ class Balance:
             self._promised[size] = KEPT * self._promised[size] + score * seen / found.drafted
             self._true[size] = KEPT * self._true[size] + right
         step = [(1 - KEPT) * usual for usual in self._usual]
-        if used.drafted and used is not found:
-            step = [1, used.drafted, forwards, len(came)]
+        own = used is not found
+        if forwards or (own and used.drafted):  # it may have run and proposed nothing
+            step = [1, used.drafted if own else 0, forwards, len(came) if own else 1]
         self._other = [KEPT * before + one for before, one in zip(self._other, step, strict=True)]
         self._spent = [KEPT * before + one for before, one in zip(self._spent, (spent, len(came)), strict=True)]
         self._share += (1 - KEPT ** len(came)) * (wanted - self._share)
@@ -255,7 +256,8 @@ class HybridDrafter(Drafter):
         for seq, draft in zip(seqs, drafts, strict=True):
             if self.balance is not None and seq.id in self._found:  # else a plain step that others measure
                 found, score, length, wanted = self._found[seq.id]
-                is_other = draft.drafted and draft is not found
+                ran = self._forwards and seq.id in self._asked and not self.wants_hidden
+                is_other = ran or (draft.drafted and draft is not found)
                 forwards = self._forwards if is_other else 0
                 spent = self.balance.spent(seq.greedy, len(seqs), draft.drafted, forwards)
                 self.balance.observe(found, score, draft, seq.tokens[length:], forwards, spent, wanted)

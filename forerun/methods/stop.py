@@ -144,11 +144,11 @@ class Within(StopRule):
         return replace(self.limits, product=self.limits.product * self.together)
 
     def drops(self, seq: Sequence, product: float | None = None) -> bool:
-        return seq.greedy and (self.products.get(seq.id, 1.0) if product is None else product) < self.limits.floor
+        return (self.products.get(seq.id, 1.0) if product is None else product) < self.limits.floor
 
     def more(self, state: DraftState) -> list[bool]:
-        fits = state.depth < self.limits.most
-        if not (self.limits.least or self.limits.product):
+        fits, floor = state.depth < self.limits.most, self.limits.floor
+        if not (fits or floor) or not (self.limits.least or self.limits.product or floor):
             return [fits] * len(state.tokens)
         last = probabilities.last_probabilities(state.scores, state.tokens)
         found = [self.products.get(seq.id, 1.0) * each for seq, each in zip(state.seqs, last, strict=True)]
