@@ -144,7 +144,8 @@ class Layers:
                 setattr(argument, name, part.data_ptr())
             elif isinstance(part, np.ndarray) and part.size:
                 assert part.flags.c_contiguous
-                setattr(argument, name, ctypes.addressof(ctypes.c_char.from_buffer(part.data)))
+                first = ctypes.c_char.from_buffer(part.data)  # faster than `part.ctypes.data`
+                setattr(argument, name, ctypes.addressof(first))
             elif isinstance(part, ctypes.Structure):
                 setattr(argument, name, ctypes.addressof(part))
         self.rotate_to(cache.capacity)
