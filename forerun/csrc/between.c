@@ -12,7 +12,13 @@ typedef uint16_t h8 __attribute__((vector_size(16)));
 
 FR_INLINE f8 choose8(i8 which, f8 yes, f8 no) { return (f8)(((i8)yes & which) | ((i8)no & ~which)); }
 
-FR_INLINE f8 max8(f8 x, f8 y) { return choose8(x > y, x, y); }
+FR_INLINE f8 max8(f8 x, f8 y) { /* y, if either is NaN */
+#if defined(__AVX__)
+    return (f8)_mm256_max_ps((__m256)x, (__m256)y);
+#else
+    return choose8(x > y, x, y);
+#endif
+}
 
 /* exp: a power of two times a polynomial (Cephes') within half of ln 2 of zero. */
 FR_INLINE f8 exp8(f8 x) {
@@ -82,102 +88,6 @@ static void to_half(const float *x, int64_t n, uint16_t *out) {
     }
 }
 
-FR_INLINE const char *entry(const void *from, const fr_attention *of, int64_t j, int64_t bytes) {
-    return (const char *)from + (j < of->split ? j : of->path[j - of->split]) * bytes;
-}
-
-FR_INLINE f8 stored8(const char *from, int64_t at, int wide) {
-    return wide ? load8((const float *)(const void *)from + at) : float16s(from + 2 * at);
-}
-
-/* Scores of `count` queries with all keys, four keys at a time. */
-FR_INLINE void score_keys(const fr_attention *of, int count, int64_t d, int wide) {
-    int64_t bytes = wide ? 4 * d : 2 * d;
-    for (int64_t start = of->first; start < of->count; start += 8) {
-        f8 sums[FR_HEADS][8];
-        for (int k = 0; k < 8; k += 4) {
-            const char *keys[4];
-            f8 own[FR_HEADS][4] = {{{0}}};
-            for (int i = 0; i < 4; i++) {
-                int64_t j = start + k + i < of->count ? start + k + i : of->count - 1;
-                keys[i] = entry(of->keys, of, j, bytes);
-                const char *values = entry(of->values, of, j, bytes);
-                /* Entries of a chain stand in order. Values are wanted next. */
-                for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(keys[i] + AHEAD + at), __builtin_prefetch(values + at);
-            }
-            for (int64_t at = 0; at < d; at += 8)
-#pragma GCC unroll 4
-                for (int i = 0; i < 4; i++) {
-                    f8 key = stored8(keys[i], at, wide);
-#pragma GCC unroll 2
-                    for (int h = 0; h < count; h++) own[h][i] = fma8(load8(of->queries + h * d + at), key, own[h][i]);
-                }
-            for (int h = 0; h < count; h++) memcpy(sums[h] + k, own[h], sizeof own[h]);
-        }
-        for (int h = 0; h < count; h++) store8(of->scores + h * of->width + start - of->first, totals(sums[h]));
-    }
-}
-
-/* Scores [seen], filled up to 8s, to their exponentials and zeros; returns the sum. */
-static float exponentials(float *scores, int64_t seen) {
-    int64_t end = (seen + 7) / 8 * 8;
-    for (int64_t j = seen; j < end; j++) scores[j] = scores[0];
-    f8 largest = load8(scores), sum = {0};
-    for (int64_t j = 8; j < end; j += 8) largest = max8(largest, load8(scores + j));
-    float most = largest[0];
-    for (int i = 1; i < 8; i++) most = largest[i] > most ? largest[i] : most;
-    for (int64_t j = 0; j < end; j += 8) store8(scores + j, exp8(load8(scores + j) - most));
-    for (int64_t j = seen; j < end; j++) scores[j] = 0;
-    for (int64_t j = 0; j < end; j += 8) sum += load8(scores + j);
-    return lanes8(sum);
-}
-
-/* What `count` rows of weights make of `parts` times 8 numbers of all values. */
-FR_INLINE void mix(const fr_attention *of, const float *sums, int count, int parts, int64_t at, int64_t d, int wide) {
-    f8 own[FR_HEADS][4] = {{{0}}};
-    int64_t j = of->first;
-    for (int is_path = 0; is_path < 2; is_path++) {
-        int64_t end = is_path || of->split > of->count ? of->count : of->split;
-        for (; j < end; j++) {
-            const char *value = (const char *)of->values + (is_path ? of->path[j - of->split] : j) * (wide ? 4 * d : 2 * d);
-            const float *weight = of->scores + j - of->first;
-#pragma GCC unroll 4
-            for (int i = 0; i < parts; i++) {
-                f8 part = stored8(value, at + 8 * i, wide);
-#pragma GCC unroll 2
-                for (int h = 0; h < count; h++) own[h][i] = fma8(splat8(weight[h * of->width]), part, own[h][i]);
-            }
-        }
-    }
-    for (int h = 0; h < count; h++)
-        for (int i = 0; i < parts; i++) store8(of->out + h * d + at + 8 * i, own[h][i] * (1 / sums[h]));
-}
-
-FR_INLINE void some_heads(const fr_attention *of, int count, int64_t d, int wide) {
-    float sums[FR_HEADS];
-    int64_t at = 0;
-    score_keys(of, count, d, wide);
-    for (int h = 0; h < count; h++) sums[h] = exponentials(of->scores + h * of->width, of->count - of->first);
-    for (; at + 32 <= d; at += 32) mix(of, sums, count, 4, at, d, wide);
-    for (; at < d; at += 8) mix(of, sums, count, 1, at, d, wide);
-}
-
-#if defined(__FMA__) || defined(__aarch64__)
-/* Sizes and numbers of heads are constants, so that their sums stay in registers. */
-FR_INLINE void every_size(const fr_attention *of, int heads, int wide) {
-    if (of->d == 64) some_heads(of, heads, 64, wide);
-    else if (of->d == 128) some_heads(of, heads, 128, wide);
-    else some_heads(of, heads, of->d, wide);
-}
-
-static void attend(const fr_attention *of) {
-    if (of->heads == 1) of->wide ? every_size(of, 1, 1) : every_size(of, 1, 0);
-    else of->wide ? every_size(of, 2, 1) : every_size(of, 2, 0);
-}
-#else
-static void attend(const fr_attention *of) { some_heads(of, of->heads, of->d, of->wide); }
-#endif
-
 static int64_t argmax(const float *x, int64_t n) {
     f8 most = splat8(-INFINITY);
     int64_t i = 0;
@@ -205,4 +115,4 @@ static float exps(const float *x, float most, float scale, int64_t n, float *out
     return lanes8(sum + last);
 }
 
-const fr_between FR_NAME(fr_between) = {norm, heads, gate, add, to_half, attend, argmax, exps};
+const fr_between FR_NAME(fr_between) = {norm, heads, gate, add, to_half, argmax, exps};

@@ -6,21 +6,6 @@
 
 #include <stdint.h>
 
-#define FR_HEADS 2 /* queries that are computed at once, with one read of keys and values */
-
-/* Queries [heads, d], rotated and scaled, of one token and one group; keys and values of that group in its row of the
-   cache, entry by entry. It sees the entries from `first` to `count`: those below `split` are stored in order, later
-   ones at slots path[0], path[1] and so on. scores: `heads` rows of `width`, which is a multiple of 8 and at least
-   count - first. */
-typedef struct {
-    const float *queries;
-    const void *keys, *values;
-    const int32_t *path;
-    int64_t first, split, count, width;
-    int heads, d, wide; /* heads: at most FR_HEADS; wide: keys and values are float32, else half precision */
-    float *scores, *out;
-} fr_attention;
-
 typedef struct {
     /* out = RMSNorm(x) times the gain, if any; `added`, if any, is added to x first. */
     void (*norm)(float *x, const float *added, const float *gain, float eps, int64_t d, float *out);
@@ -32,7 +17,6 @@ typedef struct {
     void (*add)(float *x, const float *added, int64_t n);
     /* To float16, rounded to even and clamped to +-65504; NaN stays NaN. */
     void (*to_half)(const float *x, int64_t n, uint16_t *out);
-    void (*attend)(const fr_attention *one);
     int64_t (*argmax)(const float *x, int64_t n); /* the first of equal ones; 0 if all are NaN */
     /* out = exp((x - most) * scale), and their sum. */
     float (*exps)(const float *x, float most, float scale, int64_t n, float *out);

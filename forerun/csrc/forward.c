@@ -4,17 +4,23 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "attention.h"
 #include "between.h"
 #include "threads.h"
 
 #define BLOCK 256     /* tokens that go through all layers together */
+#define SHARED_FROM 512 /* entries from which on threads share units of attention, */
+#define UNITS_SHARED 4  /* if there are fewer units for each thread */
 #define SERIAL 16384  /* numbers that take less time than calling threads */
 
 extern const fr_between fr_between_plain;
+extern const fr_attention_steps fr_attention_steps_plain;
 #if defined(__x86_64__)
 extern const fr_between fr_between_avx2, fr_between_avxvnni, fr_between_avx512vnni;
+extern const fr_attention_steps fr_attention_steps_avx2, fr_attention_steps_avxvnni, fr_attention_steps_avx512vnni;
 #elif defined(__aarch64__)
 extern const fr_between fr_between_neon;
+extern const fr_attention_steps fr_attention_steps_neon;
 #endif
 
 static const fr_between *const between[FR_ISAS] = {
@@ -26,7 +32,21 @@ static const fr_between *const between[FR_ISAS] = {
 #endif
 };
 
+static const fr_attention_steps *const attention[FR_ISAS] = {
+    &fr_attention_steps_plain,
+#if defined(__x86_64__)
+    &fr_attention_steps_avx2, &fr_attention_steps_avxvnni, &fr_attention_steps_avx512vnni,
+#elif defined(__aarch64__)
+    NULL, NULL, NULL, &fr_attention_steps_neon,
+#endif
+};
+
 const fr_between *fr_between_chosen(void) { return between[fr_chosen()]; }
+
+/* Adjacent tokens of a batch in one row of the cache, which share tiles of keys and values. */
+typedef struct {
+    int start, count;
+} token_run;
 
 /* The buffers of a block of tokens. `parts` [n, (H + 2 G) D] become queries, keys and values. */
 typedef struct {
@@ -35,10 +55,15 @@ typedef struct {
     const fr_cache *cache;
     const fr_batch *batch;
     const fr_between *do_;
+    const fr_attention_steps *attention;
     int start, n; /* which tokens of the batch */
-    int64_t attended, every, inner, width;
-    float *x, *h, *parts, *out, *both, *y, *scores;
+    int64_t attended, every, inner;
+    float *x, *h, *parts, *out, *both, *y;
     void *records;
+    int64_t longest, width;        /* entries that a token sees at most; floats of a query's scores */
+    float *scores, *tiles;         /* of each thread or, if threads share units of attention, of each unit */
+    token_run runs[BLOCK];
+    int run_count;
 } block;
 
 /* Matrices of different sizes that multiply one input. */
@@ -139,35 +164,138 @@ static void do_heads(void *argument, int64_t first, int64_t last, int thread) {
     }
 }
 
-static int pieces_of_group(const fr_model *m) { return (m->heads / m->groups + FR_HEADS - 1) / FR_HEADS; }
+/* A unit of attention is a run of tokens, a group, and a piece of the group's heads: all of them, if they are not very
+   many. */
+static int64_t heads_of_group(const fr_model *m) { return m->heads / m->groups; }
 
-/* A part is a token and some heads of one group. */
+static int64_t pieces_of_group(const fr_model *m) { return (heads_of_group(m) + FR_QUERIES - 1) / FR_QUERIES; }
+
+static int64_t tokens_of_run(const fr_model *m) {
+    int64_t pieces = pieces_of_group(m);
+    return FR_QUERIES / ((heads_of_group(m) + pieces - 1) / pieces);
+}
+
+static int64_t units_of(const block *b) { return b->run_count * b->model->groups * pieces_of_group(b->model); }
+
+static void find_runs(block *b) {
+    const int32_t *row = b->batch->row + b->start;
+    int64_t most = tokens_of_run(b->model);
+    b->run_count = 0;
+    for (int i = 0; i < b->n; i++) {
+        token_run *last = b->runs + b->run_count - 1;
+        if (b->run_count && last->count < most && row[i] == row[last->start]) {
+            last->count++;
+            continue;
+        }
+        b->runs[b->run_count++] = (token_run){i, 1};
+    }
+}
+
+static fr_attention_row row_of_unit(const block *b, int64_t token, int64_t head) {
+    const fr_batch *batch = b->batch;
+    int64_t at = b->start + token;
+    int64_t window = b->layer->window;
+    int64_t count = batch->length[at] + (batch->seen ? batch->seen[at] : 0);
+    return (fr_attention_row){
+        .first = window && count > window ? count - window : 0,
+        .split = batch->length[at],
+        .count = count,
+        .path = batch->paths ? batch->paths + at * batch->path : 0,
+        .queries = b->parts + token * b->every + head * b->model->size,
+        .out = b->out + token * b->attended + head * b->model->size,
+    };
+}
+
+/* Fills in a unit; `place`: which of the scores it takes, `thread`: whose tile. */
+static void make_unit(const block *b, int64_t unit, int64_t place, int thread, fr_attention *a) {
+    const fr_model *m = b->model;
+    int64_t shared = heads_of_group(m);
+    int64_t pieces = pieces_of_group(m);
+    int64_t piece = unit % pieces;
+    int64_t group = unit / pieces % m->groups;
+    const token_run *run = b->runs + unit / pieces / m->groups;
+    int64_t head = piece * shared / pieces;
+    int64_t bytes = b->cache->wide ? 4 : 2;
+    int64_t start = (b->batch->row[b->start + run->start] * b->cache->row + group * b->cache->group) * bytes;
+    a->keys = (const char *)b->cache->keys + start;
+    a->values = (const char *)b->cache->values + start;
+    a->width = b->width;
+    a->rows = run->count;
+    a->heads = (int)((piece + 1) * shared / pieces - head);
+    a->d = m->size;
+    a->is_float32 = b->cache->wide;
+    a->scores = b->scores + place * FR_QUERIES * b->width;
+    a->tile = b->tiles + (int64_t)thread * FR_TILE * m->size;
+    for (int i = 0; i < run->count; i++) a->row[i] = row_of_unit(b, run->start + i, group * shared + head);
+}
+
+/* A part is a unit. */
 static void do_attend(void *argument, int64_t first, int64_t last, int thread) {
     const block *b = argument;
-    const fr_model *m = b->model;
-    const fr_batch *batch = b->batch;
-    int64_t shared = m->heads / m->groups, pieces = pieces_of_group(m), window = b->layer->window;
-    for (; first < last; first++) {
-        int64_t piece = first % pieces, g = first / pieces % m->groups, i = first / pieces / m->groups;
-        int64_t at = b->start + i, from = piece * shared / pieces, head = g * shared + from;
-        int64_t own = (batch->row[at] * b->cache->row + g * b->cache->group) * (b->cache->wide ? 4 : 2);
-        fr_attention one = {
-            .queries = b->parts + i * b->every + head * m->size,
-            .keys = (const char *)b->cache->keys + own,
-            .values = (const char *)b->cache->values + own,
-            .path = batch->paths ? batch->paths + at * batch->path : 0,
-            .split = batch->length[at],
-            .count = batch->length[at] + (batch->seen ? batch->seen[at] : 0),
-            .width = b->width,
-            .heads = (int)((piece + 1) * shared / pieces - from),
-            .d = m->size,
-            .wide = b->cache->wide,
-            .scores = b->scores + thread * FR_HEADS * b->width,
-            .out = b->out + i * b->attended + head * m->size,
-        };
-        one.first = window && one.count > window ? one.count - window : 0;
-        b->do_->attend(&one);
+    fr_attention a;
+    for (int64_t unit = first; unit < last; unit++) {
+        make_unit(b, unit, thread, thread, &a);
+        b->attention->scores(&a, 0, INT64_MAX);
+        b->attention->weights(&a, 0, a.rows * a.heads);
+        b->attention->values(&a, 0, a.d);
     }
+}
+
+/* The three steps of units that threads share: a part is a chunk of slots, a query, or a slice of columns. */
+typedef struct {
+    const block *of;
+    int64_t chunks, slices, columns;
+} shared_units;
+
+static void do_scores(void *argument, int64_t first, int64_t last, int thread) {
+    const shared_units *s = argument;
+    fr_attention a;
+    for (int64_t part = first; part < last; part++) {
+        int64_t from = part % s->chunks * FR_CHUNK;
+        make_unit(s->of, part / s->chunks, part / s->chunks, thread, &a);
+        s->of->attention->scores(&a, from, from + FR_CHUNK);
+    }
+}
+
+static void do_weights(void *argument, int64_t first, int64_t last, int thread) {
+    const shared_units *s = argument;
+    fr_attention a;
+    for (int64_t part = first; part < last; part++) {
+        int64_t query = part % FR_QUERIES;
+        make_unit(s->of, part / FR_QUERIES, part / FR_QUERIES, thread, &a);
+        if (query < a.rows * a.heads) s->of->attention->weights(&a, query, query + 1);
+    }
+}
+
+static void do_values(void *argument, int64_t first, int64_t last, int thread) {
+    const shared_units *s = argument;
+    fr_attention a;
+    for (int64_t part = first; part < last; part++) {
+        int64_t from = part % s->slices * s->columns;
+        make_unit(s->of, part / s->slices, part / s->slices, thread, &a);
+        int64_t end = from + s->columns < a.d ? from + s->columns : a.d;
+        s->of->attention->values(&a, from, end);
+    }
+}
+
+/* Whether threads share units, because these are few and long. */
+static int shares_units(int64_t units, int64_t longest) {
+    return fr_workers() > 1 && units < UNITS_SHARED * (int64_t)fr_workers() && longest >= SHARED_FROM;
+}
+
+static void attend(const block *b) {
+    int64_t units = units_of(b);
+    int64_t size = b->model->size;
+    if (!shares_units(units, b->longest)) {
+        run(do_attend, (void *)b, units, b->n * b->attended * b->longest / 2);
+        return;
+    }
+    shared_units s = {.of = b, .chunks = (b->longest + FR_CHUNK - 1) / FR_CHUNK, .columns = 64};
+    while (s.columns > 16 && units * ((size + s.columns - 1) / s.columns) < fr_workers()) s.columns /= 2;
+    s.slices = (size + s.columns - 1) / s.columns;
+    fr_parallel(do_scores, &s, units * s.chunks, 0);
+    fr_parallel(do_weights, &s, units * FR_QUERIES, 0);
+    fr_parallel(do_values, &s, units * s.slices, 1);
 }
 
 /* x += y, and h its norm. */
@@ -233,7 +361,7 @@ static void run_layers(block *b) {
                         .out_stride = {b->every, b->every, b->every}, .count = 3, .x = b->h, .stride = d, .rows = b->n};
         multiply(&qkv, 0);
         run(do_heads, b, n, n * b->every);
-        run(do_attend, b, n * m->groups * pieces_of_group(m), n * b->attended * b->width / 2);
+        attend(b);
         products o = {.of = b, .matrix = {&l->o}, .out = {b->y}, .out_stride = {d}, .count = 1, .x = b->out,
                       .stride = b->attended, .rows = b->n};
         multiply(&o, 0);
@@ -356,7 +484,8 @@ static int make_room(block *b, int64_t rows, int64_t longest) {
     b->attended = (int64_t)m->heads * m->size;
     b->every = b->attended + 2 * (int64_t)m->groups * m->size;
     b->inner = m->layer->gate.outputs;
-    b->width = (longest + 7) / 8 * 8;
+    b->longest = longest;
+    b->width = fr_attention_width(longest);
     int64_t inputs[] = {d, b->attended, b->inner, m->fuse.panels ? 2 * d : d}, most = 0, both = d > b->inner ? d : b->inner;
     for (int i = 0; i < 4; i++) {
         int64_t own = (int64_t)fr_record_bytes((int)inputs[i], (int)rows);
@@ -365,13 +494,15 @@ static int make_room(block *b, int64_t rows, int64_t longest) {
     int64_t x = take(&total, rows * d * f), h = take(&total, rows * d * f), y = take(&total, rows * d * f);
     int64_t parts = take(&total, rows * b->every * f), out = take(&total, rows * b->attended * f);
     both = take(&total, 2 * rows * both * f);
-    int64_t scores = take(&total, fr_workers() * FR_HEADS * b->width * f);
+    int64_t places = fr_workers() * (longest < SHARED_FROM ? 1 : UNITS_SHARED); /* most are never written */
+    int64_t scores = take(&total, places * FR_QUERIES * b->width * f);
+    int64_t tiles = take(&total, fr_workers() * FR_TILE * m->size * f);
     int64_t records = take(&total, most);
     char *room = fr_scratch(total);
     if (!room) return 0;
     b->x = (float *)(room + x), b->h = (float *)(room + h), b->y = (float *)(room + y);
     b->parts = (float *)(room + parts), b->out = (float *)(room + out), b->both = (float *)(room + both);
-    b->scores = (float *)(room + scores), b->records = room + records;
+    b->scores = (float *)(room + scores), b->tiles = (float *)(room + tiles), b->records = room + records;
     return 1;
 }
 
@@ -382,11 +513,12 @@ static int forward(const fr_model *model, const fr_cache *cache, const fr_batch 
         int64_t own = batch->length[i] + (batch->seen ? batch->seen[i] : 0);
         longest = own > longest ? own : longest;
     }
-    block b = {.model = model, .cache = cache, .batch = batch, .do_ = fr_between_chosen()};
+    block b = {.model = model, .cache = cache, .batch = batch, .do_ = fr_between_chosen(), .attention = attention[fr_chosen()]};
     if (!make_room(&b, batch->n < BLOCK ? batch->n : BLOCK, longest)) return FR_NO_MEMORY;
     if (batch->n && batch->tokens && fr_values(model->embed_format, model->embed, (size_t)model->embed_row, model->d, b.x)) return FR_REFUSED;
     for (; b.start < batch->n; b.start += b.n) {
         b.n = batch->n - b.start < BLOCK ? batch->n - b.start : BLOCK;
+        find_runs(&b);
         run_layers(&b);
         if (batch->normed)
             memcpy(batch->normed + (int64_t)b.start * model->d, b.h, (size_t)b.n * model->d * sizeof(float));

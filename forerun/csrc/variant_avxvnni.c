@@ -2,3 +2,4 @@
 #define FR_ISA FR_AVXVNNI
 #include "products.c"
 #include "between.c"
+#include "attention.c"
