@@ -101,31 +101,52 @@ def test_greedy_sequences_spare_the_head_only_together() -> None:
             drafter.observe([seq], [draft], [Verdict([0], 7, 1, True)], [random(len(draft), 32)])
 
 
+def drafter_of(kind: str, head: HiddenLM) -> HeadDrafter:
+    return LyannaDrafter(Lyanna(3), head) if kind == "lyanna" else EagleDrafter(Eagle(3), head)
+
+
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])
 def test_prompts_are_read_when_a_draft_is_first_asked_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many a step; longer ones are read when they are admitted. Drafts are the same, after a text has grown too."""
+    """A step reads whole prompts until it has read PIECE tokens. Drafts are the same however many steps that takes,
+    and after a text has grown too."""
     target, head = toys(kind)
-    texts = [range(2, 9), range(3, 10), range(5, 12), range(2, 22), range(9, 12)]
-    found: list[list[list[int]]] = []
-    for most in (8, 1):
-        monkeypatch.setattr(hidden, "PIECE", most)
-        own = head.fresh()
-        drafter: HeadDrafter = LyannaDrafter(Lyanna(3), own) if kind == "lyanna" else EagleDrafter(Eagle(3), own)
+    texts = [range(2, 9), range(3, 10), range(5, 12)]
+    tokens: list[list[list[int]]] = []
+    for piece, drafted in ((100, [3, 3, 3]), (8, [3, 3, 0])):
+        monkeypatch.setattr(hidden, "PIECE", piece)
+        drafter = drafter_of(kind, head.fresh())
         seqs = [sequence(text, id) for id, text in enumerate(texts)]
-        begun = iter(drafter.admit(seqs[3], features_of(target, seqs[3].tokens[:-1]), 4))
-        assert next(begun) == min(4, most)  # a prompt that is being read
-        read = [sum(drafter.admit(seqs[row], features_of(target, seqs[row].tokens[:-1]), 4)) for row in (0, 1, 2, 4)]
-        assert read == ([0, 0, 0, 0] if most == 8 else [5, 5, 5, 1])
-        drafter.drop(seqs[4])
-        first = drafter.propose(seqs[:3])
-        assert [draft.drafted for draft in first.drafts] == [3, 3, 0 if most == 8 else 3]
-        assert (first.prompt_seconds > 0) == (most == 8) and sum(begun) == 18 - min(4, most)
+        for seq in seqs:
+            assert not list(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4))
+        first = drafter.propose(seqs)
+        assert [draft.drafted for draft in first.drafts] == drafted
+        assert first.prompt_seconds > 0
         seqs[2].tokens.append(7)
         states = features_of(target, seqs[2].tokens)[-2:-1]
         drafter.observe([seqs[2]], [Draft.root(11)], [Verdict([0], 7, 1, True)], [states])
-        found.append([draft.tokens for draft in [*first.drafts[:2], *drafter.propose(seqs[2:4]).drafts]])
-        assert not drafter.unread and drafter.propose([seqs[3]]).prompt_seconds == 0
-    assert found[0] == found[1]
+        second = drafter.propose(seqs[2:])
+        tokens.append([draft.tokens for draft in [*first.drafts[:2], *second.drafts]])
+        assert not drafter.unread
+        assert drafter.propose(seqs[2:]).prompt_seconds == 0
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("kind", ["lyanna", "eagle"])
+def test_of_a_long_prompt_the_last_positions_are_read(kind: str) -> None:
+    """A head that reads 6 positions drafts as if the prompt had no others."""
+    target, head = toys(kind)
+    text = list(range(2, 32))
+    states = features_of(target, text[:-1])
+    drafts = []
+    for tokens, features in ((text, states), (text[-7:], states[-6:])):
+        own = head.fresh()
+        own.reads = 6
+        drafter = drafter_of(kind, own)
+        seq = sequence(tokens, 0)
+        list(drafter.admit(seq, features, 4))
+        drafts.append(drafter.propose([seq]).drafts[0].tokens)
+        assert own.length(0) == 6
+    assert drafts[0] == drafts[1]
 
 
 @pytest.mark.parametrize("acceptance", [0.05, 0.9])

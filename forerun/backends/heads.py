@@ -66,6 +66,7 @@ class HiddenLM(Rows):
     Attributes:
         kind: see `forerun.heads.heads.KINDS`.
         capture: the target's states that are its features.
+        reads: the last positions of a prompt that it reads.
         width, depth: size of a feature, and number of layers.
         hot: [S] the tokens that it has logits for.
         logits: maps states [n, d] to logits [n, S] without token information.
@@ -80,7 +81,7 @@ class HiddenLM(Rows):
         self.device, self.dtype = target.device, torch.float32 if few else target.dtype
         self.hot, self.vocab_size = head.hot.to(self.device), target.vocab_size
         self.kind, self.curves, self.capture = head.config.kind, head.config.curves, head.capture
-        self.width, self.depth = head.width, len(head.layers)
+        self.width, self.depth, self.reads = head.width, len(head.layers), head.reads
         self.cache = KVCache(self.depth)
         embedding = target.model.get_input_embeddings()
         self.quantised: QuantisedHead | None = None

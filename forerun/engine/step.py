@@ -49,6 +49,7 @@ class Drafter(Protocol):
 
     wants_hidden: Capture = ""  # the hidden states of the target that it is given
     spread: int = 0  # the most nodes of a draft beyond a chain of the remaining tokens
+    reads: int | None = None  # the last tokens of a prompt that it reads; None: all
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
         """Admit a sequence of n tokens and run its prompt. Yield the size of each chunk, at most `chunk` tokens.

@@ -23,6 +23,7 @@ from forerun.heads.heads import rotate
 from forerun.model.support import context_of, window_of
 
 _ROPE = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on how long a text is
+READS = 2048  # positions: heads of the hub are trained on texts about as long
 _UNUSED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
@@ -118,10 +119,12 @@ class Eagle3Head(nn.Module):
     Attributes:
         capture: the target's states that it reads.
         width: size of a feature.
+        reads: the last positions of a prompt that it reads.
         informed: False, as no token information is added to its logits.
     """
 
     informed = False
+    reads = READS
     d2t: Tensor | None
 
     def __init__(self, config: Eagle3Config) -> None:

@@ -148,6 +148,7 @@ class Guarded(Drafter):
         self.drafter = drafter
         self.paces = {True: pace, False: sampled if sampled is not None else SpeedTracker(pace.clock)}
         self.wants_hidden, self.spread = drafter.wants_hidden, drafter.spread
+        self.reads = drafter.reads
         self._inside: dict[int, bool] = {}  # {sequence: whether the drafter has admitted it}
         self._admitting = False  # whether it is running a prompt, one at a time
         self._asked: set[int] = set()  # the sequences for which the drafter was called in this step

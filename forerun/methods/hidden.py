@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from forerun.engine.sequence import Sequence
     from forerun.methods.beams import Array
 
-PIECE = 2048  # a step reads prompts until it has read so many tokens; longer ones are read when they are admitted
+PIECE = 2048  # a step reads prompts until it has read so many tokens
 # Costs of the embedded target, if none were measured.
 USUAL = Costs({1: 3.9, 8: 5.8, 32: 10.6}, {}, head={1: 0.4, 16: 0.8})
 
@@ -66,6 +66,7 @@ class HeadDrafter(Drafter):
         self.nodes = settings.nodes if settings.width > 1 else settings.depth
         self.depth = min(settings.depth, self.nodes)
         self.spread = self.nodes if self.width > 1 else 0
+        self.reads = head.reads
         self.features: dict[int, list[Tensor]] = {}
         self.unread: dict[int, Iterator[int]] = {}
         self.seconds, self.forwards = 0.0, 0
@@ -74,18 +75,17 @@ class HeadDrafter(Drafter):
             known = costs if costs is not None and costs.head else USUAL
             self.budgets = budget.Budgets(head, known, settings.block, self.nodes, beams)
 
-    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
         head = self.head
         if hidden is None:
             hidden = torch.zeros(0, head.width, dtype=head.dtype, device=head.device)
+        hidden = hidden[-head.reads :]
         # The first draft runs the last feature, as it needs the state.
         self.features[seq.id] = [hidden[-1:].clone()]
         most = seq.limit + self.depth * self.width
-        reading = head.prefill(seq.id, hidden[:-1], seq.tokens[1:-1], min(chunk, PIECE), most)
-        if len(hidden) > PIECE:
-            yield from reading
-        else:
-            self.unread[seq.id] = reading
+        after = seq.tokens[len(seq.tokens) - len(hidden) : -1]  # the token after each state but the last
+        self.unread[seq.id] = head.prefill(seq.id, hidden[:-1], after, chunk, most)
+        return ()
 
     def pays(self, rows: int, unread: Sequence | None = None) -> bool:
         return self.budgets is None or self.budgets.pays(rows)

@@ -197,7 +197,9 @@ class HybridDrafter(Drafter):
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         yield from self.suffixes.admit(seq, hidden, chunk)
-        self._read[seq.id] = self.balance.known(seq) if self.balance is not None else 0
+        unread = len(seq.tokens) if self.other.reads is None else self.other.reads
+        known = self.balance.known(seq) if self.balance is not None else 0
+        self._read[seq.id] = max(known, len(seq.tokens) - unread)
         self._chunk = min(chunk, PIECE)
         self._unread[seq.id] = iter(self.other.admit(seq, hidden, self._chunk))
         for count in self._unread.pop(seq.id) if self.wants_hidden else ():
