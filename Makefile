@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint
 INSTALLED := $(VENV)/installed-by-$(or $(notdir $(CONSTRAINTS)),nothing)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header --upgrade pyproject.toml
 
-.PHONY: demo serve test sanitize quality house format update clean
+.PHONY: demo serve test sanitize quality format update clean
 
 demo: $(INSTALLED)
 	$(BIN)/forerun demo
@@ -36,10 +36,6 @@ quality: $(INSTALLED)-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m tests.house
-
-house:
-	$(PYTHON) -m tests.house
 
 format: $(INSTALLED)-dev
 	$(BIN)/ruff check --fix .
