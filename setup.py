@@ -1,7 +1,9 @@
 """Build the C library beside the package: no Python ABI, so that one wheel a platform serves every Python."""
 
+import os
 import runpy
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -25,6 +27,14 @@ class Library(build_ext):
             build["build"](target)
         except (OSError, RuntimeError) as error:
             raise CompileError(f"no fast kernels, torch's serve, several times slower: {error}") from error
+
+    def copy_file(self, infile: str, outfile: str, *given: Any, **named: Any) -> tuple[str, bool]:
+        """Copy the library beside its sources, for an editable install. Processes may run the old
+        one, so the copy has another name until it is complete."""
+        temporary = f"{outfile}.{os.getpid()}.tmp"
+        super().copy_file(infile, temporary, *given, **named)
+        build["install"](Path(temporary), Path(outfile))
+        return outfile, True
 
 
 class AnyPython(bdist_wheel):

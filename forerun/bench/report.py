@@ -158,7 +158,7 @@ def versions() -> dict[str, Any]:
         except PackageNotFoundError:
             found[package] = None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    found["kernels"] = kernels.variant()
+    found |= {"kernels": kernels.variant(), "build": kernels.build_id()}
     return found | {"cpu": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
 
 

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define FORERUN_ABI 5
+#define FORERUN_ABI 6
 #define FR_PANEL 8         /* outputs a panel */
 #define FR_SUPERBLOCK 256  /* inputs a record */
 
@@ -38,7 +38,8 @@ int fr_abi(void);
 int fr_sizes(int32_t *sizes, int n);
 
 /* Choose the instruction set: "" (the best that this CPU has), "avx512vnni", "avxvnni", "avx2", "neon" or "plain".  Returns its
-   index below, or -1 if the CPU or this build lacks it.  Called at load, before other threads use the library; without it "plain" runs. */
+   index below, or -1 if the CPU or this build lacks it.  It waits until calls of other threads have
+   ended.  Without it "plain" runs. */
 #define FR_PLAIN 0
 #define FR_AVX2 1
 #define FR_AVXVNNI 2
@@ -46,7 +47,11 @@ int fr_sizes(int32_t *sizes, int n);
 #define FR_NEON 4
 #define FR_ISAS 5
 int fr_select(const char *name);
+/* What fr_select would return.  It chooses nothing. */
+int fr_find(const char *name);
 const char *fr_variant(void);
+/* What the library was built from: a hash of the sources, "-", and one of sources, flags, compiler. */
+const char *fr_build(void);
 
 /* Bytes of the panels of a matrix, and their layout; 0 if its inputs are no multiple of 256 (K formats), 32 (other few-bit ones) or 8 (floats). */
 size_t fr_panel_bytes(int format, int outputs, int inputs, int32_t *layout);

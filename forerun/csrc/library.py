@@ -7,13 +7,18 @@ another ("plain", "avx2", "avxvnni", "avx512vnni", "neon"). With "none", torch d
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from functools import cache
+from threading import Lock
 from typing import Any
 
-from forerun.csrc.build import HERE, LIBRARY
+from forerun.csrc.build import HERE, LIBRARY, build_of, sources_id
 
-ABI, VARIABLE = 5, "FORERUN_KERNELS"
+ABI, VARIABLE = 6, "FORERUN_KERNELS"
+_LOG = logging.getLogger("forerun")
+_LOCK = Lock()  # of the choice below
+_CHOSEN: list[str] = []  # the variant of this process, once it is chosen
 VARIANTS = ("plain", "avx2", "avxvnni", "avx512vnni", "neon")
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -96,7 +101,9 @@ _STRUCTURES = (
 )
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fr_select": (_I, (ctypes.c_char_p,)),
+    "fr_find": (_I, (ctypes.c_char_p,)),
     "fr_variant": (ctypes.c_char_p, ()),
+    "fr_build": (ctypes.c_char_p, ()),
     "fr_panel_bytes": (ctypes.c_size_t, (_I, _I, _I, _P)),
     "fr_pack_all": (_I, (_I, _P, ctypes.c_size_t, _I, _I, _P)),
     "fr_unpack": (_I, (_P, _I, _P)),
@@ -112,7 +119,10 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 def library() -> Any | None:
     """Return the library's functions, or None if it was not built, is of another version, or is turned off.
 
-    Raises ValueError if FORERUN_KERNELS names an instruction set that is unknown or that this machine lacks.
+    The first call chooses the instruction set of this process. Raises ValueError if
+    FORERUN_KERNELS names one that is unknown, that this machine lacks, or that is not the one
+    that the process runs already; and if FORERUN_KERNELS has changed and another build of the
+    library was installed meanwhile.
     """
     return _library(os.environ.get(VARIABLE, ""))[0]
 
@@ -132,6 +142,15 @@ def variants() -> list[str]:
     """Return the instruction sets that this machine can run, or none without the library."""
     found = library()
     return [] if found is None else _variants(found)
+
+
+def build_id() -> str | None:
+    """Return what identifies the loaded library, or None without it.
+
+    Libraries of one identity compute the same bits (`forerun.csrc.build.build_id`).
+    """
+    found = library()
+    return None if found is None else str(found.fr_build().decode())
 
 
 def run(function: str, *arguments: Any) -> int:
@@ -157,8 +176,28 @@ def checked(code: int) -> int:
 def _library(wanted: str) -> tuple[Any | None, str]:
     if wanted == "none":
         return None, f"{VARIABLE} is none"
+    with _LOCK:
+        found, why = _loaded()
+        if found is None:
+            return None, why
+        if found.fr_find(wanted.encode()) < 0:
+            allowed = f"{', '.join(_variants(found))} or none"
+            raise ValueError(f"{VARIABLE} must be {allowed} on this machine, not {wanted!r}")
+        if _CHOSEN:
+            _check_process(found, wanted)
+        else:
+            found.fr_select(wanted.encode())
+            _CHOSEN.append(found.fr_variant().decode())
+        return found, ""
+
+
+@cache
+def _loaded() -> tuple[Any | None, str]:
+    """Load the library, once a process, because a file that was installed later would be loaded
+    beside it: a second library, with threads and a variant of its own."""
+    path = HERE / LIBRARY
     try:
-        found = ctypes.CDLL(str(HERE / LIBRARY))
+        found = ctypes.CDLL(str(path))
     except OSError:
         return None, "they were not built when forerun was installed: install a C compiler, then forerun again"
     sizes = (_I * len(_STRUCTURES))()
@@ -169,12 +208,30 @@ def _library(wanted: str) -> tuple[Any | None, str]:
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(found, name)
         function.restype, function.argtypes = result, arguments
-    if found.fr_select(wanted.encode()) < 0:
-        raise ValueError(f"{VARIABLE} must be {', '.join(_variants(found))} or none on this machine, not {wanted!r}")
+    origin = sources_id()
+    if origin is not None and found.fr_build().decode().partition("-")[0] != origin:
+        _LOG.warning(f"{LIBRARY} was built from other sources: install forerun again")
     return found, ""
 
 
+def _check_process(found: Any, wanted: str) -> None:
+    """Raise ValueError if a process that has chosen its variant is asked for another one, or if
+    the library's file was replaced since it was loaded.
+
+    Other threads are in the library by then. And what this process and a later one share, such as
+    keys and values, must come from one build, because another one may round differently.
+    """
+    chosen = _CHOSEN[0]
+    if wanted not in ("", chosen):
+        running = f"this process runs {chosen!r} already"
+        raise ValueError(f"{VARIABLE} is {wanted!r}, but {running}: start another one")
+    path = HERE / LIBRARY
+    installed = build_of(path) if path.is_file() else None
+    loaded = found.fr_build().decode()
+    if installed != loaded:
+        running = f"this process runs {loaded}"
+        raise ValueError(f"{LIBRARY} is build {installed} by now, but {running}: start it again")
+
+
 def _variants(found: Any) -> list[str]:
-    here = [name for name in VARIANTS if found.fr_select(name.encode()) >= 0]
-    found.fr_select(os.environ.get(VARIABLE, "").encode())
-    return here
+    return [name for name in VARIANTS if found.fr_find(name.encode()) >= 0]

@@ -46,15 +46,33 @@ static int runs(int isa) {
     return 0;
 }
 
-int fr_select(const char *name) {
-    for (int isa = FR_ISAS - 1; isa >= 0; isa--)
-        if (operations[isa] && (!*name || !strcmp(name, operations[isa]->name)) && runs(isa)) return chosen = isa;
+int fr_find(const char *name) {
+    for (int isa = FR_ISAS - 1; isa >= 0; isa--) {
+        int is_named = operations[isa] && (!*name || !strcmp(name, operations[isa]->name));
+        if (is_named && runs(isa)) return isa;
+    }
     return -1;
+}
+
+int fr_select(const char *name) {
+    int found = fr_find(name);
+    if (found < 0) return -1;
+    fr_enter(); /* because a forward in another thread must not change its variant halfway */
+    chosen = found;
+    fr_leave();
+    return found;
 }
 
 int fr_chosen(void) { return chosen; }
 const char *fr_variant(void) { return operations[chosen]->name; }
 int fr_abi(void) { return FORERUN_ABI; }
+
+#ifndef FORERUN_BUILD
+#define FORERUN_BUILD "unknown"
+#endif
+/* Behind a mark, by which forerun/csrc/build.py reads it from the file without loading it. */
+static const char build[] = "forerun-build:" FORERUN_BUILD;
+const char *fr_build(void) { return build + sizeof "forerun-build:" - 1; }
 
 int fr_sizes(int32_t *sizes, int n) {
     const int32_t all[] = {sizeof(fr_matrix), sizeof(fr_record), sizeof(fr_layer),        sizeof(fr_model),
