@@ -50,14 +50,14 @@ class Native:
         self.cache = KVCache(model.config.num_hidden_layers)
         for row in range(4):
             self.cache.add(row, CAPACITY)
-        self.layers.rotate_to(CAPACITY)
+        self.rotated = self.layers.rotate_to(CAPACITY)
         self.caches = self.layers.cache(self.cache)
 
     def call(self, function: str, request: ctypes.Structure, **arrays: Any) -> int:
         kept = {name: np.asarray(each, None if hasattr(each, "dtype") else np.int32) for name, each in arrays.items()}
         for name, array in kept.items():
             setattr(request, name, array.ctypes.data)
-        return run(function, ctypes.byref(self.layers.model), self.caches, ctypes.byref(request))
+        return run(function, ctypes.byref(self.rotated.model), self.caches, ctypes.byref(request))
 
     def forward(self, tokens: Sequence[int], row: Sequence[int], slot: Sequence[int], **more: Any) -> np.ndarray:
         more = {"position": slot, "length": [each + 1 for each in slot], "asked": range(len(row))} | more

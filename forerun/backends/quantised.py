@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -85,11 +86,33 @@ def lay_out(inputs: Inputs, cache: KVCache) -> FlatBatch:
     return FlatBatch(rows, slots, positions, np.repeat(first, counts), seen, paths)
 
 
-class Layers:
-    """Decoder layers and the final norm, for the C library.
+@dataclass(frozen=True)
+class Rotated:
+    """The library's structure of a model, with its tables of rotations. Nothing writes to them.
+
+    A call reads one of these from its beginning to its end. So it does not matter to the call if
+    another thread needs longer tables meanwhile. Whoever calls the library holds the object, and
+    so keeps the tables alive.
 
     Attributes:
-        model: the library's structure; its tables of rotations grow.
+        model: the library's structure, which points to the tables.
+        cos, sin: float32 [positions, D / 2].
+    """
+
+    model: ModelArgument
+    cos: Tensor
+    sin: Tensor
+
+    @property
+    def positions(self) -> int:
+        return len(self.cos)
+
+
+class Layers:
+    """Decoder layers and the final norm, for the C library. Several threads may run them, each
+    with its own caches.
+
+    Attributes:
         width, heads, groups, size: width of states; heads, key-value heads and head size of attention.
     """
 
@@ -101,22 +124,46 @@ class Layers:
         kept: Any,
         kv_dtype: torch.dtype = torch.float16,
     ) -> None:
-        """`frequencies` [D / 2] of the rotation, `scaling` of its cosines and sines; `kept`: what `model` points to;
-        `kv_dtype`: float16 or float32, of keys and values."""
-        self.model, self._kept, self._kv_dtype = model, kept, kv_dtype
+        """Prepare layers.
+
+        Args:
+            model: the library's structure without tables of rotations; it is copied.
+            frequencies: [D / 2] of the rotation.
+            scaling: of the rotation's cosines and sines.
+            kept: what `model` points to.
+            kv_dtype: float16 or float32, of keys and values.
+        """
+        self._kept, self._kv_dtype = kept, kv_dtype
         self.width, self.heads, self.groups, self.size = model.d, model.heads, model.groups, model.size
         self._frequencies, self._scaling = frequencies.float(), scaling
-        self._tables: tuple[Tensor, Tensor] | None = None
+        self._plain = ModelArgument.from_buffer_copy(model)
+        self._rotated = self._rotated_at(0)
+        self._lock = Lock()  # of `_rotated`, which only grows
         self._caches: WeakKeyDictionary[KVCache, tuple[Tensor | None, Any]] = WeakKeyDictionary()
 
-    def rotate_to(self, end: int) -> None:
-        """Extend the tables of cosines and sines to at least the first `end` positions."""
-        if end > self.model.positions:
-            places = torch.arange(1 << max(end - 1, 255).bit_length(), dtype=torch.float32)
-            angles = torch.outer(places, self._frequencies)
-            cos, sin = (each * self._scaling for each in (angles.cos(), angles.sin()))
-            self._kept, self._tables = (self._kept, self._tables), (cos, sin)  # another thread may read the old tables
-            self.model.cos, self.model.sin, self.model.positions = cos.data_ptr(), sin.data_ptr(), len(places)
+    def _rotated_at(self, positions: int) -> Rotated:
+        places = torch.arange(positions, dtype=torch.float32)
+        angles = torch.outer(places, self._frequencies)
+        cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
+        model = ModelArgument.from_buffer_copy(self._plain)
+        model.cos, model.sin, model.positions = cos.data_ptr(), sin.data_ptr(), positions
+        return Rotated(model, cos, sin)
+
+    def rotate_to(self, end: int) -> Rotated:
+        """Return the structure with tables of at least the first `end` positions.
+
+        Hold the returned object while C reads it.
+        """
+        rotated = self._rotated
+        if end <= rotated.positions:
+            return rotated
+        made = self._rotated_at(1 << max(end - 1, 255).bit_length())
+        # Only the comparison is locked, because tables may take long to make. Another thread may
+        # have kept longer ones in the meantime. Those stay: shorter ones would be made again soon.
+        with self._lock:
+            if made.positions > self._rotated.positions:
+                self._rotated = made
+        return made
 
     def cache(self, cache: KVCache) -> Any:
         """Return the addresses of a cache's keys and values, allocated first if need be."""
@@ -148,8 +195,9 @@ class Layers:
                 setattr(argument, name, ctypes.addressof(first))
             elif isinstance(part, ctypes.Structure):
                 setattr(argument, name, ctypes.addressof(part))
-        self.rotate_to(cache.capacity)
-        return run(function, ctypes.byref(self.model), self.cache(cache), ctypes.byref(argument))
+        # It has a name here because its tables must live until C returns.
+        rotated = self.rotate_to(cache.capacity)
+        return run(function, ctypes.byref(rotated.model), self.cache(cache), ctypes.byref(argument))
 
     def __call__(
         self,
@@ -214,7 +262,8 @@ class QuantisedForward:
         def floats(part: Tensor | None) -> int | None:
             if part is None:
                 return None
-            kept.append(part.detach().float().contiguous())
+            # A copy, because C may read it while somebody trains the model or moves it.
+            kept.append(part.detach().to(torch.float32, copy=True).contiguous())
             return int(kept[-1].data_ptr())
 
         def panels(linear: nn.Module) -> MatrixArgument:
