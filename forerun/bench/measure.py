@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -21,10 +21,12 @@ from forerun.bench.models import load_decoders, load_prompts
 from forerun.bench.plan import Plan, Runner
 from forerun.bench.records import Group, Record, open_folder, times
 from forerun.bench.report import results, versions
+from forerun.bench.unequal import Side, Witness
 from forerun.engine.engine import Step
 from forerun.engine.stats import Stats, summarise
 from forerun.files import write_text
 from forerun.model.causal_lm import CausalLM
+from forerun.model.kv_cache import KVCache
 from forerun.sampling.params import SamplingParams
 
 WARM_UP = 16  # tokens
@@ -40,6 +42,9 @@ class Outcome:
         target_forwards, draft_forwards: counted once for each row that took part. Transformers' first forward is the
             prefill and gives a token; our prefill gives none and is not counted.
         steps: of each row; None if the method keeps no record.
+        cache: after a single row, what still has its keys and values in its first row; else None,
+            because rows of a batch move while others leave.
+        exact: whether the logits have the bits of forwards of the target that our methods run on.
     """
 
     tokens: list[list[int]]
@@ -47,6 +52,8 @@ class Outcome:
     target_forwards: int
     draft_forwards: int
     steps: list[list[Step]] | None = None
+    cache: KVCache | None = None
+    exact: Literal["bitwise", "rounding"] = "rounding"
 
     @property
     def stats(self) -> Stats:
@@ -78,11 +85,13 @@ def bench(
     *,
     resume: bool = False,
     say: Callable[[str], None] = lambda line: None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Measure what the plan says, and return the results; with `out` they are also there as files.
 
     `files` are the prompts of `read_files`. `resume` measures only what the records of `out` lack; pools of phrases
-    begin empty then.
+    begin empty then. `say` gets a line of progress after each batch, and `tell` a line for each
+    greedy output that is not that of the plan's reference (`forerun.bench.unequal`).
 
     Raises ValueError for prompts, models or a folder that cannot be used. Prompts and folder are checked before the
     models' weights are loaded.
@@ -98,7 +107,13 @@ def bench(
         name: each.make(loaded) if isinstance(each, Runner) else decoder_run(decoders[name], plan.params())
         for name, each in plan.methods.items()
     }
-    records = measure(plan, runs, datasets, None if out is None else out / "records.jsonl", records, say)
+    witness = None
+    if not plan.temperature:
+        requests = [decoder.request([0], plan.params()) for decoder in decoders.values()]
+        ends = frozenset[int]().union(*(request.eos for request in requests))
+        witness = Witness(target, ends, plan.max_new_tokens, plan.reference, out, tell)
+    path = None if out is None else out / "records.jsonl"
+    records = measure(plan, runs, datasets, path, records, say, witness)
     draft = next((each.draft for each in decoders.values() if each.draft is not None), None)
     costs = next((each.costs for each in decoders.values() if each.costs is not None), None)
     if costs is None and out is not None:
@@ -129,9 +144,10 @@ def measure(
     path: Path | None = None,
     before: Sequence[Record] = (),
     say: Callable[[str], None] = lambda line: None,
+    witness: Witness | None = None,
 ) -> list[Record]:
     """Measure all rounds but what was measured `before`, and return the records. With a path they are written there,
-    those of a batch at once.
+    those of a batch at once. A `witness` then looks at its outputs.
 
     The order of the methods turns by one from batch to batch and is reversed in every other round, so that none of
     them always comes first or always after the same other.
@@ -156,8 +172,20 @@ def measure(
                 if path is not None:
                     with path.open("a", encoding="utf-8") as file:
                         file.write("".join(record.line() for record in group))
+                if witness is not None:
+                    witness.look((number, dataset, index), rows, sides_of(outcomes, len(rows)))
                 say(f"round {number + 1} of {plan.rounds}, {dataset}: {start + len(rows)} of {len(prompts)} prompts")
     return records
+
+
+def sides_of(outcomes: dict[str, Outcome], count: int) -> list[list[Side]]:
+    """Return the runs of each of a batch's `count` prompts."""
+
+    def side(name: str, outcome: Outcome, row: int) -> Side:
+        steps = outcome.steps[row] if outcome.steps is not None else None
+        return Side(name, outcome.tokens[row], steps, outcome.cache, outcome.exact)
+
+    return [[side(name, each, row) for name, each in outcomes.items()] for row in range(count)]
 
 
 def turned(names: Sequence[str], number: int, index: int) -> list[str]:
@@ -225,12 +253,16 @@ def decoder_run(decoder: Decoder, params: SamplingParams) -> Run:
             requests.append(replace(request, generator=numbers))
         rows = session.add(requests).collect()
         seconds = perf_counter() - begun
+        target = session.engine.target
+        cache = target.cache if isinstance(target, CausalLM) and len(rows) == 1 else None
         return Outcome(
             tokens=[[token for step in row for token in step.tokens] for row in rows],
             seconds=seconds,
             target_forwards=sum(map(len, rows)),
             draft_forwards=sum(step.draft_forwards for row in rows for step in row),
             steps=rows,
+            cache=cache,
+            exact=decoder.target.exact,
         )
 
     return run

@@ -92,7 +92,7 @@ def measured(plan: Plan, files: dict[str, list[Prompt]], out: Path | None, resum
         raise ValueError("--resume needs --out, the folder of the run that was stopped")
     from forerun.bench.measure import bench as run
 
-    results = run(plan, files, out, resume=resume, say=progress)
+    results = run(plan, files, out, resume=resume, say=progress, tell=tell)
     progress("")
     return results
 
@@ -127,3 +127,9 @@ def progress(line: str) -> None:
     """Print a line on a terminal in place of the last one."""
     if sys.stderr.isatty():
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def tell(line: str) -> None:
+    """Print a line that stays, in place of one of progress."""
+    progress("")
+    print(line, file=sys.stderr, flush=True)
