@@ -22,7 +22,7 @@ test: $(INSTALLED)-dev
 
 # Tests of C under AddressSanitizer and UBSan, which end at the first fault; then half a minute of damaged GGUF files with
 # each variant that this machine runs. The library is built again after them. tests/test_csrc_*.py drive all variants.
-SANITIZED := $(addprefix tests/test_,quantised.py fused_chain.py quantised_heads.py cache.py)
+SANITIZED := $(addprefix tests/test_,quantised.py fused_chain.py quantised_heads.py cache.py shared.py)
 SANITIZERS := LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1
 sanitize: $(INSTALLED)-dev

@@ -19,6 +19,7 @@ from forerun.bench.datasets import Prompt
 from forerun.bench.measure import Loaded, Outcome, Run, bench, decoder_run
 from forerun.bench.plan import Plan, Runner
 from forerun.bench.unequal import Anew, Side, first_difference, first_unlike, judged
+from forerun.cli.bench import tell
 from forerun.methods import AR, method
 
 PROMPTS = [Prompt("a", tokens=tuple(range(3, 40))), Prompt("b", tokens=(9, 8, 7, 9, 8))]
@@ -134,7 +135,7 @@ def test_rows_of_a_batch_are_explained_without_their_keys(folder: Path, tmp_path
 
 
 def test_files_are_few(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, most in {"FILES": 1, "TOKENS": 4, "STEPS": 2}.items():
+    for name, most in {"FILES": 1, "TOKENS": 4, "STEPS": 2, "ALONE": 3, "TOGETHER": 2}.items():
         monkeypatch.setattr(unequal, name, most)
     methods = {"ar": AR(), "suffix": fake("suffix", say_wrong), "other": fake("ar", say_wrong)}
     every = methods | {"late": fake("ar", say_wrong, PROMPTS[1])}
@@ -145,6 +146,8 @@ def test_files_are_few(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (output["count"], output["from"], len(output["tokens"])) == (NEW, 3, 4)
     assert len(files[0]["runs"]["ar"]["steps"]) == 2
     assert files[0]["prompt"]["from"] == len(PROMPTS[0].tokens or ()) - 4
+    # What is not run one by one, or in the last block, is read as a prompt.
+    assert all(found["anew"]["one_by_one"] == found["anew"]["block"] for found in files)
 
 
 def test_what_cannot_be_computed_anew_ends_no_run(
@@ -159,6 +162,11 @@ def test_what_cannot_be_computed_anew_ends_no_run(
     assert "the logits could not be computed anew: MemoryError" in line
     assert (found["wrong"], found["anew"]) == (None, {})
     assert found["runs"]["ar"]["keys_and_values"]["first_unlike"] == {}
+
+
+def test_the_line_stays_on_the_console(capsys: pytest.CaptureFixture[str]) -> None:
+    tell("unequal: a line")
+    assert capsys.readouterr().err == "unequal: a line\n"
 
 
 def side(name: str, *tokens: int, exact: Any = "bitwise") -> Side:
