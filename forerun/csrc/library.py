@@ -109,6 +109,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fr_unpack": (_I, (_P, _I, _P)),
     "fr_values": (_I, (_I, _P, ctypes.c_size_t, _I, _P)),
     "fr_threads": (_I, (_I,)),
+    "fr_active_threads": (_I, ()),
     "fr_multiply": (_I, (_P, _P, _I, _P)),
     "fr_forward": (_I, (_P, _P, _P)),
     "fr_chain": (_I, (_P, _P, _P)),
