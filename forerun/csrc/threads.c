@@ -27,7 +27,7 @@
 #define MUCH (16 * MS)     /* more is lost, and threads become fewer: four slices of a scheduler */
 #define LITTLE MS          /* the same in a trial of more threads: one slice */
 #define STALL (MS / 2)     /* the shortest: a slice is longer */
-#define BRIEF 64           /* checks before a wait is timed */
+#define BRIEF 64           /* checks before a wait is timed, and between looks at the core */
 #define TRIAL (30 * MS)
 #define SHORTEST (50 * MS) /* pause before a trial */
 #define LONGEST (1000 * MS)
@@ -177,7 +177,9 @@ static void *run_worker(void *number) {
             continue;
         }
         for (int i = 0; i < SPINS && is_active(thread); i++) {
-            if (has_pieces(&shares[thread]) || is_called(seen) || is_crowding()) break;
+            if (has_pieces(&shares[thread]) || is_called(seen)) break;
+            /* Seldom, because some systems need a system call for it. */
+            if (i % BRIEF == 0 && is_crowding()) break;
             rest();
         }
         if (!is_active(thread)) continue;
