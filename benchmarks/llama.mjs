@@ -18,12 +18,14 @@ async function sequence(path) {
     return [context, context.getSequence()];
 }
 
-async function answer({mode, tokens, most, ends, sampling}) {
+async function answer({mode, tokens, known = 0, most, ends, sampling}) {
     const contexts = [];
     const options = {};
     if (mode.draft) {
         const [context, draft] = await sequence(given.draft);
         contexts.push(context);
+        if (known > 0)
+            await draft.evaluateWithoutGeneratingNewTokens(tokens.slice(0, known));
         // With fewer tokens at least, it verifies what the draft has just then: nothing, if both share the processor.
         options.tokenPredictor = new DraftSequenceTokenPredictor(draft, {minTokens: mode.draft.maxTokens, ...mode.draft});
     } else if (mode.lookup) {
@@ -35,10 +37,14 @@ async function answer({mode, tokens, most, ends, sampling}) {
     });
     contexts.push(context);
     const own = context.getSequence(options);
+    if (known > 0)
+        await own.evaluateWithoutGeneratingNewTokens(tokens.slice(0, known));
     const found = [];
+    let first;
     const begun = performance.now();
-    for await (const token of own.evaluate(tokens, {...neutral, ...sampling, yieldEogToken: true})) {
+    for await (const token of own.evaluate(tokens.slice(known), {...neutral, ...sampling, yieldEogToken: true})) {
         found.push(token);
+        first ??= (performance.now() - begun) / 1000; // the prompt is read by then
         if (found.length === most || ends.includes(token))
             break;
     }
@@ -46,7 +52,7 @@ async function answer({mode, tokens, most, ends, sampling}) {
     const {used} = own.tokenPredictions;
     for (const each of contexts)
         await each.dispose();
-    return {tokens: found, seconds, forwards: found.length - used};
+    return {tokens: found, seconds, first, forwards: found.length - used};
 }
 
 for await (const line of readline.createInterface({input: process.stdin})) {

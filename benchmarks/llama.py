@@ -61,13 +61,19 @@ class LlamaCpp:
         """Return the method of that name. A call's seconds are those of reading the prompts and decoding."""
         mode = llama_mode(name)
 
-        def run(prompts: Sequence[Sequence[int]], seeds: Sequence[int], warm_up: int | None = None) -> Outcome:
+        def run(
+            prompts: Sequence[Sequence[int]],
+            seeds: Sequence[int],
+            warm_up: int | None = None,
+            known: Sequence[int] = (),
+        ) -> Outcome:
             most = warm_up or self.params.max_new_tokens
             found = [
                 self._ask(
                     {
                         "mode": mode,
                         "tokens": list(prompt),
+                        "known": beginning,
                         "most": most,
                         "ends": sorted(self.ends),
                         "sampling": {
@@ -77,7 +83,7 @@ class LlamaCpp:
                         },
                     }
                 )
-                for prompt, seed in zip(prompts, seeds, strict=True)
+                for prompt, seed, beginning in zip(prompts, seeds, known or [0] * len(prompts), strict=True)
             ]
             # The prompt's forward gives a token and is counted, as with transformers.
             return Outcome(
@@ -85,6 +91,7 @@ class LlamaCpp:
                 sum(each["seconds"] for each in found),
                 sum(each["forwards"] for each in found),
                 0,
+                decoding=sum(each["seconds"] - each.get("first", each["seconds"]) for each in found),
             )
 
         return run

@@ -46,7 +46,9 @@ class Peers:
         """Raises ValueError for a name that is no runner's, and for settings in it that are none."""
         if is_llama(name):
             needs_draft = "draft" in llama_mode(name)
-            return Runner(lambda loaded: self._llama(loaded).run(name), peer_settings(name), needs_draft=needs_draft)
+            return Runner(
+                lambda loaded: self._llama(loaded).run(name), peer_settings(name), needs_draft=needs_draft, knows=True
+            )
         if is_transformers(name):
             assisted = name.startswith(ASSISTED)
             return Runner(

@@ -110,6 +110,7 @@ def _notes(results: dict[str, Any]) -> list[str]:
     notes = [
         "- tokens/s is the median over prompts and rounds, prefill included. speedup is the median of tokens/s over "
         "`ar`'s on the same prompts in the same round, with its 10th and 90th percentile.",
+        "- decoding: the median of the same ratio without the time of reading prompts.",
         "- tau: tokens a target forward, of a row. alpha: accepted / tested draft tokens. utilisation: accepted / "
         "drafted. overhead: share of step time outside the models' forwards, its median over the measurements.",
     ]

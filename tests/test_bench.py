@@ -32,6 +32,7 @@ from forerun.bench.report import results, spread, summary
 from forerun.engine.engine import Step
 from forerun.engine.stats import Stats, summarise
 from forerun.methods import AR, SD, Method, Suffix, method
+from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
 
 Pair = tuple[PreTrainedModel, PreTrainedModel]
@@ -74,6 +75,8 @@ def test_a_run(folder: Path, tmp_path: Path) -> None:
     assert all(method["exact_match"] == 1.0 for method in methods.values())
     assert all(method["tokens"] == 2 * 4 * 12 for method in methods.values())
     assert methods["ar"]["speedup"] == methods["ar"]["tau"] == 1.0 < methods["sd"]["tau"]
+    assert methods["ar"]["decoding_speedup"] == 1.0 and methods["sd"]["decoding_speedup"] > 0
+    assert all(each["decoding_tokens_per_s"] > each["tokens_per_s"] for each in methods.values())
     assert methods["sd"]["draft_forwards"] > 0 and 0 <= methods["sd"]["overhead_share"] <= 1
     assert sum(methods["sd"]["time"].values()) == pytest.approx(1, abs=1e-3)
     assert printed["reference"] == "ar"
@@ -378,6 +381,37 @@ def test_a_prompt_that_comes_again_finds_no_phrases(pair: Pair) -> None:
     counts = [run([[3, 4, 5]], [0], None).target_forwards for _ in range(2)]
     again = len(decoder.generate([3, 4, 5], max_new_tokens=40, ignore_eos=True).steps)
     assert counts[0] == counts[1] > again
+
+
+def test_a_prompt_is_read_again_but_for_its_known_beginning(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, prompt = Decoder(pair[0], draft=pair[1], method=SD(2), guard=False), list(range(5, 25))
+    run, prefill = decoder_run(decoder, SamplingParams(max_new_tokens=4, ignore_eos=True)), CausalLM.prefill
+    read = list[int]()
+
+    def counting(self: CausalLM, *given: Any, **named: Any) -> Any:
+        before = self.prefilled
+        yield from prefill(self, *given, **named)
+        read.append(self.prefilled - before)
+
+    monkeypatch.setattr(CausalLM, "prefill", counting)
+    outputs = [run([prompt], [0], None, known).tokens for known in ([], [], [12])]
+    # All but the last token, by target and draft. What is known comes first, all of it by the target, whose own step
+    # reads its last token.
+    assert read == [19, 19, 19, 19, 11, 11, 7, 8] and outputs == outputs[:1] * 3
+
+
+def test_known_messages_of_a_conversation_are_counted_in_tokens(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for each in messages %}<{{ each.role }}>{{ each.content }};{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    talk = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "cat"))]
+    (prompt,) = read_prompts(save_lines(tmp_path / "talk.jsonl", [{"messages": talk, "known": 2}]))
+    found = tokenised(prompt, tokenizer, None, len(tokenizer))
+    assert tokenizer.decode(list(found.tokens[: found.known])) == "<user>a;<assistant>b;"
+    with pytest.raises(ValueError, match="'known' must be a number of messages before the last, not 3"):
+        read_prompts(save_lines(tmp_path / "bad.jsonl", [{"messages": talk, "known": 3}]))
 
 
 def test_one_preemption_does_not_set_where_the_time_goes() -> None:

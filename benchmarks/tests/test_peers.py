@@ -282,16 +282,17 @@ ROOT = Path(llama.__file__).parents[1]
 STANDIN = """
 import readline from "node:readline";
 const table = [3, 5, 4, 6, 2, 4, 1, 0];
-let first = true;
+let begins = true;
 for await (const line of readline.createInterface({input: process.stdin})) {
     const asked = JSON.parse(line), found = [];
-    if (first) { first = false; console.log(JSON.stringify({processor: line})); continue; }
+    if (begins) { begins = false; console.log(JSON.stringify({processor: line})); continue; }
     if (asked.tokens.includes(7)) { console.log(JSON.stringify({error: "no room"})); continue; }
     if (asked.tokens.includes(0)) process.exit(1);
     for (let last = asked.tokens.at(-1); found.length < asked.most && !asked.ends.includes(last);)
         found.push(last = table[last]);
     const drafts = Object.keys(asked.mode).length;
-    console.log(JSON.stringify({tokens: found, seconds: asked.sampling.temperature, forwards: found.length - drafts}));
+    const forwards = found.length - drafts, first = 0.1 + asked.known;
+    console.log(JSON.stringify({tokens: found, seconds: asked.sampling.temperature, forwards, first}));
 }
 """
 
@@ -315,6 +316,8 @@ def test_it_decodes_to_the_end_token_with_its_own_drafts(peer: LlamaCpp) -> None
     assert plain.tokens == drafting.tokens == [[6, 1, 5, 4], [6, 1, 5, 4]]
     assert (plain.target_forwards, drafting.target_forwards, plain.seconds) == (8, 6, 1.0)
     assert peer.run("llama-cpp")([[3]], [0], 2).tokens == [[6, 1]]
+    assert plain.decoding == pytest.approx(0.8) and plain.decoding_tokens_per_s == pytest.approx(6 / 0.8)
+    assert peer.run("llama-cpp")([[3]], [0], None, [0.2]).decoding == pytest.approx(0.2)
 
 
 def test_its_errors_are_one_line(peer: LlamaCpp, monkeypatch: pytest.MonkeyPatch) -> None:

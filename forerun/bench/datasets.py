@@ -30,6 +30,8 @@ class Prompt:
         tokens: None until the text has been through the tokenizer.
         cut: whether tokens were dropped at the beginning so that the output fits the context.
         messages: of a conversation, which the target's chat template renders.
+        known_messages: those at its beginning that a method is to have read before.
+        known: their tokens, once the conversation has been through the tokenizer.
     """
 
     id: str
@@ -37,6 +39,8 @@ class Prompt:
     tokens: tuple[int, ...] | None = None
     cut: bool = False
     messages: tuple[dict[str, str], ...] | None = None
+    known_messages: int = 0
+    known: int = 0
 
 
 def dataset_name(dataset: str) -> str:
@@ -120,7 +124,7 @@ def tokenised(
     if max(tokens) >= vocab_size:
         raise ValueError(f"prompt {prompt.id!r} has token ids outside 0..{vocab_size - 1}")
     if longest is None or len(tokens) <= longest:
-        return replace(prompt, tokens=tokens)
+        return replace(prompt, tokens=tokens, known=_known(prompt, tokens, tokenizer))
     if chat:
         raise ValueError(f"prompt {prompt.id!r} has {len(tokens)} tokens as a chat; there is room for {longest}")
     if tokens[: len(front)] != front or len(front) >= longest:
@@ -141,6 +145,17 @@ def _chat_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, fron
         return tuple(chat_prompt(tokenizer, messages))
     except ValueError as error:
         raise ValueError(f"prompt {prompt.id!r}: {error}") from None
+
+
+def _known(prompt: Prompt, tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """Return how many tokens the conversation shares with its known messages alone."""
+    if not prompt.known_messages or prompt.messages is None or tokenizer is None:
+        return 0
+    beginning = list(prompt.messages[: prompt.known_messages])
+    rendered = tokenizer.apply_chat_template(beginning, tokenize=False)
+    own = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    pairs = enumerate(zip(own, tokens, strict=False))
+    return next((place for place, (one, other) in pairs if one != other), min(len(own), len(tokens)))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -166,13 +181,16 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _prompt(number: int, entry: dict[str, Any]) -> Prompt:
     """Return the prompt of a line: its `messages`, `tokens` or `prompt` (HumanEval has that), or the `question` of
-    GSM8K, or the first of the `turns` of Spec-Bench."""
+    GSM8K, or the first of the `turns` of Spec-Bench. The first `known` of the messages are read before."""
     id = str(number)
     if "messages" in entry:
         messages = checked(entry["messages"])
         if messages[-1]["role"] == "assistant":
             raise ValueError("the last message is from the assistant; there is nothing to answer")
-        return Prompt(id, messages=tuple(messages))
+        known = entry.get("known", 0)
+        if type(known) is not int or not 0 <= known < len(messages):
+            raise ValueError(f"'known' must be a number of messages before the last, not {json.dumps(known)[:40]}")
+        return Prompt(id, messages=tuple(messages), known_messages=known)
     if "tokens" in entry:
         tokens = entry["tokens"]
         if not isinstance(tokens, list) or not tokens or not all(type(each) is int and each >= 0 for each in tokens):

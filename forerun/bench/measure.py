@@ -30,6 +30,7 @@ from forerun.model.kv_cache import KVCache
 from forerun.sampling.params import SamplingParams
 
 WARM_UP = 16  # tokens
+KNOWN_BYTES = 2**31  # for keys and values of known beginnings
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Outcome:
         cache: after a single row, what still has its keys and values in its first row; else None,
             because rows of a batch move while others leave.
         exact: whether the logits have the bits of forwards of the target that our methods run on.
+        decoding: seconds after the first token of each row, for a method without steps that knows them. The first
+            token comes with the prompt there.
     """
 
     tokens: list[list[int]]
@@ -54,6 +57,17 @@ class Outcome:
     steps: list[list[Step]] | None = None
     cache: KVCache | None = None
     exact: Literal["bitwise", "rounding"] = "rounding"
+    decoding: float | None = None
+
+    @property
+    def decoding_tokens_per_s(self) -> float | None:
+        """Return tokens/s without the time of reading prompts, or None if that is unknown."""
+        count = sum(map(len, self.tokens))
+        if self.steps is not None:
+            seconds = times(self.steps).seconds
+        else:
+            count, seconds = count - len(self.tokens), self.decoding or 0.0
+        return count / seconds if count and seconds else None
 
     @property
     def stats(self) -> Stats:
@@ -63,8 +77,9 @@ class Outcome:
         return Stats(count, self.target_forwards, self.draft_forwards, 0, 0, 0, self.seconds, (), ())
 
 
-# Prompts, a seed for each, and a length for the warm-up, which leaves no state but what a guard has measured.
-Run = Callable[[Sequence[Sequence[int]], Sequence[int], int | None], Outcome]
+# Prompts, a seed for each, and a length for the warm-up, which leaves no state but what a guard has measured. With a
+# fourth argument, the number of tokens at the beginning of each prompt that are read before, untimed (`Runner.knows`).
+Run = Callable[..., Outcome]
 
 
 @dataclass(frozen=True)
@@ -97,11 +112,14 @@ def bench(
     models' weights are loaded.
     """
     datasets, tokenizer = load_prompts(plan, files)
+    check_known(plan, datasets)
     facts = facts_of_prompts(datasets)
     records: list[Record] = []
     if out is not None:
         records = open_folder(out, plan, {"prompts": facts, "versions": versions()}, resume)
     decoders, target = load_decoders(plan, tokenizer)
+    if _has_known(datasets):
+        decoders = {name: each.replace(prefix_bytes=KNOWN_BYTES) for name, each in decoders.items()}
     loaded = Loaded(plan, datasets, tokenizer, target)
     runs = {
         name: each.make(loaded) if isinstance(each, Runner) else decoder_run(decoders[name], plan.params())
@@ -127,12 +145,31 @@ def bench(
     return found
 
 
+def check_known(plan: Plan, datasets: dict[str, list[Prompt]]) -> None:
+    """Raise ValueError if prompts have known beginnings, and batches or a method cannot have them."""
+    if not _has_known(datasets):
+        return
+    if plan.batch > 1:
+        raise ValueError("prompts with a known beginning run one by one: leave out --batch")
+    for name, each in plan.methods.items():
+        if isinstance(each, Runner) and not each.knows:
+            raise ValueError(f"method {name!r} cannot have read the `known` beginning of a prompt: leave it out")
+
+
+def _has_known(datasets: dict[str, list[Prompt]]) -> bool:
+    return any(prompt.known for prompts in datasets.values() for prompt in prompts)
+
+
 def facts_of_prompts(datasets: dict[str, list[Prompt]]) -> dict[str, dict[str, Any]]:
-    """Return the number of prompts of each dataset, of cut ones among them, and a hash of them all."""
+    """Return the number of prompts of each dataset and of cut ones among them, a hash of them all, and the mean number
+    of tokens of a prompt, and of those that are known."""
 
     def facts(prompts: list[Prompt]) -> dict[str, Any]:
         digest = hashlib.sha256(json.dumps([(prompt.id, prompt.tokens) for prompt in prompts]).encode()).hexdigest()
-        return {"prompts": len(prompts), "cut": sum(prompt.cut for prompt in prompts), "sha256": digest[:16]}
+        found = {"prompts": len(prompts), "cut": sum(prompt.cut for prompt in prompts), "sha256": digest[:16]}
+        tokens = {"tokens": round(sum(len(prompt.tokens or ()) for prompt in prompts) / max(1, len(prompts)))}
+        known = sum(prompt.known for prompt in prompts)
+        return found | tokens | ({"known": round(known / len(prompts))} if known else {})
 
     return {name: facts(prompts) for name, prompts in datasets.items()}
 
@@ -165,7 +202,10 @@ def measure(
                 rows = prompts[start : start + plan.batch]
                 seeds = [plan.seed + 1000 * number + start + i for i in range(len(rows))]
                 order = turned(list(runs), number, index)
-                outcomes = {name: runs[name]([_ids(row) for row in rows], seeds, None) for name in order}
+                given: list[Any] = [[_ids(row) for row in rows], seeds, None]
+                if any(row.known for row in rows):
+                    given.append([row.known for row in rows])
+                outcomes = {name: runs[name](*given) for name in order}
                 reference = plan.reference if not plan.temperature else None
                 group = group_records((number, dataset, index), rows, outcomes, reference)
                 records += group
@@ -214,6 +254,7 @@ def group_records(
                 stats=outcome.stats,
                 times=times(outcome.steps) if outcome.steps is not None else None,
                 equal=equal,
+                decoding_tokens_per_s=outcome.decoding_tokens_per_s,
             )
         )
     return records
@@ -233,17 +274,31 @@ def forget_phrases(decoder: Decoder) -> None:
 def decoder_run(decoder: Decoder, params: SamplingParams) -> Run:
     """Return what runs a method of ours. Each row has a seed of its own, so its neighbours do not matter.
 
-    Phrases of earlier prompts stay, but a prompt that comes again finds none.
+    Phrases of earlier prompts stay, but a prompt that comes again finds none. Nor does it find keys and values, but
+    those of its `known` beginning.
     """
     seen: set[tuple[int, ...]] = set()
 
-    def run(prompts: Sequence[Sequence[int]], seeds: Sequence[int], warm_up: int | None = None) -> Outcome:
+    def read(text: Sequence[int]) -> None:
+        """Let the models read a text, which the decoder then keeps."""
+        decoder.session.add([decoder.request(list(text), replace(params, seed=None, max_new_tokens=1))]).collect()
+
+    def run(
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        warm_up: int | None = None,
+        known: Sequence[int] = (),
+    ) -> Outcome:
         now = set(map(tuple, prompts))
         if now & seen:
             forget_phrases(decoder)
             seen.clear()
         seen.update(now)
+        if decoder.options.prefix_bytes:
+            decoder.close()  # with all that it knows
         length, session = warm_up or params.max_new_tokens, decoder.session
+        for prompt, count in zip(prompts, known, strict=False):
+            read(prompt[:count])
         begun = perf_counter()
         requests = []
         for prompt, seed in zip(prompts, seeds, strict=True):

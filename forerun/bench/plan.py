@@ -31,6 +31,7 @@ class Runner:
         needs_draft: whether it runs the plan's draft.
         any_tokenizer: whether that draft may have another tokenizer than the target.
         one_by_one: whether it decodes the rows of a batch one after the other.
+        knows: whether it can have read the beginning of a prompt before.
     """
 
     make: Callable[[Loaded], Run]
@@ -38,6 +39,7 @@ class Runner:
     needs_draft: bool = False
     any_tokenizer: bool = False
     one_by_one: bool = False
+    knows: bool = False
 
 
 @dataclass(frozen=True)

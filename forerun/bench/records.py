@@ -52,6 +52,7 @@ class Record:
         prompts: ids of the batch's prompts.
         stats, times: counts and step times of all rows; times is None if the method keeps no steps.
         equal: for each row whether it is the reference's greedy output; None when sampling.
+        decoding_tokens_per_s: without the time of reading prompts; None if the method does not tell.
     """
 
     round: int
@@ -62,6 +63,7 @@ class Record:
     stats: Stats
     times: Times | None
     equal: list[bool] | None
+    decoding_tokens_per_s: float | None = None
 
     @property
     def group(self) -> Group:

@@ -27,7 +27,10 @@ PHASES = {
     "verify": "#264653",
     "rest": "#adb5bd",
 }  # and colours
-COLUMNS = ("method", "tokens/s", "speedup", "10-90 %", "tau", "alpha", "utilisation", "overhead", "same tokens")
+COLUMNS = (
+    *("method", "tokens/s", "speedup", "10-90 %", "decoding", "tau", "alpha", "utilisation", "overhead"),
+    "same tokens",
+)
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
@@ -45,13 +48,13 @@ def summary(records: Sequence[Record], one_by_one: Collection[str] = ()) -> dict
     own: dict[str, list[Record]] = {}
     for record in sorted(records, key=lambda each: each.group):
         own.setdefault(record.method, []).append(record)
-    plain = {record.group: record.stats.tokens_per_s for record in own["ar"]}
+    plain = {record.group: record for record in own["ar"]}
     return {name: _method(each, plain) | {"rows_one_by_one": name in one_by_one} for name, each in own.items()}
 
 
-def _method(own: Sequence[Record], plain: dict[Group, float]) -> dict[str, Any]:
+def _method(own: Sequence[Record], plain: dict[Group, Record]) -> dict[str, Any]:
     rate = median(record.stats.tokens_per_s for record in own)
-    ratios = spread([record.stats.tokens_per_s / plain[record.group] for record in own])
+    ratios = spread([record.stats.tokens_per_s / plain[record.group].stats.tokens_per_s for record in own])
     stats = total([record.stats for record in own])
     spent = [record.times for record in own if record.times is not None]
     drafting = spent and stats.tested > 0  # nothing is known of transformers' drafts but the forwards
@@ -61,6 +64,7 @@ def _method(own: Sequence[Record], plain: dict[Group, float]) -> dict[str, Any]:
         "speedup": round(ratios[1], 4),
         "speedup_p10": round(ratios[0], 4),
         "speedup_p90": round(ratios[2], 4),
+        **_decoding(own, plain),
         "tau": round(stats.tau, 4),
         "alpha": round(stats.alpha, 4) if drafting else None,
         "utilisation": round(stats.utilisation, 4) if drafting else None,
@@ -73,6 +77,20 @@ def _method(own: Sequence[Record], plain: dict[Group, float]) -> dict[str, Any]:
         "prompt_share": round(1 - sum(each.seconds for each in spent) / stats.seconds, 4) if spent else None,
         "overhead_share": round(median(each.overhead_share for each in spent), 4) if spent else None,
         "exact_match": round(sum(equal) / len(equal), 4) if equal else None,
+    }
+
+
+def _decoding(own: Sequence[Record], plain: dict[Group, Record]) -> dict[str, float | None]:
+    """Return the median tokens/s without reading prompts, and the median ratio to `ar`'s."""
+    rates = [
+        (record.decoding_tokens_per_s, plain[record.group].decoding_tokens_per_s)
+        for record in own
+        if record.decoding_tokens_per_s
+    ]
+    ratios = [rate / of_plain for rate, of_plain in rates if of_plain]
+    return {
+        "decoding_tokens_per_s": round(median(rate for rate, _ in rates), 2) if rates else None,
+        "decoding_speedup": round(median(ratios), 4) if ratios else None,
     }
 
 
@@ -113,6 +131,7 @@ def row(name: str, method: dict[str, Any]) -> list[str]:
         f"{method['tokens_per_s']:.1f}",
         f"{method['speedup']:.2f}",
         f"{method['speedup_p10']:.2f}-{method['speedup_p90']:.2f}",
+        f"{method['decoding_speedup']:.2f}" if method.get("decoding_speedup") else "",
         f"{method['tau']:.2f}",
         *("" if method[key] is None else f"{method[key]:.2f}" for key in ("alpha", "utilisation", "overhead_share")),
         "" if method["exact_match"] is None else f"{100 * method['exact_match']:.4g} %",
