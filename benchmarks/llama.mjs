@@ -55,6 +55,30 @@ async function answer({mode, tokens, known = 0, most, ends, sampling}) {
     return {tokens: found, seconds, first, forwards: found.length - used};
 }
 
+// Times of a forward of one token, of a whole prompt, and of a chunk after it (`benchmarks/kernels/forward.py`).
+async function times({timed: length, chunk, repeats, chunks}) {
+    const [context, own] = await sequence(given.target);
+    const prompt = (start, count) => Array.from({length: count}, (_, place) => 1000 + (start + place) % 5000);
+    const ms = async (work) => {
+        const begun = performance.now();
+        await work();
+        return performance.now() - begun;
+    };
+    const whole = await ms(() => own.evaluateWithoutGeneratingNewTokens(prompt(0, length)));
+    const after = [];
+    for (let number = 0; number < chunks; number++) {
+        after.push(await ms(() => own.evaluateWithoutGeneratingNewTokens(prompt(length, chunk))));
+        await own.eraseContextTokenRanges([{start: length, end: length + chunk}]);
+    }
+    const tokens = own.evaluate([1000], {...neutral, temperature: 0, yieldEogToken: true});
+    const single = [];
+    for (let number = 0; number <= repeats; number++)
+        single.push(await ms(() => tokens.next()));
+    await tokens.return();
+    await context.dispose();
+    return {ms: {1: single.slice(1)}, after_ms: after, whole_ms: [whole]};
+}
+
 for await (const line of readline.createInterface({input: process.stdin})) {
     const asked = JSON.parse(line);
     let found;
@@ -64,7 +88,7 @@ for await (const line of readline.createInterface({input: process.stdin})) {
             llama = await getLlama({build: "never", gpu: false, logLevel: "error", maxThreads: given.threads});
             found = {processor: llama.systemInfo};
         } else
-            found = await answer(asked);
+            found = await (asked.timed ? times(asked) : answer(asked));
     } catch (error) {
         found = {error: String(error)};
     }
