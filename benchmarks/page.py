@@ -51,8 +51,8 @@ for it. `test` is prompts that the model wrote itself, and that nothing was trai
 them. `python benchmarks/run.py --data DATA --only chat` makes the runs, `page.py` beside it this page.
 
 `speedup` is the median over prompts and rounds of tokens/s over those of `ar` on the same prompt in the same round,
-10-90 % its spread. `by place` is the share of drafts that reached a place and were accepted there. The last columns are
-where the time of decoding went. In batches the guard is on, as it is wherever else forerun decodes: drafts are left out
+10-90 % its spread; `decoding` is the same ratio without the time of reading prompts. `by place` is the share of drafts
+that reached a place and were accepted there. The last columns are where the time of decoding went. In batches the guard is on, as it is wherever else forerun decodes: drafts are left out
 while they do not pay. In the other tables it is off, so that what is slower shows. All else is as in every bench: see
 [measure.md](../measure.md).
 """
@@ -83,6 +83,15 @@ QWEN = {
     "greedy": "Greedy, 128 new tokens",
     "rounds": "Greedy, three rounds of the methods that draft with the head",
     "heads": "Beside an EAGLE-like head of the same size, steps and data, greedy",
+    "long/1000": "Prompts of 1,000 tokens, 256 new ones",
+    "long/4000": "Prompts of 4,000 tokens, 384 new ones",
+    "long/16000": "Prompts of 16,000 tokens, 128 new ones",
+    "long/known": "A follow-up in a known text of 4,000 tokens, 384 new ones",
+    "long/1000-peers": "Beside llama.cpp's own drafts: prompts of 1,000 tokens",
+    "long/4000-peers": "Beside llama.cpp's own drafts: prompts of 4,000 tokens",
+    "long/16000-peers": "Beside llama.cpp's own drafts: prompts of 16,000 tokens, 64 new ones",
+    "long/known-peers": "Beside llama.cpp's own drafts: a follow-up in a known text of 4,000 tokens",
+    "long/4000-avx2": "Prompts of 4,000 tokens with AVX2 alone (`FORERUN_KERNELS=avx2`)",
     "greedy-avx2": "Greedy with AVX2 alone (`FORERUN_KERNELS=avx2`)",
     "own-avx2": "Own prompts with AVX2 alone",
     "peers": "Beside llama.cpp's own drafts, with the best settings of validation prompts",

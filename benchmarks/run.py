@@ -1,6 +1,6 @@
 """Runs the benches behind docs/results/chat.md, embedded.md and qwen-coder.md in turn, and keeps their results here.
 
-    python benchmarks/run.py --data DATA [--only chat/greedy,embedded/batch-4] [--runs runs]
+    python benchmarks/run.py --data DATA [--only chat/greedy,embedded/batch-4,qwen-coder/long] [--runs runs]
 
 A run that is done is not made again; one that was stopped goes on, or is refused if its code or options have changed:
 delete its folder in `runs` then. Settings were chosen from the validation runs,
@@ -145,6 +145,38 @@ QWEN_LLAMA = ",".join(
     + [f"llama-cpp-lookup/{most}/{ngram}" for most in (2, 3, 5) for ngram in (2, 3)]
 )
 QWEN_PEERS = "llama-cpp,llama-cpp-draft/1/0.6,llama-cpp-lookup/2/2"  # the best of each kind on validation prompts
+# By length of the prompt (`qwen-coder/long.py`). llama.cpp's drafts run in fewer rounds, as each reads the prompt anew.
+LONG_OURS = "ar,suffix,lyanna,hybrid,llama-cpp"
+LONG_PEERS = "ar,hybrid,llama-cpp,llama-cpp-draft/3/0.75,llama-cpp-draft/3/0,llama-cpp-lookup/2/2"
+LONG_SEARCH = ",".join(
+    ["ar", *(f"llama-cpp-draft/{most}/{least}" for most in (2, 3, 8) for least in (0.75, 0))]
+    + [f"llama-cpp-lookup/{most}/{ngram}" for most in (2, 5) for ngram in (2, 3)]
+)
+LONG_NEW = {1000: 256, 4000: 384, 16000: 128}  # new tokens by tokens of the prompt
+
+
+def long_run(name: str, options: str) -> str:
+    """Return the options of a run on `qwen-coder/long-NAME.jsonl.gz`."""
+    return f"--dataset {{here}}/qwen-coder/long-{name}.jsonl.gz {options}"
+
+
+LONG = {
+    **{
+        f"long/{length}": long_run(
+            str(length), f"--max-new-tokens {new} --rounds {1 if length == 16000 else 3} --methods {LONG_OURS}"
+        )
+        for length, new in LONG_NEW.items()
+    },
+    "long/known": long_run("known", f"--max-new-tokens 384 --rounds 3 --methods {LONG_OURS}"),
+    **{
+        f"long/{length}-peers": long_run(
+            str(length), f"--max-new-tokens {new} --limit 2 --rounds 1 --methods {LONG_PEERS}"
+        )
+        for length, new in (LONG_NEW | {16000: 64}).items()
+    },
+    "long/known-peers": long_run("known", f"--max-new-tokens 384 --limit 2 --rounds 1 --methods {LONG_PEERS}"),
+    "long/4000-avx2": long_run("4000", f"--max-new-tokens 384 --limit 2 --rounds 1 --methods {LONG_OURS}"),
+}
 QWEN = {
     **{f"validation-{knob}": f"{QWEN_SEARCH} --tune {knob}={values}" for knob, values in QWEN_KNOBS.items()},
     **{
@@ -168,6 +200,8 @@ QWEN = {
     f"--methods {QWEN_BATCHES}",
     "transformers": f"--dataset {{data}}/{HUMANEVAL} --limit 2 --rounds 1 --max-new-tokens 64 "
     "--methods ar,sd,hf-ar,hf-assisted/heuristic/5,hf-assisted/constant/3/0.4",
+    "validation-drafts": f"{QWEN_SEARCH} --limit 4 --methods {LONG_SEARCH}",
+    **LONG,
 }
 COMMON = {
     "chat": "--target smollm2 --chat --stop-at-eos",
@@ -183,30 +217,36 @@ RUNS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of HumanEval.jsonl.gz and gsm8k_test.jsonl")
     parser.add_argument(
-        "--only", default="chat,embedded,qwen-coder", help="runs, as in chat/greedy; chat, embedded or qwen-coder: all"
+        "--data", type=Path, help="folder of HumanEval.jsonl.gz and gsm8k_test.jsonl; qwen-coder/long needs neither"
+    )
+    parser.add_argument(
+        "--only",
+        default="chat,embedded,qwen-coder",
+        help="runs, as in chat/greedy; a beginning stands for all below it, as in chat or qwen-coder/long",
     )
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs' records")
     given = parser.parse_args()
     wanted = []
     for part in given.only.split(","):
-        found = [name for name in RUNS if part in (name, name.split("/")[0])]
+        found = [name for name in RUNS if name == part or name.startswith(f"{part}/")]
         if not found:
             parser.error(f"--only: no run {part!r}; there are {', '.join(RUNS)}")
         wanted += found
+    if given.data is None and any("{data}" in RUNS[name] for name in wanted):
+        parser.error("--data: these runs need the folder of HumanEval.jsonl.gz and gsm8k_test.jsonl")
     for name in wanted:
         out, kept = given.runs / name, HERE / f"{name}.json"
         if (out / "results.json").is_file():
             continue
-        where = {"here": HERE, "data": given.data.resolve()}
+        where = {"here": HERE, "data": given.data and given.data.resolve()}
         options = [*(part.format(**where) for part in RUNS[name].split()), "--out", str(out.resolve()), "--resume"]
         kernels = {"FORERUN_KERNELS": "avx2"} if name.endswith("avx2") else {}
         command = [sys.executable, "-m", "benchmarks.bench", *options]
         done = subprocess.run(command, cwd=HERE.parent, env=os.environ | kernels)
         if done.returncode:
             return done.returncode
-        kept.parent.mkdir(exist_ok=True)
+        kept.parent.mkdir(parents=True, exist_ok=True)
         found = (out / "results.json").read_text()
         kept.write_text(found.replace(HUMANEVAL, "humaneval").replace(GSM8K, "gsm8k"))  # as pages call them
     return 0
