@@ -6,7 +6,7 @@ import {DraftSequenceTokenPredictor, InputLookupTokenPredictor, getLlama} from "
 
 const neutral = {topK: 0, minP: 0, repeatPenalty: false};
 let llama, given;
-const models = {};
+const models = {}, kept = {};
 
 async function model(path) {
     models[path] ??= await llama.loadModel({modelPath: path, gpuLayers: 0, useMmap: true});
@@ -18,31 +18,42 @@ async function sequence(path) {
     return [context, context.getSequence()];
 }
 
-async function answer({mode, tokens, known = 0, most, ends, sampling}) {
+async function opened(mode) {
     const contexts = [];
     const options = {};
+    let draft;
     if (mode.draft) {
-        const [context, draft] = await sequence(given.draft);
+        let context;
+        [context, draft] = await sequence(given.draft);
         contexts.push(context);
-        if (known > 0)
-            await draft.evaluateWithoutGeneratingNewTokens(tokens.slice(0, known));
         // With fewer tokens at least, it verifies what the draft has just then: nothing, if both share the processor.
         options.tokenPredictor = new DraftSequenceTokenPredictor(draft, {minTokens: mode.draft.maxTokens, ...mode.draft});
     } else if (mode.lookup) {
         options.tokenPredictor = new InputLookupTokenPredictor(mode.lookup);
-        options.tokenPredictor.updateInputTokens(tokens); // it looks nowhere else
     }
     const context = await (await model(given.target)).createContext({
         contextSize: given.length, threads: given.threads
     });
     contexts.push(context);
-    const own = context.getSequence(options);
-    if (known > 0)
-        await own.evaluateWithoutGeneratingNewTokens(tokens.slice(0, known));
+    return {contexts, draft, own: context.getSequence(options), predictor: options.tokenPredictor};
+}
+
+// With `keep` the sequence goes on from one prompt to the next, and only what it has not read yet is read.
+async function answer({mode, tokens, known = 0, keep = false, most, ends, sampling}) {
+    const {contexts, draft, own, predictor} = keep
+        ? kept[JSON.stringify(mode)] ??= await opened(mode)
+        : await opened(mode);
+    if (mode.lookup)
+        predictor.updateInputTokens(tokens); // it looks nowhere else
+    for (const each of known > 0 ? [draft, own] : [])
+        await each?.evaluateWithoutGeneratingNewTokens(tokens.slice(0, known));
     const found = [];
     let first;
     const begun = performance.now();
-    for await (const token of own.evaluate(tokens.slice(known), {...neutral, ...sampling, yieldEogToken: true})) {
+    if (keep)
+        await own.adaptStateToTokens(tokens.slice(0, -1), false);
+    const start = keep ? own.nextTokenIndex : known;
+    for await (const token of own.evaluate(tokens.slice(start), {...neutral, ...sampling, yieldEogToken: true})) {
         found.push(token);
         first ??= (performance.now() - begun) / 1000; // the prompt is read by then
         if (found.length === most || ends.includes(token))
@@ -50,7 +61,7 @@ async function answer({mode, tokens, known = 0, most, ends, sampling}) {
     }
     const seconds = (performance.now() - begun) / 1000;
     const {used} = own.tokenPredictions;
-    for (const each of contexts)
+    for (const each of keep ? [] : contexts)
         await each.dispose();
     return {tokens: found, seconds, first, forwards: found.length - used};
 }

@@ -57,6 +57,12 @@ class LlamaCpp:
             raise ValueError(f"llama.cpp cannot decode: {found['error']}")
         return found
 
+    def turn(self, name: str, tokens: Sequence[int], most: int) -> dict[str, Any]:
+        """Decode `most` tokens after a prompt of a conversation, of which it reads only what it does not know yet from
+        the turns before. Return "tokens", "seconds", those until the "first" token, and "forwards"."""
+        asked = {"mode": llama_mode(name), "tokens": list(tokens), "keep": True, "most": most, "ends": []}
+        return self._ask(asked | {"sampling": {"temperature": 0, "topP": 1, "seed": 0}})
+
     def run(self, name: str) -> Run:
         """Return the method of that name. A call's seconds are those of reading the prompts and decoding."""
         mode = llama_mode(name)

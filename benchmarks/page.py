@@ -52,9 +52,9 @@ them. `python benchmarks/run.py --data DATA --only chat` makes the runs, `page.p
 
 `speedup` is the median over prompts and rounds of tokens/s over those of `ar` on the same prompt in the same round,
 10-90 % its spread; `decoding` is the same ratio without the time of reading prompts. `by place` is the share of drafts
-that reached a place and were accepted there. The last columns are where the time of decoding went. In batches the guard is on, as it is wherever else forerun decodes: drafts are left out
-while they do not pay. In the other tables it is off, so that what is slower shows. All else is as in every bench: see
-[measure.md](../measure.md).
+that reached a place and were accepted there. The last columns are where the time of decoding went. In batches the guard
+is on, as it is wherever else forerun decodes: drafts are left out while they do not pay. In the other tables it is off,
+so that what is slower shows. All else is as in every bench: see [measure.md](../measure.md).
 """
 
 DRAWN = ("greedy", "temperature-1", "heads", "batch-4")  # runs with pictures

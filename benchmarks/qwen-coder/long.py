@@ -26,6 +26,7 @@ from forerun.train.corpus import source_files  # noqa: E402
 
 LENGTHS = {1000: 4, 4000: 4, 16000: 2}  # tokens of a prompt, and number of prompts
 KNOWN = 4000  # tokens of a conversation before its follow-up
+PROJECT, SIZES = 5, (450, 900)  # files of the agent's project (`serving/agent.py`), and their tokens
 REQUESTS = (
     "Explain in detail what this code does, class by class and function by function.",
     "Add type hints and a docstring to every function of `{file}`. Write the whole file anew.",
@@ -119,6 +120,15 @@ class Maker:
             prompts.append({"messages": messages, "known": 2})
         return prompts
 
+    def project(self) -> dict[str, str]:
+        """Return some whole files by their names, each with functions."""
+        found = dict[str, str]()
+        for path, text in ordered_files():
+            tokens = len(self.tokenizer(text)["input_ids"])
+            if len(found) < PROJECT and SIZES[0] <= tokens <= SIZES[1] and any(functions(text)):
+                found.setdefault(Path(path).name, text)
+        return found
+
 
 def main() -> None:
     maker, told = Maker(), dict[str, Any]()
@@ -130,6 +140,7 @@ def main() -> None:
         sizes = [maker.size(prompt["messages"]) for prompt in prompts]
         told[name] = {"tokens": sizes, "sha256": hashlib.sha256(text).hexdigest()}
         print(name, told[name])
+    (HERE.parent / "serving" / "project.json").write_text(json.dumps(maker.project(), indent=1) + "\n")
     about = "Files of CPython's standard library, under the PSF's licence, with requests"
     whole = {"about": about, "python": platform.python_version(), "prompts": told}
     (HERE / "long.json").write_text(json.dumps(whole, indent=1) + "\n")

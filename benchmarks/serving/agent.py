@@ -1,6 +1,12 @@
 """A session of an agent with tools, 20 turns over a small code base: plain decoding beside drafts.
 
     python -m benchmarks.serving.agent --out benchmarks/qwen-coder/agent.json --page docs/results/agent.md
+    python -m benchmarks.serving.agent --session long --methods ar,suffix,hybrid,llama-cpp \
+        --out benchmarks/qwen-coder/agent-long.json --page docs/results/agent-long.md
+
+`--session long` reads and writes files of the standard library until the text has about 8,000 tokens. llama.cpp, by the
+names of `benchmarks.peers`, is given the turns of `ar`, which must come before it: the same prompts, and as many tokens
+as each turn has. It keeps what it has read, decodes without the grammar of calls, and its tokens are not looked at.
 
 The user's words and the function of each turn are given; arguments and texts are the model's own, greedily, and tools
 work on files in memory. So each method has the same session, token for token, or the script ends with status 1. A
@@ -19,9 +25,11 @@ from time import perf_counter
 from typing import Any
 
 import forerun
+from benchmarks.peers import is_llama, llama_mode
 from forerun.bench.report import provenance
 from forerun.engine.stats import summarise
 from forerun.files import write_text
+from forerun.text.chat import chat_prompt
 
 METHODS = "ar,suffix,hybrid"
 FILES = {
@@ -80,7 +88,27 @@ TURNS: list[tuple[str | None, str | None]] = [
     ("Read shapes.py again.", "read_file"),
     ("Say in three sentences what was changed.", None),
 ]
-MOST = 220  # tokens of a turn
+MOST = {"short": 220, "long": 1100}  # tokens of a turn
+PROJECT = Path(__file__).with_name("project.json")
+CHANGES = (
+    "Add type hints to every function of {file}: write the whole file.",
+    "Add a docstring to every function of {file}: write the whole file.",
+    "Rename one variable of {file} so that it is easier to read: write the whole file.",
+)
+Turns = list[tuple[str | None, str | None]]
+
+
+def project(name: str) -> tuple[dict[str, str], Turns]:
+    """Return the files and the turns of a session."""
+    if name == "short":
+        return dict(FILES), TURNS
+    files = json.loads(PROJECT.read_text(encoding="utf-8"))
+    turns: Turns = [("See which files there are.", "list_files")]
+    for number, file in enumerate(files):
+        turns.append((f"Read {file}.", "read_file"))
+        turns.append(("Say in a few sentences what it does, and what could go wrong in it.", None))
+        turns.append((CHANGES[number % len(CHANGES)].format(file=file), "write_file"))
+    return files, turns
 
 
 def _tool(name: str, about: str, **properties: Any) -> dict[str, Any]:
@@ -88,13 +116,14 @@ def _tool(name: str, about: str, **properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": about, "parameters": schema}}
 
 
-_PATH = {"enum": sorted(FILES)}
-TOOLS = [
-    _tool("list_files", "List the files of the project."),
-    _tool("read_file", "Read a file.", path=_PATH),
-    _tool("write_file", "Write a whole file.", path=_PATH, content={"type": "string"}),
-    _tool("run_tests", "Run all tests."),
-]
+def tools_for(files: dict[str, str]) -> list[dict[str, Any]]:
+    path = {"enum": sorted(files)}
+    return [
+        _tool("list_files", "List the files of the project."),
+        _tool("read_file", "Read a file.", path=path),
+        _tool("write_file", "Write a whole file.", path=path, content={"type": "string"}),
+        _tool("run_tests", "Run all tests."),
+    ]
 
 
 def run_tool(files: dict[str, str], name: str, given: dict[str, Any]) -> str:
@@ -111,16 +140,18 @@ def run_tool(files: dict[str, str], name: str, given: dict[str, Any]) -> str:
     return f"test_shapes.py {'.' * files['test_shapes.py'].count('def test_')}\nall passed"
 
 
-def session(decoder: forerun.Decoder) -> list[dict[str, Any]]:
+def session(decoder: forerun.Decoder, name: str = "short") -> list[dict[str, Any]]:
     """Return the turns of a session: what was said and called, its tokens, and figures."""
-    files, found = dict(FILES), list[dict[str, Any]]()
+    (files, turns), found = project(name), list[dict[str, Any]]()
+    tools = tools_for(files)
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
-    for number, (said, function) in enumerate(TURNS, 1):
+    for number, (said, function) in enumerate(turns, 1):
         if said is not None:
             messages.append({"role": "user", "content": said})
         choice = "none" if function is None else {"type": "function", "function": {"name": function}}
+        prompt = chat_prompt(decoder.tokenizer, messages, tools=tools)
         begun, chunks, times = perf_counter(), list[forerun.Chunk](), list[float]()
-        for chunk in decoder.stream_chat(messages, tools=TOOLS, tool_choice=choice, max_new_tokens=MOST):
+        for chunk in decoder.stream_chat(messages, tools=tools, tool_choice=choice, max_new_tokens=MOST[name]):
             chunks.append(chunk)
             times.append(perf_counter())
         output = [token for chunk in chunks for token in chunk.step.tokens]
@@ -136,8 +167,37 @@ def session(decoder: forerun.Decoder) -> list[dict[str, Any]]:
         turn = {"function": function, "tokens": len(output), "text": text, "calls": [vars(call) for call in called]}
         turn |= {"seconds": round(times[-1] - begun, 4), "decoding_seconds": round(times[-1] - times[0], 4)}
         turn |= {"decoded": len(output) - len(chunks[0].step.tokens), "output": " ".join(map(str, output))}
+        turn |= {"prompt": " ".join(map(str, prompt)), "context": len(prompt) + len(output)}
         found.append(turn | {"stats": summarise([chunk.step for chunk in chunks], times[-1] - begun).as_dict()})
         print(f"  turn {number}: {len(output)} tokens in {times[-1] - begun:.1f} s", flush=True)
+    return found
+
+
+def llama_session(name: str, turns: list[dict[str, Any]], target: str) -> list[dict[str, Any]]:
+    """Return the same turns by llama.cpp."""
+    import torch
+
+    from benchmarks.llama import STEP, LlamaCpp
+    from forerun.sampling.params import SamplingParams
+    from forerun.zoo import locate, own_draft
+    from forerun.zoo.gguf_file import find
+
+    models = {"target": find(locate(target, "target"))}
+    if "draft" in llama_mode(name):
+        models["draft"] = find(locate(str(own_draft(target)), "draft"))
+    length = -(-(max(turn["context"] for turn in turns) + 64) // STEP) * STEP
+    files = {part: str(file) for part, file in models.items()}
+    given = files | {"length": length, "threads": torch.get_num_threads()}
+    peer, found = LlamaCpp(given, SamplingParams(), set()), list[dict[str, Any]]()
+    peer.turn(name, list(map(int, turns[0]["prompt"].split()))[:16], 16)  # the first thing is not counted
+    for number, turn in enumerate(turns, 1):
+        own = peer.turn(name, list(map(int, turn["prompt"].split())), turn["tokens"])
+        stats = {"target_forwards": own["forwards"], "tested": 0, "accepted": 0}
+        times = {"seconds": round(own["seconds"], 4), "decoding_seconds": round(own["seconds"] - own["first"], 4)}
+        kept = {part: turn[part] for part in ("function", "tokens", "context")}
+        found.append(kept | times | {"decoded": turn["tokens"] - 1, "stats": stats})
+        print(f"  turn {number}: {turn['tokens']} tokens in {own['seconds']:.1f} s", flush=True)
+    peer.process.kill()
     return found
 
 
@@ -159,14 +219,16 @@ def figures(turns: list[dict[str, Any]]) -> dict[str, float]:
 def page(results: dict[str, Any]) -> str:
     """Return the page of results."""
     versions, sessions = results["versions"], results["sessions"]
+    first = sessions[0]["turns"]
     where = f"{versions['gpu'] or versions['cpu']}, {versions['threads']} threads, kernels {versions['kernels']}"
     where += f", torch {versions['torch']}, transformers {versions['transformers']}, {versions['commit']}"
     lines = ["# An agent's session", "", f"{results['date']}, {where}.", "", "```", results["command"], "```", ""]
     lines += [
-        f"{len(TURNS)} turns with tools on `{results['arguments']['target']}`, greedily, guard on: files are listed, "
+        f"{len(first)} turns with tools on `{results['arguments']['target']}`, greedily, guard on, until the text has "
+        f"{first[-1].get('context', 0)} tokens: files are listed, "
         "read and written anew, tests are run. The function of each turn is given; the rest is the model's. "
-        "All methods have the same session, token for token. Seconds are of whole turns, with what is read and the "
-        "grammar of the call; decoding is from a turn's first tokens to its last.",
+        "All methods of forerun have the same session, token for token. Seconds are of whole turns, with what is read "
+        "and the grammar of the call; decoding is from a turn's first tokens to its last.",
         "",
         "| method | tokens/s | over `ar` | decoding, tokens/s | over `ar` | tau | alpha | tokens | seconds |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
@@ -181,19 +243,26 @@ def page(results: dict[str, Any]) -> str:
         speeds = " | ".join(f"{own[rate]:.1f} | {own[rate] / plain[rate]:.2f}" for rate in rates)
         rest = f"{own['tau']:.2f} | {own['alpha']:.2f} | {own['tokens']} | {own['seconds']:.1f}"
         lines.append(f"| `{name}` | {speeds} | {rest} |")
+    if any(map(is_llama, methods)):
+        lines += [
+            "",
+            "llama.cpp has the turns of `ar`: the same prompts, as many tokens, without the grammar of calls. It keeps "
+            "what it has read.",
+        ]
     if max(map(len, of.values())) > 1:
         lines += ["", f"The fastest of {max(map(len, of.values()))} rounds each."]
     lines += [
         "",
         "By turn, tokens/s:",
         "",
-        f"| turn | function | tokens | {' | '.join(f'`{name}`' for name in methods)} |",
+        f"| turn | function | text so far | tokens | {' | '.join(f'`{name}`' for name in methods)} |",
     ]
-    lines.append("|---|---|---:|" + "---:|" * len(methods))
-    for at, (_, function) in enumerate(TURNS):
+    lines.append("|---|---|---:|---:|" + "---:|" * len(methods))
+    for at, said in enumerate(first):
         turns = [of[name][0]["turns"][at] for name in methods]
         speeds = " | ".join(f"{turn['tokens'] / turn['seconds']:.1f}" for turn in turns)
-        lines.append(f"| {at + 1} | {function or 'words'} | {turns[0]['tokens']} | {speeds} |")
+        about = f"{said['function'] or 'words'} | {said.get('context', '')} | {said['tokens']}"
+        lines.append(f"| {at + 1} | {about} | {speeds} |")
     return "\n".join(lines) + "\n"
 
 
@@ -201,6 +270,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="qwen-coder")
     parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--session", choices=sorted(MOST), default="short")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path, required=True)
@@ -210,31 +280,38 @@ def main() -> int:
         import torch
 
         torch.set_num_threads(asked.threads)
-    given = {name: getattr(asked, name) for name in ("target", "methods", "rounds", "threads")}
+    given = {name: getattr(asked, name) for name in ("target", "methods", "session", "rounds", "threads")}
     results: dict[str, Any] = {"sessions": []}
     if asked.out.is_file():
         results = json.loads(asked.out.read_text(encoding="utf-8"))
         if results["arguments"] != given:
             parser.error(f"{asked.out} was made with other arguments: give another --out")
     command = ["python", "-m", "benchmarks.serving.agent", "--target", asked.target, "--methods", asked.methods]
-    command += ["--rounds", str(asked.rounds), "--out", "RESULTS.json"]
+    command += ["--session", asked.session, "--rounds", str(asked.rounds), "--out", "RESULTS.json"]
     names = asked.methods.split(",")
+    if any(map(is_llama, names)) and names[0] != "ar":
+        parser.error("--methods: llama.cpp has the turns of `ar`, so that must come first")
     for number in range(asked.rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:  # each round begins with another
             if any((each["method"], each["round"]) == (name, number) for each in results["sessions"]):
                 continue
             print(f"round {number + 1}, {name}", flush=True)
-            decoder = forerun.load(asked.target, method=name)
-            decoder.chat([{"role": "user", "content": "Write a haiku."}], max_new_tokens=24)
-            turns = session(decoder)
+            if is_llama(name):
+                plain = next(each for each in results["sessions"] if each["method"] == "ar")
+                turns = llama_session(name, plain["turns"], asked.target)
+            else:
+                decoder = forerun.load(asked.target, method=name)
+                decoder.chat([{"role": "user", "content": "Write a haiku."}], max_new_tokens=24)
+                turns = session(decoder, asked.session)
+                del decoder
             results["sessions"].append({"method": name, "round": number, "figures": figures(turns), "turns": turns})
             results |= provenance(given) | {"command": shlex.join(command)}
             asked.out.parent.mkdir(parents=True, exist_ok=True)
             write_text(asked.out, json.dumps(results, indent=1) + "\n")
             print(f"  {results['sessions'][-1]['figures']}", flush=True)
-            del decoder
             gc.collect()
-    outputs = [[turn["output"] for turn in each["turns"]] for each in results["sessions"]]
+    ours = [each["turns"] for each in results["sessions"] if not is_llama(each["method"])]
+    outputs = [[turn["output"] for turn in turns] for turns in ours]
     if any(each != outputs[0] for each in outputs):
         print("the sessions are not the same, token for token")
         return 1

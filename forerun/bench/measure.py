@@ -29,7 +29,7 @@ from forerun.model.causal_lm import CausalLM
 from forerun.model.kv_cache import KVCache
 from forerun.sampling.params import SamplingParams
 
-WARM_UP = 16  # tokens
+WARM_UP, WARM_PROMPT = 16, 512  # new tokens, and the most of a prompt that is read for them
 KNOWN_BYTES = 2**31  # for keys and values of known beginnings
 
 
@@ -192,7 +192,7 @@ def measure(
     first = next(iter(datasets.values()))[: plan.batch]
     for run in runs.values():
         seeds = [plan.seed + i for i in range(len(first))]
-        run([_ids(row) for row in first], seeds, min(WARM_UP, plan.max_new_tokens))
+        run([_ids(row)[:WARM_PROMPT] for row in first], seeds, min(WARM_UP, plan.max_new_tokens))
     records, done = [*before], {record.group for record in before}
     for number in range(plan.rounds):
         for dataset, prompts in datasets.items():
