@@ -9,8 +9,9 @@ guard off; "default" is the method that `forerun.load` chooses.
 
 --exhaustive compares all bits of logits, keys and values of forwards of 1 to 64 tokens, of trees, prompt chunks and
 ragged batches with those of decoding one by one, by every instruction set of this machine and 1 to 3 threads, after
-lengths around multiples of 8, 16, 32, 64 and 256 up to 2,100 (`benchmarks.bits.forwards`). All cases take days: --share
-and --seconds take a part of them, spread over the whole. --start goes on where another run with the same seed ended.
+lengths around multiples of 8, 16, 32, 64 and 256 up to 2,100 (`benchmarks.bits.forwards`). All cases take weeks:
+--share and --seconds take a part of them, spread over the whole. --start goes on where another run with the same seed
+ended.
 
 --engine runs so many short outputs in engines in which drafters, lengths, pauses and requests are chosen by chance
 (`benchmarks.bits.chances`). Both end with status 1 at the first difference, and tell how to run it again alone.

@@ -29,6 +29,7 @@ from benchmarks.peers import is_llama, llama_mode
 from forerun.bench.report import provenance
 from forerun.engine.stats import summarise
 from forerun.files import write_text
+from forerun.model.prefix_store import common
 from forerun.text.chat import chat_prompt
 
 METHODS = "ar,suffix,hybrid"
@@ -143,7 +144,7 @@ def run_tool(files: dict[str, str], name: str, given: dict[str, Any]) -> str:
 def session(decoder: forerun.Decoder, name: str = "short") -> list[dict[str, Any]]:
     """Return the turns of a session: what was said and called, its tokens, and figures."""
     (files, turns), found = project(name), list[dict[str, Any]]()
-    tools = tools_for(files)
+    tools, before = tools_for(files), list[int]()
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
     for number, (said, function) in enumerate(turns, 1):
         if said is not None:
@@ -167,7 +168,9 @@ def session(decoder: forerun.Decoder, name: str = "short") -> list[dict[str, Any
         turn = {"function": function, "tokens": len(output), "text": text, "calls": [vars(call) for call in called]}
         turn |= {"seconds": round(times[-1] - begun, 4), "decoding_seconds": round(times[-1] - times[0], 4)}
         turn |= {"decoded": len(output) - len(chunks[0].step.tokens), "output": " ".join(map(str, output))}
-        turn |= {"prompt": " ".join(map(str, prompt)), "context": len(prompt) + len(output)}
+        kept = common(before, prompt)
+        turn |= {"keeps": kept, "adds": " ".join(map(str, prompt[kept:])), "context": len(prompt) + len(output)}
+        before = prompt
         found.append(turn | {"stats": summarise([chunk.step for chunk in chunks], times[-1] - begun).as_dict()})
         print(f"  turn {number}: {len(output)} tokens in {times[-1] - begun:.1f} s", flush=True)
     return found
@@ -189,9 +192,11 @@ def llama_session(name: str, turns: list[dict[str, Any]], target: str) -> list[d
     files = {part: str(file) for part, file in models.items()}
     given = files | {"length": length, "threads": torch.get_num_threads()}
     peer, found = LlamaCpp(given, SamplingParams(), set()), list[dict[str, Any]]()
-    peer.turn(name, list(map(int, turns[0]["prompt"].split()))[:16], 16)  # the first thing is not counted
+    prompt = list(map(int, turns[0]["adds"].split()))
+    peer.turn(name, prompt[:16], 16)  # the first thing is not counted
     for number, turn in enumerate(turns, 1):
-        own = peer.turn(name, list(map(int, turn["prompt"].split())), turn["tokens"])
+        prompt = prompt[: turn["keeps"]] + list(map(int, turn["adds"].split()))
+        own = peer.turn(name, prompt, turn["tokens"])
         stats = {"target_forwards": own["forwards"], "tested": 0, "accepted": 0}
         times = {"seconds": round(own["seconds"], 4), "decoding_seconds": round(own["seconds"] - own["first"], 4)}
         kept = {part: turn[part] for part in ("function", "tokens", "context")}
