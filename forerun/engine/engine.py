@@ -28,6 +28,7 @@ __all__ = ["Drafter", "Engine", "Proposal", "QueueFullError", "Step"]
 _LOG = logging.getLogger("forerun.engine.engine")
 
 CHUNKS = (32, 2048)  # smallest and largest prefill chunk, in tokens
+ALONE = 256  # the smallest if nothing runs: C reads weights once for so many tokens
 SCORED = 128  # the largest chunk whose logits are wanted
 
 
@@ -326,9 +327,11 @@ class Engine:
             yield from self.drafter.admit(seq, hidden, chunk)
 
     def _chunk(self) -> int:
-        """Return the tokens of prefill between two steps: a power of two, so that few sizes occur."""
+        """Return the tokens of prefill between two steps: a power of two, so that few sizes occur. They are more if
+        nothing runs, because then nobody waits for the next step."""
         size = 1 << int(max(self._rate * self.chunk_seconds, 1)).bit_length() - 1
-        return min(max(size, CHUNKS[0]), CHUNKS[1])
+        smallest = CHUNKS[0] if self.running else ALONE
+        return min(max(size, smallest), CHUNKS[1])
 
     # Leaving.
 
