@@ -26,3 +26,18 @@ def write_text(path: Path, text: str) -> None:
 def home() -> Path:
     """Return the folder where forerun keeps files: $FORERUN_HOME, else ~/.cache/forerun."""
     return Path(os.path.expanduser(os.environ.get("FORERUN_HOME") or "~/.cache/forerun"))
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder that is the user's alone, if there is none, and return it. Raises ValueError for one that belongs
+    to another user, that others may write in, or that cannot be made."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+    except OSError as error:
+        raise ValueError(f"cannot make the folder {path}: {error.strerror}") from None
+    if status.st_uid != os.geteuid():
+        raise ValueError(f"the folder {path} belongs to another user: name one of your own")
+    if status.st_mode & 0o022:
+        raise ValueError(f"others may write in the folder {path}: name one that only you can, or `chmod go-w` it")
+    return path

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from forerun.api.options import EngineOptions
 from forerun.backends.costs import file_of, head_costs, kept, measure_costs
+from forerun.backends.identity import identity
 from forerun.engine.acceptance import Verdict
 from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
@@ -18,6 +20,7 @@ from forerun.engine.sequence import Sequence
 from forerun.engine.step import Drafter, Proposal, observe_rows
 from forerun.methods import AR, Method, Parts
 from forerun.methods.guard import Guarded, SpeedTracker
+from forerun.model.causal_lm import CausalLM
 
 
 def measured(methods: list[Method], parts: Parts) -> Costs | None:
@@ -40,11 +43,11 @@ def build_engine(
 
     `trackers` keep the speeds of each method, for greedy decoding (True) and for sampling.
     """
-    target = parts.target.fresh(options.prefix_bytes)
+    (target,), drafts = _fresh(parts.target, options, 1), _fresh(parts.draft, options, len(methods))
     clock, is_guarded = parts.target.clock, options.guard is not False
     drafters = []
-    for method in methods:
-        draft = parts.draft.fresh(options.prefix_bytes) if parts.draft is not None else None
+    for number, method in enumerate(methods):
+        draft = drafts[number] if drafts else None
         guarded = (lambda drafter: Guarded(drafter, SpeedTracker(clock))) if is_guarded else None
         drafters.append(method.build(replace(parts, draft=draft, guarded=guarded)))
     drafter = drafters[0] if len(drafters) == 1 else Split(*drafters)
@@ -53,6 +56,25 @@ def build_engine(
         keys = (methods[0], True), (methods[-1], False)
         drafter = Guarded(drafter, *(trackers.setdefault(key, SpeedTracker(clock)) for key in keys))
     return Engine(target, drafter, max_rows=options.max_rows, max_queue=options.max_queue, kv_memory=options.kv_memory)
+
+
+def _fresh(model: CausalLM | None, options: EngineOptions, count: int) -> list[CausalLM]:
+    """Return a model so many times, each with caches of its own; nothing without a model."""
+    if model is None:
+        return []
+    made = [model.fresh(options.prefix_bytes) for _ in range(count)]
+    if options.prompt_cache is not None:
+        from forerun.model.prompt_folder import PromptFolder  # late, as Windows lacks its locks
+
+        folder = PromptFolder(Path(options.prompt_cache).expanduser(), options.prompt_cache_bytes)
+        digest = identity(model)
+        if digest is None:
+            name = type(model.model).__name__
+            folder.say(f"no text of {name} is kept in {folder.path}: its layers are adapted, hooked or custom code")
+        else:
+            for each in made:
+                each.keep_in(folder, digest)
+    return made
 
 
 class Split(Drafter):

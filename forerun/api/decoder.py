@@ -31,6 +31,7 @@ from forerun.engine.costs import Costs
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request
 from forerun.engine.session import Session
+from forerun.files import private_folder
 from forerun.heads.heads import HiddenDrafter
 from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import Method, Parts
@@ -111,7 +112,8 @@ class Decoder:
             guard, **options: see `forerun.EngineOptions`.
 
         Raises:
-            ValueError: models that cannot run drafts, and pairs that do not fit together.
+            ValueError: models that cannot run drafts, and pairs that do not fit together; a `prompt_cache` that is not
+                the user's alone to write.
         """
         lm = target if isinstance(target, CausalLM) else prepare(target)
         draft_lm = prepare_draft(draft, None, None) if isinstance(draft, PreTrainedModel) else draft
@@ -128,6 +130,8 @@ class Decoder:
         if draft_lm is not None and translation is None:
             check_vocabularies(lm.vocab_size, draft_lm.vocab_size, tokenizer)
         engine = EngineOptions(guard=guard, **options)
+        if engine.prompt_cache is not None:
+            private_folder(Path(engine.prompt_cache).expanduser())  # refused now, and not with the first request
         vars(self).update(  # frozen from here on
             target=lm,
             tokenizer=tokenizer,

@@ -55,6 +55,11 @@ class Rows:
     def nbytes(self) -> int:
         return int(self.rows.nbytes)
 
+    @property
+    def content(self) -> np.ndarray:
+        """Return all bytes of the weights, contiguous."""
+        return np.ascontiguousarray(self.rows)
+
     def chosen(self, outputs: Sequence[int]) -> Rows:
         """Return the rows of these outputs."""
         return Rows(self.rows[np.asarray(outputs, dtype=np.int64)], self.type)
@@ -91,6 +96,11 @@ class Panels:
             raise ValueError(f"a matrix [{self.out}, {self.inputs}] of {rows.type.name} does not fit its bytes")
         self.argument = MatrixArgument(layout.value, self.out, self.inputs, address)
 
+    @property
+    def content(self) -> np.ndarray:
+        """Return all bytes of the weights, contiguous."""
+        return self._memory
+
     def __deepcopy__(self, memo: object) -> Panels:
         return self  # nothing changes it
 
@@ -123,6 +133,11 @@ class Dense:
         self.weight = torch.empty(rows.out, rows.inputs, dtype=dtype)
         for start in range(0, rows.out, _STEP):
             self.weight[start : start + _STEP] = rows.floats(range(start, min(start + _STEP, rows.out)))
+
+    @property
+    def content(self) -> np.ndarray:
+        """Return all bytes of the weights, contiguous."""
+        return self.weight.contiguous().view(torch.uint8).numpy()
 
     @property
     def nbytes(self) -> int:

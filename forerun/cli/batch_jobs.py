@@ -46,7 +46,7 @@ def batch(
     # A job goes on with the options only that decided its answers so far.
     job = options | {"target": serving.model, "model_name": serving.name, **sampling}
     job["method"] = None if method is None else {"name": method.name, **asdict(method)}
-    for name in ("device", "trust_remote_code", "kv_memory"):
+    for name in ("device", "trust_remote_code", "kv_memory", "prompt_cache", "prompt_cache_bytes"):
         del job[name]
     source = scan(input)
     folder = Folder(out, source, job)

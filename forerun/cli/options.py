@@ -19,7 +19,7 @@ import typer
 from forerun import zoo
 from forerun.api.options import ModelOptions
 from forerun.api.resolve import resolve
-from forerun.files import read_text
+from forerun.files import private_folder, read_text
 from forerun.methods import METHODS, Method
 from forerun.sampling.params import SamplingParams
 
@@ -52,6 +52,13 @@ GuardOption = Annotated[
     bool | None,
     typer.Option(
         "--guard/--no-guard", help="Leave drafts out while they do not pay. On by default.", show_default=False
+    ),
+]
+PromptCacheOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="A folder of your own that keeps what was computed of texts, so that it is not computed again after a "
+        "restart. It holds their tokens too."
     ),
 ]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads to compute with.")]
@@ -104,6 +111,13 @@ class DecodeOptions(LoadOptions):
     pre_verifier: PreVerifierOption = None
     head: Annotated[Path | None, typer.Option(help="Folder of the target's head: of lyanna, eagle or EAGLE-3.")] = None
     guard: GuardOption = None
+    prompt_cache: PromptCacheOption = None
+    prompt_cache_bytes: Annotated[int, typer.Option(min=1, help="Most bytes of that folder.")] = 2**32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompt_cache is not None:
+            private_folder(self.prompt_cache.expanduser())
 
     def chosen_method(self, target: str) -> Method | None:
         """Return the method that the options name; None leaves the choice to `forerun.load`.
@@ -145,7 +159,8 @@ class ServingOptions(DecodeOptions):
     def for_load(self) -> dict[str, Any]:
         """Return the same with absolute paths, for processes in other folders."""
         options = super().for_load()
-        return options | {key: _absolute(options[key]) for key in ("draft", "pre_verifier", "head") if options[key]}
+        named = "draft", "pre_verifier", "head", "prompt_cache"
+        return options | {key: _absolute(options[key]) for key in named if options[key]}
 
 
 def _absolute(model: str | Path) -> str:

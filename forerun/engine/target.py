@@ -26,11 +26,18 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of keys and values, in use and allocated, and prompt tokens found in the prefix store."""
+    """Bytes of keys and values, in use and allocated, and prompt tokens that were not run again.
+
+    Attributes:
+        read: those of `hits` that came from the prompt folder.
+        disk: bytes of the prompt folder.
+    """
 
     used: int
     allocated: int
     hits: int
+    read: int = 0
+    disk: int = 0
 
 
 class Target(Protocol):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
 from time import perf_counter
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,11 @@ from forerun.model.forward import DraftHead, Forward, FusedDraft
 from forerun.model.kv_cache import KVCache
 from forerun.model.prompts import ROW, PromptCache
 from forerun.model.rows import Rows
+from forerun.model.segments import layout_of
 from forerun.model.support import check_model, context_of, window_of
+
+if TYPE_CHECKING:
+    from forerun.model.prompt_folder import PromptFolder
 
 __all__ = ["CausalLM", "Rows", "context_of", "fingerprint", "same_model"]
 
@@ -77,6 +82,15 @@ class CausalLM(Rows):
             other.hot = self.hot.fresh()
         return other
 
+    def keep_in(self, folder: PromptFolder, identity: str) -> None:
+        """Keep texts in a folder too, and find them there. `identity` is a digest of all that decides the bits of this
+        model's keys, values and states but for their layout. It must not change; 32 hexadecimal digits."""
+        probe = self.fresh()
+        list(probe.prefill([0], 1))  # no other way tells the layout of every model
+        layout = layout_of(probe.prompts.cache.view(ROW, 1))
+        digest = blake2b(f"{identity} {layout}".encode(), digest_size=16).hexdigest()
+        self.prompts.shelf = folder.shelf(digest, layout, self._no_states)
+
     def draft_with(self, hot: DraftHead | None, fused_draft: FusedDraft | None) -> CausalLM:
         """Set these parts, and return the model."""
         self.hot, self.fused_draft = hot, fused_draft
@@ -98,7 +112,7 @@ class CausalLM(Rows):
 
     @property
     def keeps_prefixes(self) -> bool:
-        return self.prompts.store is not None
+        return self.prompts.store is not None or self.prompts.shelf is not None
 
     def processors(self, config: GenerationConfig, prompt_length: int) -> LogitsProcessorList:
         """Return Hugging Face's own logits processors for a generation config, in the order of `generate`."""
@@ -127,9 +141,11 @@ class CausalLM(Rows):
         return self.cache.fits(rows, reserve, budget, self.position_bytes)
 
     def memory(self) -> Memory:
-        hits = 0 if self.prompts.store is None else self.prompts.store.hit_tokens
+        store, shelf = self.prompts.store, self.prompts.shelf
+        hits = 0 if store is None else store.hit_tokens
         used = sum(self.cache.lengths) * (self.cache.position_bytes or 0)
-        return Memory(used, self.cache.allocated_bytes, hits)
+        read, disk = (0, 0) if shelf is None else (shelf.hit_tokens, shelf.folder.bytes)
+        return Memory(used, self.cache.allocated_bytes, hits + read, read, disk)
 
     # Prompts.
 
@@ -168,10 +184,14 @@ class CausalLM(Rows):
         """Return the captured hidden states [n, d] of the last prompt, or None."""
         capture, hidden = self.prompts.capture, self.prompts.hidden
         if capture and hidden is None:
-            size = self.config.hidden_size
-            size = getattr(self.head, "in_features", size) if capture == "head" else size * len(capture)
-            hidden = torch.empty(0, size, dtype=self.dtype, device=self.device)
+            hidden = self._no_states(capture)
         return hidden
+
+    def _no_states(self, capture: Capture) -> Tensor:
+        """Return hidden states [0, d] as a capture gives them."""
+        size = self.config.hidden_size
+        size = getattr(self.head, "in_features", size) if capture == "head" else size * len(capture)
+        return torch.empty(0, size, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
     def join(self, id: int, reserve: int = 0) -> None:

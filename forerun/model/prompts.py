@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from forerun.engine.target import Capture
 from forerun.model.kv_cache import KVCache, Stored, are_numbers
 from forerun.model.prefix_store import PrefixStore, common
+
+if TYPE_CHECKING:
+    from forerun.model.prompt_folder import Shelf
 
 _LOG = logging.getLogger("forerun")
 ROW = 0  # the only sequence of a prompt's cache
@@ -24,6 +28,7 @@ class PromptCache:
         tokens: the prompt, as far as it was run.
         capture: the hidden states that are kept.
         store: the prefix store, or None.
+        shelf: texts on disk, or None.
     """
 
     tokens: list[int]
@@ -34,6 +39,7 @@ class PromptCache:
     def __init__(self, cache: KVCache, prefix_bytes: int) -> None:
         """Take over a cache."""
         self.cache, self.store = cache, PrefixStore(prefix_bytes) if prefix_bytes else None
+        self.shelf: Shelf | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -59,13 +65,34 @@ class PromptCache:
             self._hidden = [torch.cat(self._hidden)[:held]] if capture and self._hidden else []
         self.tokens, self._salt, self.capture = tokens[:held], salt, capture
         cache.reserve(1, len(tokens))
-        return held
+        if self.shelf is not None and reuse:
+            for entries, hidden in self.shelf.read(tokens, held, capture, salt):
+                self._extend(entries, hidden, tokens)
+        return len(self.tokens)
+
+    def _extend(self, stored: Stored, hidden: Tensor | None, tokens: list[int]) -> None:
+        """Append keys and values [G, n, D] and states [n, d] of the next n tokens of a prompt."""
+        cache, held = self.cache, len(self.tokens)
+        count = next(pair[0].shape[1] for pair in stored if pair is not None)
+        if held:
+            rows = cache.view(ROW, held + count)
+            for into, pair in zip(rows, stored, strict=True):
+                if into is not None and pair is not None:
+                    into[0][:, held:] = pair[0]
+                    into[1][:, held:] = pair[1]
+            cache.commit([ROW], [range(count)])
+        else:
+            cache.copy_in(ROW, stored, count)  # there may be no buffers yet
+        self.tokens = tokens[: held + count]
+        if hidden is not None:
+            self._hidden.append(hidden)
 
     def known(self, tokens: list[int], salt: str) -> int:
         """Return how many tokens of a prompt need not be run."""
         held = common(self.tokens, tokens) if salt == self._salt else 0
         stored = self.store.find(tokens, held, "", salt) if self.store is not None else None
-        return held if stored is None else stored[1]
+        held = held if stored is None else stored[1]
+        return held if self.shelf is None else max(held, self.shelf.known(tokens, salt))
 
     def append(self, tokens: list[int], hidden: Tensor | None) -> None:
         """Commit tokens that were run."""
@@ -85,7 +112,7 @@ class PromptCache:
         """Add the prompt, which was run completely, to the store."""
         if self.tokens:
             stored = self.cache.view(ROW, len(self.tokens))
-            self.remember(self.tokens, stored, self.hidden, self._salt, self.capture)
+            self.remember(self.tokens, stored, self.hidden, self._salt, self.capture, has_ended=False)
 
     def copy_to(self, cache: KVCache, id: int, reserve: int) -> None:
         """Add a row for a sequence, with a copy of the prompt."""
@@ -95,14 +122,23 @@ class PromptCache:
             cache.copy_in(id, self.cache.view(ROW, length), length)
 
     def remember(
-        self, tokens: Sequence[int], stored: Stored, hidden: Tensor | None, salt: str, capture: Capture
+        self,
+        tokens: Sequence[int],
+        stored: Stored,
+        hidden: Tensor | None,
+        salt: str,
+        capture: Capture,
+        has_ended: bool = True,
     ) -> None:
-        """Add a text to the store, if there is one and all keys, values and states are finite."""
-        if self.store is None:
+        """Add a text to the store and the shelf, if there are any and all keys, values and states are finite."""
+        if self.store is None and self.shelf is None:
             return
         parts = [part for pair in stored if pair is not None for part in pair]
         if are_numbers(parts if hidden is None else [*parts, hidden]):
             try:
-                self.store.put(tokens, stored, hidden, salt, capture)
+                if self.shelf is not None:
+                    self.shelf.put(tokens, stored, hidden, salt, capture, has_ended)
+                if self.store is not None:
+                    self.store.put(tokens, stored, hidden, salt, capture)
             except (MemoryError, RuntimeError) as error:  # including torch.OutOfMemoryError
                 _LOG.warning("a text is not kept for later prompts: %r", error)  # not the request's fault

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 
 from forerun.engine.engine import Step
+from forerun.engine.target import Memory
 from forerun.server.worker import Worker
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -199,15 +200,19 @@ class Metrics:
             self._queued.observe(counts.waited)
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        counts, running, waiting, used, hits = self._counts, 0, 0, 0.0, 0
+        counts, running, waiting, used, memory = self._counts, 0, 0, 0.0, Memory(0, 0, 0)
         if self._worker.ready.is_set():
             engine, memory = self._worker.engine, self._worker.engine.target.memory()
-            running, waiting, hits = len(engine.running) + engine.prefilling, len(engine.waiting), memory.hits
+            running, waiting = len(engine.running) + engine.prefilling, len(engine.waiting)
             used = memory.used / max(1, engine.kv_memory or memory.allocated)
         yield GaugeMetricFamily("forerun:num_requests_running", "Sequences that have a row.", running)
         yield GaugeMetricFamily("forerun:num_requests_waiting", "Sequences in the queue.", waiting)
         yield GaugeMetricFamily("forerun:kv_cache_usage_perc", "Share of the memory for keys and values in use.", used)
-        yield CounterMetricFamily("forerun:prefix_cache_hits", "Prompt tokens that were not computed again.", hits)
+        text = "Prompt tokens that were not computed again."
+        yield CounterMetricFamily("forerun:prefix_cache_hits", text, memory.hits)
+        text = "Those of them that were read from the prompt cache on disk."
+        yield CounterMetricFamily("forerun:prompt_cache_hits", text, memory.read)
+        yield GaugeMetricFamily("forerun:prompt_cache_bytes", "Bytes of the prompt cache on disk.", memory.disk)
         yield CounterMetricFamily("forerun:generation_tokens", "Tokens generated.", counts.tokens)
         for prefix in ("forerun:spec_decode_num", "vllm:spec_decode_num"):  # vLLM's bench reads its own names
             yield CounterMetricFamily(f"{prefix}_drafts", "Steps of the target, with or without a draft.", counts.steps)

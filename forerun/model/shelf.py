@@ -1,0 +1,293 @@
+"""The texts of one model in the prompt folder: what is there of a text, and which files it lacks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import time_ns
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from forerun.engine.target import Capture
+from forerun.files import private_folder
+from forerun.model.kv_cache import Stored
+from forerun.model.prefix_store import common
+from forerun.model.segments import (
+    LEAST,
+    LENGTH,
+    NAME,
+    STATES,
+    DamagedError,
+    Expected,
+    Layout,
+    Segment,
+    copied,
+    expected_states,
+    file_name,
+    hidden_part,
+    read,
+    read_tokens,
+    root_of,
+    split,
+    stored_of,
+    tensors_of,
+)
+
+if TYPE_CHECKING:
+    from forerun.model.prompt_folder import PromptFolder
+
+Loaded = TypeVar("Loaded")
+
+
+@dataclass(frozen=True, eq=False)
+class NewFile:
+    """A file to write: a part of a segment."""
+
+    segment: Segment
+    part: str
+    tensors: dict[str, Tensor]
+
+    @property
+    def name(self) -> str:
+        return self.segment.file(self.part)
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """The files of a text that are not there yet, and the names of all its files, the first segment's first."""
+
+    shelf: Shelf
+    files: list[NewFile]
+    names: list[str]
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What a file holds of a text: the first `count` tokens of a segment from `start` on."""
+
+    place: str
+    key: str
+    tokens: np.ndarray  # of the whole segment
+    start: int
+    count: int
+
+    def file(self, part: str) -> str:
+        return file_name(self.place, self.key, part)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The names of a shelf's files, and the keys of its segments by place."""
+
+    names: set[str]
+    keys: dict[str, set[str]] = field(default_factory=dict)
+
+
+class Shelf:
+    """The texts of one model. One thread at a time may use it.
+
+    Attributes:
+        hit_tokens: number of tokens that were read from files and not run again.
+        queued: names of files that wait to be written.
+        damaged: names of files that could not be read.
+    """
+
+    def __init__(
+        self,
+        folder: PromptFolder,
+        model: str,
+        layout: Layout,
+        no_states: Callable[[Capture], Tensor],
+    ) -> None:
+        self.folder, self.path = folder, private_folder(folder.path / model)
+        self._model, self._layout, self._no_states = model, layout, no_states
+        self._tokens: dict[str, np.ndarray] = {}  # of segments, by key
+        self.hit_tokens = 0
+        self.queued: set[str] = set()
+        self.damaged: set[str] = set()
+
+    def known(self, tokens: Sequence[int], salt: str) -> int:
+        """Return the length of the longest beginning of a text that files hold with this salt."""
+        pieces = self._pieces(tokens, [STATES], salt)
+        return pieces[-1].start + pieces[-1].count if pieces else 0
+
+    def read(
+        self, tokens: Sequence[int], held: int, capture: Capture, salt: str
+    ) -> Iterator[tuple[Stored, Tensor | None]]:
+        """Yield what files hold of a text after its first `held` tokens, piece by piece: keys and values [G, n, D] by
+        layer, and with `capture` the hidden states [n, d].
+
+        A file that is damaged ends it with a line in the log, and one that has gone without.
+        """
+        parts = [STATES, *([hidden_part(capture)] if capture else [])]
+        pieces = self._pieces(tokens, parts, salt)
+        if not pieces or pieces[-1].start + pieces[-1].count < held + LEAST:
+            return
+        for piece in pieces:
+            if piece.start + piece.count <= held:
+                continue
+            first, end = max(0, held - piece.start), piece.count
+            states = self._part(piece, STATES, expected_states(self._layout, len(piece.tokens)))
+            hidden = self._hidden(piece, capture) if capture else None
+            if states is None or (capture and hidden is None):
+                return
+            self.hit_tokens += end - first
+            stored: Stored = [
+                None if pair is None else (pair[0][:, first:end], pair[1][:, first:end])
+                for pair in stored_of(states, self._layout)
+            ]
+            yield stored, None if hidden is None else hidden[first:end]
+        self.touch([piece.file(part) for piece in pieces for part in parts])
+
+    def put(
+        self,
+        tokens: Sequence[int],
+        stored: Stored,
+        hidden: Tensor | None,
+        salt: str,
+        capture: Capture,
+        has_ended: bool,
+    ) -> None:
+        """Keep a text, of at least LENGTH tokens, with its keys and values [G, n, D] by layer and its hidden states
+        [n, d]. Files are written later, of copies. The rest after its last whole segment is kept if it `has_ended`."""
+        if len(tokens) < LENGTH:
+            return
+        parts = [STATES]
+        if hidden is not None and capture and _are_alike(hidden, self._no_states(capture)):
+            parts.append(hidden_part(capture))
+        listing, names, files = self._list(), list[str](), list[NewFile]()
+        for segment in split(self._root(salt), tokens):
+            if len(segment.tokens) < LENGTH and not has_ended:
+                break
+            for part in parts:
+                there = self._longest(listing, segment, [part])
+                if there is not None and there.count == len(segment.tokens):
+                    names.append(there.file(part))
+                    continue
+                names.append(segment.file(part))
+                if names[-1] not in self.queued:
+                    files.append(NewFile(segment, part, self._copies(segment, part, stored, hidden)))
+        if files:
+            self.folder.submit(Job(self, files, names))
+        else:
+            self.touch(names)
+
+    def touch(self, names: Sequence[str]) -> None:
+        """Note that files are used now: the first most recently, as those after it are of no use without it."""
+        now = time_ns()
+        for place, name in enumerate(names):
+            with suppress(OSError):
+                os.utime(self.path / name, ns=(now, now - 1000 * place))
+
+    def replaced_by(self, new: NewFile, files: dict[Path, tuple[int, int]]) -> list[Path]:
+        """Return the files with a beginning of a new one, which nobody needs any more."""
+        segment, found = new.segment, list[Path]()
+        for path in files:
+            known = NAME.fullmatch(path.name)
+            if path.parent != self.path or known is None or (known[1], known[3]) != (segment.place, new.part):
+                continue
+            tokens = self._tokens_of(segment.parent, known[1], known[2], path.name)
+            if (
+                tokens is not None
+                and len(tokens) < len(segment.tokens)
+                and common(tokens, segment.tokens) == len(tokens)
+            ):
+                found.append(path)
+        return found
+
+    # Finding.
+
+    def _root(self, salt: str) -> str:
+        return root_of(self._model, salt)
+
+    def _list(self) -> Listing:
+        listing = Listing(set())
+        with suppress(OSError):
+            for name in os.listdir(self.path):
+                known = NAME.fullmatch(name)
+                if known is not None and name not in self.damaged:
+                    listing.names.add(name)
+                    listing.keys.setdefault(known[1], set()).add(known[2])
+        return listing
+
+    def _pieces(self, tokens: Sequence[int], parts: list[str], salt: str) -> list[Piece]:
+        """Return the longest beginning of a text that files hold, with all these parts."""
+        if len(tokens) < LEAST:
+            return []
+        pieces: list[Piece] = []
+        listing = self._list()
+        for segment in split(self._root(salt), tokens):
+            piece = self._longest(listing, segment, parts)
+            if piece is None:
+                break
+            pieces.append(piece)
+            if piece.count < LENGTH:
+                break
+        return pieces
+
+    def _longest(self, listing: Listing, segment: Segment, parts: list[str]) -> Piece | None:
+        """Return the piece with all these parts that has the most of a segment's first tokens."""
+        if all(segment.file(part) in listing.names for part in parts):
+            return Piece(segment.place, segment.key, segment.tokens, segment.start, len(segment.tokens))
+        best: Piece | None = None
+        for key in listing.keys.get(segment.place, ()):
+            files = [file_name(segment.place, key, part) for part in parts]
+            if not listing.names.issuperset(files):
+                continue
+            tokens = self._tokens_of(segment.parent, segment.place, key, files[0])
+            count = 0 if tokens is None else common(tokens, segment.tokens)
+            if tokens is not None and count > (LEAST - 1 if best is None else best.count):
+                best = Piece(segment.place, key, tokens, segment.start, count)
+        return best
+
+    # Files.
+
+    def _tokens_of(self, parent: str, place: str, key: str, name: str) -> np.ndarray | None:
+        """Return the tokens of a segment, or None if its file cannot be read."""
+        known = self._tokens.get(key)
+        if known is None and (known := self._try(name, lambda path: read_tokens(path, parent, key))) is not None:
+            self._tokens[key] = known
+        return known
+
+    def _part(self, piece: Piece, part: str, expected: Expected) -> dict[str, Tensor] | None:
+        """Return the tensors of a file, mapped, or None if it cannot be read."""
+        return self._try(piece.file(part), lambda path: read(path, piece.tokens, expected))
+
+    def _try(self, name: str, load: Callable[[Path], Loaded]) -> Loaded | None:
+        try:
+            return load(self.path / name)
+        except FileNotFoundError:  # another process has removed it
+            return None
+        except DamagedError as error:
+            self.damaged.add(name)
+            self.folder.say(f"{self.path / name} is damaged and is ignored: {error}")
+            return None
+
+    def _copies(self, segment: Segment, part: str, stored: Stored, hidden: Tensor | None) -> dict[str, Tensor]:
+        if part == STATES:
+            return tensors_of(stored, segment.start, segment.end)
+        assert hidden is not None
+        return {"hidden": copied(hidden[segment.start : segment.end])}
+
+    def _hidden(self, piece: Piece, capture: Capture) -> Tensor | None:
+        """Return a copy of the hidden states [n, d] of a segment, or None if they cannot be read."""
+        like, count = self._no_states(capture), len(piece.tokens)
+        found = self._part(piece, hidden_part(capture), {"hidden": ((count, like.shape[1]), like.dtype)})
+        return None if found is None else found["hidden"].to(like.device, copy=True)
+
+
+def _are_alike(states: Tensor, others: Tensor) -> bool:
+    return states.dtype == others.dtype and states.shape[1] == others.shape[1]
