@@ -28,20 +28,23 @@ _UNUSED = ("_name_or_path", "transformers_version")  # of a configuration
 def identity(model: CausalLM) -> str | None:
     """Return a digest of a model's weights, all of them, of its configuration, and of what runs it.
 
-    None if these do not decide the bits: layers of other packages or of the checkpoint, such as adapters, and modules
-    that are hooked, patched or on no device may do anything.
+    None if these do not decide the bits: layers of other packages, such as adapters, code of the
+    checkpoint, and modules that are hooked, patched or on no device may do anything.
     """
     if not _is_known(model):
         return None
-    config = {name: value for name, value in model.model.config.to_dict().items() if name not in _UNUSED}
+    config = model.model.config.to_dict()
+    for name in _UNUSED:
+        config.pop(name, None)
     what: list[Any] = [type(model.model).__name__, config, _engine(model), list(_weights(model))]
-    return blake2b(json.dumps(what, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    text = json.dumps(what, sort_keys=True, default=str)
+    return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _is_known(model: CausalLM) -> bool:
-    if has_foreign_layers(model.model) or any(type(each.data) is not Tensor for each in model.model.parameters()):
+    if any(type(each.data) is not Tensor for each in model.model.parameters()):
         return False
-    return not any(
+    return not has_foreign_layers(model.model) and not any(
         each._forward_hooks
         or each._forward_pre_hooks
         or "forward" in vars(each)
@@ -52,12 +55,14 @@ def _is_known(model: CausalLM) -> bool:
 
 
 def _engine(model: CausalLM) -> list[Any]:
-    """Return what runs a model. In C the bits are the same with any number of threads, on every instruction set."""
+    """Return what runs a model. In C the bits are the same with any number of threads, on every
+    instruction set."""
     backend = model.backend
     what: list[Any] = [type(backend).__name__, str(backend.dtype), _kernels(), torch.__version__]
     what += [transformers.__version__, torch.backends.cpu.get_cpu_capability()]
     if model.exact == "rounding":
-        device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else processor()
+        is_gpu = model.device.type == "cuda"
+        device = torch.cuda.get_device_name(model.device) if is_gpu else processor()
         what += [
             model.model.config._attn_implementation,
             str(model.device),
@@ -69,7 +74,8 @@ def _engine(model: CausalLM) -> list[Any]:
 
 @cache
 def _kernels() -> str | None:
-    """Return a digest of the C library, whose order of additions any build may change; None without it."""
+    """Return a digest of the C library, because any build may change its order of additions; None
+    without it."""
     if library() is None:
         return None
     return blake2b(Path(HERE / LIBRARY).read_bytes(), digest_size=16).hexdigest()

@@ -1,7 +1,8 @@
 """The prompt folder: keys, values and hidden states of texts on disk, for processes to come.
 
-Files are written by a thread of their own, soon after a text is parked, under a lock that processes share. Reading
-takes no lock: a file appears whole by a rename, and one that has gone meanwhile is read anew by the model.
+Files are written by a thread of their own, soon after a text is parked, under a lock that processes
+share. Reading takes no lock, because a file appears whole by a rename. What has gone meanwhile is
+run again by the model.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ SHELF = re.compile(r"[0-9a-f]{32}")
 
 
 class PromptFolder:
-    """A folder of the user's own with the texts of any number of models, in at most `limit` bytes, without those least
-    recently used. Several processes may share it.
+    """A folder of the user's own with the texts of any number of models, in at most `limit` bytes,
+    without those least recently used. Several processes may share it.
 
     Attributes:
         bytes: size of its files, when they were last looked at.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
-        """Make the folder if need be. Raises ValueError for one that is not the user's alone to write."""
+        """Make the folder if need be. Raises ValueError for one that is not the user's alone to
+        write."""
         self.path, self.limit = private_folder(path), limit
         self._jobs: deque[Job] = deque()
         self._thread: Thread | None = None
@@ -56,7 +58,8 @@ class PromptFolder:
         """Return the part of it that holds the texts of one model.
 
         Args:
-            model: a digest of what decides the bits of the model's keys, values and states: 32 hexadecimal digits.
+            model: a digest, 32 hexadecimal digits, of what decides the bits of its keys, values
+                and states.
             layout: of its keys and values.
             no_states: returns hidden states [0, d] as a capture gives them.
         """
@@ -79,7 +82,8 @@ class PromptFolder:
             job.shelf.queued.update(file.name for file in job.files)
             self._jobs.append(job)
             if self._thread is None:
-                # It ends when it has nothing to do. No daemon: at its end Python waits for what is not written yet.
+                # It ends when it has nothing to do. It is no daemon, because Python then waits at
+                # its end for what is not written yet.
                 self._thread = Thread(target=self._work, name="forerun-prompts", daemon=False)
                 self._thread.start()
 
@@ -98,7 +102,7 @@ class PromptFolder:
             try:
                 with self._locked():
                     self._write(job)
-            except Exception as error:  # such as a full disk: the text is read anew, and no request fails
+            except Exception as error:  # such as a full disk, for which no request is to fail
                 reason = error.strerror if isinstance(error, OSError) else repr(error)
                 self.say(f"a text is not kept in {self.path}: {reason}")
             with self._changed:
@@ -138,7 +142,8 @@ class PromptFolder:
         job.shelf.touch(job.names)
 
     def _files(self, clean: bool = False) -> dict[Path, tuple[int, int]]:
-        """Return {file: (bytes, ns of its last use)}. With `clean`, under the lock, remove what killed writers left."""
+        """Return {file: (bytes, ns of its last use)}. With `clean`, under the lock, remove what
+        killed writers left."""
         found: dict[Path, tuple[int, int]] = {}
         for shelf in os.scandir(self.path):
             if shelf.name != LOCK and not (SHELF.fullmatch(shelf.name) and shelf.is_dir()):
@@ -172,7 +177,8 @@ def _write_file(path: Path, data: bytes) -> None:
     with suppress(FileNotFoundError):
         temporary.unlink()
     try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        opened = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(opened, "wb") as file:
             file.write(data)
         os.replace(temporary, path)
     except BaseException:

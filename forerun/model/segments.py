@@ -1,7 +1,8 @@
-"""Segments of texts, as files: tokens with their keys and values, or with their hidden states, in safetensors.
+"""Segments of texts, as files in safetensors: tokens with keys and values, or with hidden states.
 
-A text is cut every LENGTH tokens. The key of a segment is a hash of its tokens and of the key of the segment before it,
-so texts share the files of a common beginning, and a text that goes on adds files for its new tokens alone.
+A text is cut every LENGTH tokens. The key of a segment is a hash of its tokens and of the key of
+the segment before it. So texts share the files of a common beginning, and a text that goes on adds
+files for its new tokens alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ LENGTH = 256  # tokens of a segment; the last one of a text may be shorter
 LEAST = 16  # tokens of the shortest segment: with fewer, a file is not worth its name
 FORMAT = "forerun segment 1"
 STATES = "keys-values"  # the part of a segment with its keys and values
-NAME = re.compile(r"([0-9a-f]{32}-[0-9a-f]{8})-([0-9a-f]{32})\.(keys-values|hidden-[0-9a-f]{8})\.safetensors")
+PART = rf"{STATES}|hidden-[0-9a-f]{{8}}"
+# Of a file: its place (`Segment.place`), its key, its part.
+NAME = re.compile(rf"([0-9a-f]{{32}}-[0-9a-f]{{8}})-([0-9a-f]{{32}})\.({PART})\.safetensors")
 
 # Shapes and dtype of tensors by name, for n tokens.
 Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -83,7 +86,8 @@ class Segment:
 
     @property
     def place(self) -> str:
-        """Return what the names of all segments begin with that have its parent and its first LEAST tokens."""
+        """Return the beginning of the names of all segments with its parent and first LEAST
+        tokens."""
         return f"{self.parent}-{_hash(self.tokens[:LEAST].tobytes(), 4)}"
 
     def file(self, part: str) -> str:
@@ -102,8 +106,10 @@ def hidden_part(capture: Capture) -> str:
 
 
 def root_of(model: str, salt: str) -> str:
-    """Return what the first segments of texts have in place of a parent. The salt cannot be read from it."""
-    return _hash(f"{FORMAT} {LENGTH} {model}".encode() + b"\0" + salt.encode("utf-8", "surrogatepass"))
+    """Return what the first segments of texts have in place of a parent. No salt can be read
+    from it."""
+    texts = f"{FORMAT} {LENGTH} {model}".encode()
+    return _hash(texts + b"\0" + salt.encode("utf-8", "surrogatepass"))
 
 
 def key_of(parent: str, tokens: np.ndarray) -> str:
@@ -191,7 +197,8 @@ def bytes_of(part: Tensor) -> memoryview:
 
 
 def read_tokens(path: Path, parent: str, key: str) -> np.ndarray:
-    """Return the tokens [n] of a file. Raises DamagedError unless the key is theirs, FileNotFoundError without one."""
+    """Return the tokens [n] of a file. Raises DamagedError unless the key is theirs, and
+    FileNotFoundError without a file."""
     tokens = _opened(path, ("tokens",))[0]["tokens"]
     if tokens.dtype != torch.int64 or tokens.dim() != 1 or not LEAST <= len(tokens) <= LENGTH:
         raise DamagedError("its tokens are not those of a segment")
@@ -204,8 +211,8 @@ def read_tokens(path: Path, parent: str, key: str) -> np.ndarray:
 def read(path: Path, tokens: np.ndarray, expected: Expected) -> dict[str, Tensor]:
     """Return the tensors of a file, mapped, without the tokens.
 
-    Raises DamagedError unless all of it is as it was written: names, shapes, dtypes, tokens, and the checksum.
-    Raises FileNotFoundError without a file.
+    Raises DamagedError unless all of it is as it was written: names, shapes, dtypes, tokens, and
+    the checksum. Raises FileNotFoundError without a file.
     """
     named, metadata = _opened(path)
     wanted = {"tokens": ((len(tokens),), torch.int64), **expected}
@@ -218,7 +225,7 @@ def read(path: Path, tokens: np.ndarray, expected: Expected) -> dict[str, Tensor
     return named
 
 
-def _opened(path: Path, names: Sequence[str] | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _opened(path: Path, names: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return tensors of a file, all of them without `names`, and its metadata."""
     try:
         with safe_open(path, "pt") as file:
@@ -226,5 +233,5 @@ def _opened(path: Path, names: Sequence[str] | None = None) -> tuple[dict[str, T
             return {name: file.get_tensor(name) for name in chosen}, file.metadata() or {}
     except (FileNotFoundError, *UNATTRIBUTABLE):
         raise
-    except BaseException as error:  # a damaged file may make the library raise anything, even a panic of Rust
+    except BaseException as error:  # the library may raise anything then, even a panic of Rust
         raise DamagedError(str(error)) from None

@@ -1,4 +1,4 @@
-"""The texts of one model in the prompt folder: what is there of a text, and which files it lacks."""
+"""The texts of one model in the prompt folder: what is there of a text, and what it lacks."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ from forerun.model.segments import (
 if TYPE_CHECKING:
     from forerun.model.prompt_folder import PromptFolder
 
+REMEMBERED = 10_000  # segments whose tokens are kept in memory
+
 Loaded = TypeVar("Loaded")
 
 
@@ -63,7 +65,8 @@ class NewFile:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """The files of a text that are not there yet, and the names of all its files, the first segment's first."""
+    """The files of a text that are not there yet, and the names of all its files, those of its
+    first segment first."""
 
     shelf: Shelf
     files: list[NewFile]
@@ -127,8 +130,8 @@ class Shelf:
     def read(
         self, tokens: Sequence[int], held: int, capture: Capture, salt: str
     ) -> Iterator[tuple[Stored, Tensor | None]]:
-        """Yield what files hold of a text after its first `held` tokens, piece by piece: keys and values [G, n, D] by
-        layer, and with `capture` the hidden states [n, d].
+        """Yield what files hold of a text after its first `held` tokens, piece by piece: keys and
+        values [G, n, D] by layer, and with `capture` the hidden states [n, d].
 
         A file that is damaged ends it with a line in the log, and one that has gone without.
         """
@@ -161,8 +164,9 @@ class Shelf:
         capture: Capture,
         has_ended: bool,
     ) -> None:
-        """Keep a text, of at least LENGTH tokens, with its keys and values [G, n, D] by layer and its hidden states
-        [n, d]. Files are written later, of copies. The rest after its last whole segment is kept if it `has_ended`."""
+        """Keep a text, of at least LENGTH tokens, with its keys and values [G, n, D] by layer and
+        its hidden states [n, d]. Files are written later, of copies. What comes after the last
+        whole segment is kept if the text `has_ended`, because it would soon be replaced."""
         if len(tokens) < LENGTH:
             return
         parts = [STATES]
@@ -179,14 +183,16 @@ class Shelf:
                     continue
                 names.append(segment.file(part))
                 if names[-1] not in self.queued:
-                    files.append(NewFile(segment, part, self._copies(segment, part, stored, hidden)))
+                    tensors = _copies(segment, part, stored, hidden)
+                    files.append(NewFile(segment, part, tensors))
         if files:
             self.folder.submit(Job(self, files, names))
         else:
             self.touch(names)
 
     def touch(self, names: Sequence[str]) -> None:
-        """Note that files are used now: the first most recently, as those after it are of no use without it."""
+        """Note that files are used now: the first most recently, because those after it are of
+        no use without it."""
         now = time_ns()
         for place, name in enumerate(names):
             with suppress(OSError):
@@ -197,7 +203,9 @@ class Shelf:
         segment, found = new.segment, list[Path]()
         for path in files:
             known = NAME.fullmatch(path.name)
-            if path.parent != self.path or known is None or (known[1], known[3]) != (segment.place, new.part):
+            if path.parent != self.path or known is None:
+                continue
+            if (known[1], known[3]) != (segment.place, new.part):
                 continue
             tokens = self._tokens_of(segment.parent, known[1], known[2], path.name)
             if (
@@ -258,8 +266,12 @@ class Shelf:
     def _tokens_of(self, parent: str, place: str, key: str, name: str) -> np.ndarray | None:
         """Return the tokens of a segment, or None if its file cannot be read."""
         known = self._tokens.get(key)
-        if known is None and (known := self._try(name, lambda path: read_tokens(path, parent, key))) is not None:
-            self._tokens[key] = known
+        if known is None:
+            known = self._try(name, lambda path: read_tokens(path, parent, key))
+            if len(self._tokens) >= REMEMBERED:
+                self._tokens.clear()
+            if known is not None:
+                self._tokens[key] = known
         return known
 
     def _part(self, piece: Piece, part: str, expected: Expected) -> dict[str, Tensor] | None:
@@ -276,18 +288,21 @@ class Shelf:
             self.folder.say(f"{self.path / name} is damaged and is ignored: {error}")
             return None
 
-    def _copies(self, segment: Segment, part: str, stored: Stored, hidden: Tensor | None) -> dict[str, Tensor]:
-        if part == STATES:
-            return tensors_of(stored, segment.start, segment.end)
-        assert hidden is not None
-        return {"hidden": copied(hidden[segment.start : segment.end])}
-
     def _hidden(self, piece: Piece, capture: Capture) -> Tensor | None:
-        """Return a copy of the hidden states [n, d] of a segment, or None if they cannot be read."""
+        """Return a copy of a segment's hidden states [n, d], or None if they cannot be read."""
         like, count = self._no_states(capture), len(piece.tokens)
-        found = self._part(piece, hidden_part(capture), {"hidden": ((count, like.shape[1]), like.dtype)})
+        expected: Expected = {"hidden": ((count, like.shape[1]), like.dtype)}
+        found = self._part(piece, hidden_part(capture), expected)
         return None if found is None else found["hidden"].to(like.device, copy=True)
 
 
 def _are_alike(states: Tensor, others: Tensor) -> bool:
     return states.dtype == others.dtype and states.shape[1] == others.shape[1]
+
+
+def _copies(segment: Segment, part: str, stored: Stored, hidden: Tensor | None) -> dict[str, Tensor]:
+    """Return copies of the tensors of a part, by name."""
+    if part == STATES:
+        return tensors_of(stored, segment.start, segment.end)
+    assert hidden is not None
+    return {"hidden": copied(hidden[segment.start : segment.end])}
