@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -21,6 +21,9 @@ from forerun.engine.step import Drafter, Proposal, observe_rows
 from forerun.methods import AR, Method, Parts
 from forerun.methods.guard import Guarded, SpeedTracker
 from forerun.model.causal_lm import CausalLM
+
+if TYPE_CHECKING:
+    from forerun.model.prompt_folder import PromptFolder
 
 
 def measured(methods: list[Method], parts: Parts) -> Costs | None:
@@ -43,7 +46,9 @@ def build_engine(
 
     `trackers` keep the speeds of each method, for greedy decoding (True) and for sampling.
     """
-    (target,), drafts = _fresh(parts.target, options, 1), _fresh(parts.draft, options, len(methods))
+    folder = folder_of(options)
+    (target,) = fresh(parts.target, 1, options, folder)
+    drafts = fresh(parts.draft, len(methods), options, folder) if parts.draft is not None else []
     clock, is_guarded = parts.target.clock, options.guard is not False
     drafters = []
     for number, method in enumerate(methods):
@@ -58,22 +63,28 @@ def build_engine(
     return Engine(target, drafter, max_rows=options.max_rows, max_queue=options.max_queue, kv_memory=options.kv_memory)
 
 
-def _fresh(model: CausalLM | None, options: EngineOptions, count: int) -> list[CausalLM]:
-    """Return a model so many times, each with caches of its own; nothing without a model."""
-    if model is None:
-        return []
-    made = [model.fresh(options.prefix_bytes) for _ in range(count)]
-    if options.prompt_cache is not None:
-        from forerun.model.prompt_folder import PromptFolder  # late, as Windows lacks its locks
+def folder_of(options: EngineOptions) -> PromptFolder | None:
+    """Return the prompt folder that options name. Raises ValueError for one that is not the user's
+    alone to write."""
+    if options.prompt_cache is None:
+        return None
+    from forerun.model.prompt_folder import PromptFolder  # late, because Windows lacks its locks
 
-        folder = PromptFolder(Path(options.prompt_cache).expanduser(), options.prompt_cache_bytes)
-        digest = identity(model)
-        if digest is None:
-            name = type(model.model).__name__
-            folder.say(f"no text of {name} is kept in {folder.path}: its layers are adapted, hooked or custom code")
-        else:
-            for each in made:
-                each.keep_in(folder, digest)
+    return PromptFolder(Path(options.prompt_cache).expanduser(), options.prompt_cache_bytes)
+
+
+def fresh(model: CausalLM, count: int, options: EngineOptions, folder: PromptFolder | None) -> list[CausalLM]:
+    """Return a model so many times, each with caches of its own, which keep texts in a folder."""
+    made = [model.fresh(options.prefix_bytes) for _ in range(count)]
+    if folder is None:
+        return made
+    digest = identity(model)
+    if digest is None:
+        name, reason = type(model.model).__name__, "its layers are adapted, hooked or custom code"
+        folder.say(f"no text of {name} is kept in {folder.path}: {reason}")
+        return made
+    for each in made:
+        each.keep_in(folder, digest)
     return made
 
 

@@ -62,24 +62,25 @@ class EngineOptions:
         kv_memory: bytes for keys and values of the target, None for no bound.
         prefix_bytes: bytes, of each model, for keys and values of earlier prompts, so that what a new prompt shares
             with one of them is not computed again. 0 for none.
-        prompt_cache: a folder for keys, values and hidden states of texts, so that they are not computed again after
-            a restart either; None for none. It must be the user's own. Its files hold the tokens of texts as well.
-        prompt_cache_bytes: bytes of that folder, for all models and processes that use it; the least recently used
-            files go first.
         guard: leave drafts out while they do not pay (see forerun/methods/guard.py), unless it is False. Which steps
             those are depends on the time they take; what is sampled without a seed then does so too.
         share_outputs: whether a request may draft from the outputs and phrases of earlier ones. Rejected drafts, which
             a server's client may ask for, would otherwise hold words of answers to other clients.
+        prompt_cache: a folder for keys, values and hidden states of texts, so that they are not
+            computed again after a restart either; None for none. It must be the user's own. Its
+            files hold the tokens of texts as well.
+        prompt_cache_bytes: bytes of that folder, for all models and processes that use it; the
+            least recently used files go first.
     """
 
     max_rows: int = 64
     max_queue: int | None = None
     kv_memory: int | None = None
     prefix_bytes: int = 2**28
-    prompt_cache: str | Path | None = None
-    prompt_cache_bytes: int = 2**32
     guard: bool | None = None
     share_outputs: bool = True
+    prompt_cache: str | Path | None = None
+    prompt_cache_bytes: int = 2**32
 
     def __post_init__(self) -> None:
         if self.prompt_cache_bytes < 1:

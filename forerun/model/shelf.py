@@ -249,16 +249,19 @@ class Shelf:
     def _longest(self, listing: Listing, segment: Segment, parts: list[str]) -> Piece | None:
         """Return the piece with all these parts that has the most of a segment's first tokens."""
         if all(segment.file(part) in listing.names for part in parts):
-            return Piece(segment.place, segment.key, segment.tokens, segment.start, len(segment.tokens))
+            tokens = segment.tokens
+            return Piece(segment.place, segment.key, tokens, segment.start, len(tokens))
         best: Piece | None = None
         for key in listing.keys.get(segment.place, ()):
             files = [file_name(segment.place, key, part) for part in parts]
             if not listing.names.issuperset(files):
                 continue
-            tokens = self._tokens_of(segment.parent, segment.place, key, files[0])
-            count = 0 if tokens is None else common(tokens, segment.tokens)
-            if tokens is not None and count > (LEAST - 1 if best is None else best.count):
-                best = Piece(segment.place, key, tokens, segment.start, count)
+            known = self._tokens_of(segment.parent, segment.place, key, files[0])
+            if known is None:
+                continue
+            count = common(known, segment.tokens)
+            if count > (LEAST - 1 if best is None else best.count):
+                best = Piece(segment.place, key, known, segment.start, count)
         return best
 
     # Files.
