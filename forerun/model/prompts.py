@@ -12,6 +12,7 @@ from torch import Tensor
 from forerun.engine.target import Capture
 from forerun.model.kv_cache import KVCache, Stored, are_numbers
 from forerun.model.prefix_store import PrefixStore, common
+from forerun.sampling.threads import one_thread
 
 if TYPE_CHECKING:
     from forerun.model.prompt_folder import Shelf
@@ -66,8 +67,9 @@ class PromptCache:
         self.tokens, self._salt, self.capture = tokens[:held], salt, capture
         cache.reserve(1, len(tokens))
         if self.shelf is not None and reuse:
-            for entries, hidden in self.shelf.read(tokens, held, capture, salt):
-                self._extend(entries, hidden, tokens)
+            with one_thread(0):  # because other threads would wait actively between many small copies
+                for entries, hidden in self.shelf.read(tokens, held, capture, salt):
+                    self._extend(entries, hidden, tokens)
         return len(self.tokens)
 
     def _extend(self, stored: Stored, hidden: Tensor | None, tokens: list[int]) -> None:
@@ -137,7 +139,8 @@ class PromptCache:
         if are_numbers(parts if hidden is None else [*parts, hidden]):
             try:
                 if self.shelf is not None:
-                    self.shelf.put(tokens, stored, hidden, salt, capture, has_ended)
+                    with one_thread(0):  # likewise
+                        self.shelf.put(tokens, stored, hidden, salt, capture, has_ended)
                 if self.store is not None:
                     self.store.put(tokens, stored, hidden, salt, capture)
             except (MemoryError, RuntimeError) as error:  # including torch.OutOfMemoryError
