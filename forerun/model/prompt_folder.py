@@ -79,13 +79,14 @@ class PromptFolder:
             if sum(each.bytes for each in self._jobs) + job.bytes > WAITING:
                 self.say(f"{self.path} is too slow: a text is not kept")
                 return
-            job.shelf.queued.update(file.name for file in job.files)
-            self._jobs.append(job)
             if self._thread is None:
                 # It ends when it has nothing to do. It is no daemon, because Python then waits at
                 # its end for what is not written yet.
-                self._thread = Thread(target=self._work, name="forerun-prompts", daemon=False)
-                self._thread.start()
+                thread = Thread(target=self._work, name="forerun-prompts", daemon=False)
+                thread.start()  # which may fail, and waits for this block
+                self._thread = thread
+            job.shelf.queued.update(file.name for file in job.files)
+            self._jobs.append(job)
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until all texts are written, or for so many seconds. Return whether they are."""
@@ -145,19 +146,21 @@ class PromptFolder:
         """Return {file: (bytes, ns of its last use)}. With `clean`, under the lock, remove what
         killed writers left."""
         found: dict[Path, tuple[int, int]] = {}
-        for shelf in os.scandir(self.path):
-            if shelf.name != LOCK and not (SHELF.fullmatch(shelf.name) and shelf.is_dir()):
+        for shelf in _entries(self.path):
+            if shelf.name == LOCK:
+                continue
+            if not (SHELF.fullmatch(shelf.name) and shelf.is_dir()):
                 self.say(f"{shelf.path} is not of the prompt cache and is ignored")
                 continue
-            for entry in os.scandir(shelf) if shelf.name != LOCK else ():
-                with suppress(FileNotFoundError):
-                    if NAME.fullmatch(entry.name):
+            for entry in _entries(shelf):
+                with suppress(OSError):  # another process may have removed it
+                    if NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                         status = entry.stat(follow_symlinks=False)
                         found[Path(entry.path)] = status.st_size, status.st_mtime_ns
-                    elif clean and entry.name.endswith(TEMPORARY):
-                        os.unlink(entry.path)
                     elif not entry.name.endswith(TEMPORARY):
                         self.say(f"{entry.path} is not of the prompt cache and is ignored")
+                    elif clean:
+                        os.unlink(entry.path)
         return found
 
 
@@ -169,6 +172,15 @@ def _flush() -> None:
     """Write what is not written yet: a server ends its process without waiting for threads."""
     for folder in list(_OPEN):
         folder.wait(FLUSH)
+
+
+def _entries(path: Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:
+    """Return what is in a folder; nothing if it cannot be read."""
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except OSError:
+        return []
 
 
 def _write_file(path: Path, data: bytes) -> None:
@@ -189,6 +201,6 @@ def _write_file(path: Path, data: bytes) -> None:
 
 def _remove(path: Path, files: dict[Path, tuple[int, int]]) -> int:
     """Remove a file; return its size."""
-    with suppress(FileNotFoundError):
+    with suppress(OSError):
         path.unlink()
     return files.pop(path, (0, 0))[0]

@@ -100,7 +100,7 @@ class Listing:
 
 
 class Shelf:
-    """The texts of one model. One thread at a time may use it.
+    """The texts of one model. One thread at a time may use it, besides the folder's own.
 
     Attributes:
         hit_tokens: number of tokens that were read from files and not run again.
@@ -166,7 +166,7 @@ class Shelf:
     ) -> None:
         """Keep a text, of at least LENGTH tokens, with its keys and values [G, n, D] by layer and
         its hidden states [n, d]. Files are written later, of copies. What comes after the last
-        whole segment is kept if the text `has_ended`, because it would soon be replaced."""
+        whole segment is kept only if the text `has_ended`, because more tokens would replace it."""
         if len(tokens) < LENGTH:
             return
         parts = [STATES]
@@ -208,11 +208,9 @@ class Shelf:
             if (known[1], known[3]) != (segment.place, new.part):
                 continue
             tokens = self._tokens_of(segment.parent, known[1], known[2], path.name)
-            if (
-                tokens is not None
-                and len(tokens) < len(segment.tokens)
-                and common(tokens, segment.tokens) == len(tokens)
-            ):
+            if tokens is None or len(tokens) == len(segment.tokens):
+                continue
+            if common(tokens, segment.tokens) == len(tokens):
                 found.append(path)
         return found
 
