@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -23,20 +24,23 @@ from forerun.backends.stored import store
 from forerun.engine.engine import Engine, Step
 from forerun.engine.sequence import Request
 from forerun.methods import method
+from forerun.model import buffers as buffers_module
 from forerun.model import kv_cache as cache_module
 from forerun.model.batch import Inputs, pad
+from forerun.model.buffers import can_reserve
 from forerun.model.causal_lm import CausalLM
 from forerun.model.kv_cache import BLOCK, KVCache
 from forerun.server.memory import free_memory
 
 LAYERS, HEADS, DIM = 2, 2, 3
+CALLS = ["add", "commit", "commit", "forget", "crop", "drop", "reset", "copy", "take"]
 
 
 class Pair:
     """A KVCache and the plain lists it should equal; every entry is a number that was never used before."""
 
-    def __init__(self, width: int = DIM) -> None:
-        self.cache, self.lists, self.width = KVCache(LAYERS), dict[int, list[int]](), width
+    def __init__(self, width: int = DIM, context: int | None = None) -> None:
+        self.cache, self.lists, self.width = KVCache(LAYERS, context=context), dict[int, list[int]](), width
         self.next = 1
 
     def add(self, id: int, reserve: int = 0) -> None:
@@ -98,15 +102,32 @@ def same(keys: torch.Tensor, values: torch.Tensor, expected: list[int], layer: i
     assert values[:, : len(expected)].equal(-whole[..., : values.shape[-1]])
 
 
+# Reservations that are large, or outgrown at once, or whose rows are no whole pages; and buffers that are copied.
+MEMORIES: dict[str, dict[str, Any]] = {
+    "reserved": {"context": 508},
+    "outgrown": {"context": 12},
+    "no pages": {"context": 13},
+    "mapped": {"can_reserve": lambda: False},
+    "plain": {"MAPPED": 10**9},
+}
+
+
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=300)
 def test_any_order_of_calls_equals_lists(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache_module, "BLOCK", 4)  # many growths
-        pair, fresh = Pair(data.draw(st.sampled_from([DIM, DIM - 1]))), iter(range(5, 100, 3))
+        patch.setattr(cache_module, "ROWS", 3)
+        patch.setattr(buffers_module, "MAPPED", 1)
+        patches = dict(MEMORIES[data.draw(st.sampled_from(sorted(MEMORIES)), "memory")])
+        context = patches.pop("context", None)
+        for name, value in patches.items():
+            patch.setattr(buffers_module, name, value)
+        width, fresh = data.draw(st.sampled_from([DIM, DIM - 1])), iter(range(5, 100, 3))
+        pair = Pair(width, context)
         pair.cache.budget = data.draw(st.sampled_from([None, 2000]), "budget")
         for _ in range(data.draw(st.integers(1, 14), "calls")):
-            call = data.draw(st.sampled_from(["add", "commit", "commit", "forget", "crop", "drop", "reset", "copy"]))
+            call = data.draw(st.sampled_from(CALLS))
             ids = list(pair.lists)
             if call == "add" or not ids:
                 pair.add(next(fresh), data.draw(st.integers(0, 20), "reserve"))
@@ -128,13 +149,24 @@ def test_any_order_of_calls_equals_lists(data: st.DataObject) -> None:
             elif call == "reset":
                 pair.cache.reset()
                 pair.lists.clear()
-            else:
+            elif call == "copy":
                 one, other = data.draw(st.sampled_from(ids)), next(fresh)
                 length = data.draw(st.integers(0, len(pair.lists[one])))
                 stored = [each and (each[0].clone(), each[1].clone()) for each in pair.cache.view(one, length)]
                 pair.add(other)
                 pair.cache.copy_in(other, stored, length)
                 pair.lists[other] = pair.lists[one][:length]
+            if call == "take" and ids:
+                prompt, other = Pair(width, context), next(fresh)
+                prompt.next = pair.next
+                prompt.add(0)
+                prompt.run({0: list(range(data.draw(st.integers(1, 9), "prompt")))})
+                pair.next, length = prompt.next, data.draw(st.integers(0, len(prompt.lists[0])))
+                if prompt.cache.is_releasable:
+                    pair.add(other)
+                    pair.cache.take(other, prompt.cache, 0, length)
+                    pair.lists[other], prompt.lists[0] = prompt.lists[0][:length], []
+                prompt.check()
             pair.check()
 
 
@@ -186,11 +218,87 @@ def test_growth_stays_within_the_budget() -> None:
     pair.check()
 
 
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def peak() -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+def fill(cache: KVCache, id: int, count: int) -> None:
+    """Write and commit `count` entries of 32 KiB in 8 layers, some at a time."""
+    for layer in range(0, count, 100):
+        cache.begin(cache.row(id) + 1, layer, layer + 100)
+        for each in cache.layers:
+            each.update(*(torch.ones(cache.row(id) + 1, 8, 100, 64) for _ in "kv"))
+        cache.commit([id], [range(100)])
+
+
+@pytest.mark.skipif(not can_reserve(), reason="buffers are copied here")
+def test_buffers_grow_without_a_copy_and_dropped_rows_give_memory_back() -> None:
+    cache, before = KVCache(8), resident()
+    cache.add(0, 1000)
+    fill(cache, 0, 1000)
+    entries = 1000 * cache.position_bytes
+    full, places = resident() - before, [layer.keys.data_ptr() for layer in cache.layers]
+    assert 0.99 * entries < full < 1.3 * entries
+    Path("/proc/self/clear_refs").write_text("5")
+    cache.add(1, 30_000)
+    assert peak() - before < full + entries // 20  # nothing was copied
+    assert places == [layer.keys.data_ptr() for layer in cache.layers]
+    cache.copy_in(1, cache.view(0, 1000), 1000)
+    cache.drop(0)  # the second row takes its place
+    assert peak() - before < full + entries * 1.2
+    assert resident() - before < 1.3 * entries and cache.length(1) == 1000
+    cache.reset()
+    assert resident() - before < 0.3 * entries
+
+
+@pytest.mark.skipif(not can_reserve(), reason="buffers are copied here")
+def test_a_row_that_is_taken_is_nowhere_twice() -> None:
+    one, other = KVCache(8), KVCache(8)
+    one.add(0, 1000)
+    fill(one, 0, 1000)
+    entries, before = 1000 * one.position_bytes, resident()
+    Path("/proc/self/clear_refs").write_text("5")
+    other.add(5, 2000)
+    other.take(5, one, 0, 1000)
+    assert peak() - before < 0.2 * entries  # one layer of eight
+    assert other.length(5) == 1000 and one.length(0) == 0 and bool((other.layers[3].keys[0, :, :1000] == 1).all())
+
+
+@pytest.mark.skipif(not can_reserve(), reason="nothing is reserved here")
+def test_fewer_addresses_do_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a system that refuses reservations, and then anything."""
+    real, most = mmap.mmap, 10**7
+
+    def mapped(file: int, size: int, **options: Any) -> mmap.mmap:
+        if size > most:
+            raise OSError("no addresses")
+        return real(file, size, **options)
+
+    monkeypatch.setattr(mmap, "mmap", mapped)
+    monkeypatch.setattr(buffers_module, "MAPPED", 1)
+    pair = Pair()
+    for id in (1, 2, 3):
+        pair.add(id, 10)
+        pair.run({id: [0, 2]})
+    pair.check()
+    assert pair.cache.layers[0].keys.untyped_storage().nbytes() <= most
+    pair.add(4, 5 * BLOCK)
+    pair.check()
+    before, most = facts(pair), 100
+    with pytest.raises(MemoryError, match="no addresses"):
+        pair.add(5, 50 * BLOCK)
+    assert facts(pair) == before
+    pair.run({1: [0, 1, 2, 3], 4: [0, BLOCK - 1]})
+    pair.check()
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
 def test_what_is_reserved_takes_no_memory_before_it_is_used() -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
     cache = KVCache(4)
     cache.add(0, 100_000)
     before = resident()
@@ -227,15 +335,15 @@ def memory(fails: int = NEVER, most: int = NEVER) -> Iterator[count]:
         return zeros(like, *shape, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_module, "MAPPED", NEVER)
+        patch.setattr(buffers_module, "MAPPED", NEVER)
         patch.setattr(torch.Tensor, "new_zeros", new_zeros)
         yield taken
 
 
 def facts(pair: Pair) -> Any:
     kept = pair.cache
-    places = [(layer.keys.data_ptr(), layer.values.data_ptr(), layer.keys.shape) for layer in kept._ready()]
-    return list(kept.ids), list(kept.lengths), kept.rows_capacity, kept.capacity, places
+    shapes = [(layer.keys.shape, layer.values.shape) for layer in kept._ready()]
+    return list(kept.ids), list(kept.lengths), kept.rows_capacity, kept.capacity, shapes
 
 
 GROWTHS: dict[str, Callable[[Pair], Any]] = {
@@ -252,19 +360,20 @@ GROWTHS: dict[str, Callable[[Pair], Any]] = {
 def test_buffers_that_cannot_grow_stay(way: str, width: int, allocations: int) -> None:
     """Keys and values of one size are one buffer."""
     for fails in range(allocations):
-        pair = Pair(width)
-        for id in (1, 2):
-            pair.add(id, 10)
-            pair.run({id: [0, 2]})
-        before = facts(pair)
-        with memory(fails), pytest.raises(torch.OutOfMemoryError):
-            GROWTHS[way](pair)
-        assert facts(pair) == before
-        pair.check()
-        pair.run({1: [0, 1, 2, 3], 2: [0, BLOCK - 1]})  # within what there is, and beyond
-        pair.add(3, 5 * BLOCK)
-        pair.run({3: [0, 1]})
-        pair.check()
+        with memory():
+            pair = Pair(width)
+            for id in (1, 2):
+                pair.add(id, 10)
+                pair.run({id: [0, 2]})
+            before = facts(pair)
+            with memory(fails), pytest.raises(torch.OutOfMemoryError):
+                GROWTHS[way](pair)
+            assert facts(pair) == before
+            pair.check()
+            pair.run({1: [0, 1, 2, 3], 2: [0, BLOCK - 1]})  # within what there is, and beyond
+            pair.add(3, 5 * BLOCK)
+            pair.run({3: [0, 1]})
+            pair.check()
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))

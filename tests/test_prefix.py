@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from toys import VOCAB, extend, random_tree, tiny
 
 from forerun.backends import prepare
+from forerun.model.buffers import can_reserve
 from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import capture_hidden_states
 from forerun.model.prefix_store import PrefixStore, common
@@ -161,9 +163,60 @@ def test_a_prefill_that_is_given_up_leaves_a_usable_prompt_cache() -> None:
     assert (lm.length(1), lm.length(2)) == (9, 0)
 
 
+@contextmanager
+def prompts_that_move() -> Iterator[None]:
+    """Every prompt is long enough to move to its row, and every buffer a mapping."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forerun.model.prompts.MOVED", 1)
+        patch.setattr("forerun.model.buffers.MAPPED", 1)
+        yield
+
+
+@pytest.mark.skipif(not can_reserve(), reason="prompts are copied here")
+@pytest.mark.parametrize("prefix_bytes", [0, 10**6])
+def test_a_long_prompt_moves_to_its_row_and_is_known_there(prefix_bytes: int) -> None:
+    lm = CausalLM(model("llama")).fresh(prefix_bytes)
+    with prompts_that_move():
+        assert prefilled(lm, HALF) == len(HALF)
+        lm.join(1)
+        assert lm.prompts.cache.lengths == [0] and not any(each.keys.any() for each in lm.prompts.cache.layers)
+        lm.join(2)  # copied from the first row
+        assert prefilled(lm, [*HALF[:6], 1, 2]) == 2  # what it shares with the row is copied from there
+        lm.join(3)
+        for id in (1, 3):
+            lm.drop(id)
+        assert prefilled(lm, [*HALF[:6], 1, 2, 3]) == 1  # the row's entries have come back, or the store has them
+        lm.join(4)
+        lm.crop([4], [3])  # as a draft with another tokenizer may
+        assert prefilled(lm, [*HALF[:5], 60]) == (3 if not prefix_bytes else 1)
+        lm.join(5)
+        texts = {2: HALF, 4: HALF[:3], 5: [*HALF[:5], 60]}
+        for id, logits in zip(texts, lm.extend(list(texts), [[6, 5]] * 3), strict=True):
+            expected, _ = alone(lm, [*texts[id], 6, 5])
+            torch.testing.assert_close(logits, expected[-2:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(not can_reserve(), reason="prompts are copied here")
+@torch.inference_mode()
+def test_a_moved_prompt_that_is_not_finite_is_run_again() -> None:
+    lm = CausalLM(model("llama"))
+    with prompts_that_move():
+        prefilled(lm, HALF)
+        lm.join(1)
+        lm.cache.layers[0].values[0, 0, 2] = torch.nan
+        assert prefilled(lm, HALF) == len(HALF)
+        lm.drop(1)
+        assert not lm.cache.layers[0].values.isnan().any()
+
+
 @given(st.data())
 @settings(max_examples=40)
 def test_rows_that_join_and_leave_in_any_order_have_the_logits_of_a_run_alone(data: st.DataObject) -> None:
+    with prompts_that_move() if data.draw(st.booleans(), "long") else nullcontext():
+        _join_and_leave(data)
+
+
+def _join_and_leave(data: st.DataObject) -> None:
     architecture = data.draw(st.sampled_from(["llama", "qwen3", "mistral", "gemma3"]))
     kind = data.draw(st.sampled_from([CausalLM, prepare]))
     lm = kind(model(architecture)).fresh(data.draw(st.sampled_from([0, 3000, 10**6])))

@@ -139,7 +139,7 @@ class Layers:
         self._plain = ModelArgument.from_buffer_copy(model)
         self._rotated = self._rotated_at(0)
         self._lock = Lock()  # of `_rotated`, which only grows
-        self._caches: WeakKeyDictionary[KVCache, tuple[Tensor | None, Any]] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[KVCache, tuple[int, Any]] = WeakKeyDictionary()
 
     def _rotated_at(self, positions: int) -> Rotated:
         places = torch.arange(positions, dtype=torch.float32)
@@ -167,20 +167,20 @@ class Layers:
 
     def cache(self, cache: KVCache) -> Any:
         """Return the addresses of a cache's keys and values, allocated first if need be."""
-        found, both = self._caches.get(cache), cache.layers[-1].both if cache.layers[-1].is_initialized else None
-        if found is not None and both is found[0]:
-            return found[1]
+        known = self._caches.get(cache)
+        if known is not None and known[0] == cache.changes:
+            return known[1]
         arguments = (CacheArgument * len(cache.layers))()
         for at, layer in zip(arguments, cache.layers, strict=True):
             if not layer.is_initialized:
                 state = torch.empty(1, self.groups, 1, self.size, dtype=self._kv_dtype)
                 layer.lazy_initialization(state, state)
             both = layer.both
-            assert both is not None and both.is_contiguous() and both.dtype == self._kv_dtype
+            assert both is not None and both[0, 0].is_contiguous() and both.dtype == self._kv_dtype
             at.keys, at.values = both.data_ptr(), both[:, self.groups :].data_ptr()
             at.row, at.group, at.rows, at.capacity = both.stride(0), both.stride(1), both.shape[0], both.shape[2]
             at.wide = both.dtype == torch.float32
-        self._caches[cache] = both, arguments
+        self._caches[cache] = cache.changes, arguments
         return arguments
 
     def run(self, function: str, cache: KVCache, argument: ctypes.Structure, **parts: Part) -> int:

@@ -67,7 +67,7 @@ class CausalLM(Rows):
         self._empty(0)
 
     def _empty(self, prefix_bytes: int) -> None:
-        self.cache, prompt = (KVCache(len(self._sliding), self._sliding) for _ in range(2))
+        self.cache, prompt = (KVCache(len(self._sliding), self._sliding, self.context) for _ in range(2))
         self.prompts = PromptCache(prompt, prefix_bytes)
         self.prefilled = 0
 
@@ -160,8 +160,9 @@ class CausalLM(Rows):
     ) -> Iterator[int]:
         """Run a prompt, which may be empty, in the prompt cache. Yield the size of each chunk, at most `chunk` tokens.
 
-        `join` then copies it to rows. Prefixes that the last prompt or the prefix store holds, under the same salt, are
-        not run again, unless `on_logits` is to get the logits [n, V] of each chunk."""
+        `join` then copies it to rows, or moves a long one to the first. Prefixes that the last prompt or
+        the prefix store holds, under the same salt, are not run again, unless `on_logits` is to get the
+        logits [n, V] of each chunk."""
         tokens, prompts = list(tokens), self.prompts
         for start in range(prompts.begin(tokens, salt, capture, on_logits is None), len(tokens), chunk):
             part = tokens[start : start + chunk]
@@ -222,7 +223,14 @@ class CausalLM(Rows):
         if self.hot is not None:
             self.hot.reset()
 
+    def crop(self, ids: Sequence[int], lengths: Sequence[int]) -> None:
+        for id, length in zip(ids, lengths, strict=True):
+            self.prompts.crop(id, length)
+        super().crop(ids, lengths)
+
+    @torch.inference_mode()
     def drop(self, id: int) -> None:
+        self.prompts.leave(self.cache, id)
         super().drop(id)
         if self.hot is not None:
             self.hot.drop(id)

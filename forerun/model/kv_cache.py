@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Sequence
-from math import prod
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from forerun.model.buffers import Buffer, new_buffer
+
 BLOCK = 256  # buffers hold a multiple of this many positions
-MAPPED = 2**20  # bytes of a buffer from which on a CPU takes memory page by page
+ROWS, POSITIONS = 64, 2**15  # for which addresses are reserved, if no context is known
+ADDRESSES = 2**40  # the most bytes of addresses that a cache reserves
+PIECE = 4096  # positions that are looked at together
 
 # Keys and values [G, n, D] of n positions, by layer; None for layers without buffers.
 Stored = list[tuple[Tensor, Tensor] | None]
-# `keys`, `values` and `both` of a layer.
-Buffers = tuple[Tensor, Tensor, Tensor | None]
+# Of a layer: one for keys and values together, or one for each.
+Buffers = tuple[Buffer, ...]
 
 
 class KVCache(Cache):
@@ -25,7 +27,11 @@ class KVCache(Cache):
     A forward writes provisional entries after each row's committed positions. `commit` keeps a path of them, and the
     next forward overwrites the rest. A sliding window is a mask and drops nothing, so a rollback only lowers a length.
     Buffers are allocated when first needed, and live as long as the cache. A failed allocation raises and leaves rows,
-    lengths and buffers as they were.
+    lengths and entries as they were.
+
+    On Linux a buffer is a mapping with addresses for `ROWS` rows of the model's whole context, and takes memory as it
+    is written: it grows in its place, and the memory of a dropped row goes back to the system. Elsewhere buffers that
+    grow are copied, one layer after the other.
 
     Masks hide other rows' entries, but 0 times NaN is NaN. So a row that is dropped or moved is checked once, and
     zeroed unless all of its keys and values are finite.
@@ -35,15 +41,18 @@ class KVCache(Cache):
         lengths: committed positions of each row in use.
         rows_capacity, capacity: rows and positions of the buffers, or of those yet to be allocated.
         budget: limit in bytes of buffers that grow ahead of need; None for no limit.
+        changes: how often any layer's keys and values got other addresses or sizes.
     """
 
     layers: list[KVLayer]  # type: ignore[assignment]
 
-    def __init__(self, layers: int, sliding: Sequence[bool] | None = None) -> None:
+    def __init__(self, layers: int, sliding: Sequence[bool] | None = None, context: int | None = None) -> None:
+        """`sliding`: whether each layer's attention has a window. `context`: the most positions of a row, if known."""
         self.ids: list[int] = []
         self.lengths: list[int] = []
-        self.rows_capacity = self.capacity = 0
+        self.rows_capacity = self.capacity = self.changes = 0
         self.budget: int | None = None
+        self._longest = _blocks(context or POSITIONS) + BLOCK  # drafts may stand behind the last position
         self._rows: dict[int, int] = {}
         self._reserves: list[int] = []
         self._reaches: list[int] = []  # written positions of each row, provisional ones included
@@ -82,18 +91,34 @@ class KVCache(Cache):
         """Drop a sequence's row, if it has one. The last row takes its place."""
         if id not in self._rows:
             return
-        self.mend(id)
-        row, last = self._rows.pop(id), len(self.ids) - 1
+        row, last = self._rows[id], len(self.ids) - 1
+        self._vacate(row)
         if row < last:
-            length = self.lengths[last]
-            for layer in self._ready():
-                layer.keys[row, :, :length] = layer.keys[last, :, :length]
-                layer.values[row, :, :length] = layer.values[last, :, :length]
-            self.mend(self.ids[last])  # the row that it leaves
+            self._move_row(last, row)
             self._rows[self.ids[last]] = row
+        del self._rows[id]
         for each in (self.ids, self.lengths, self._reserves, self._reaches):
             each[row] = each[last]
             each.pop()
+
+    def _move_row(self, source: int, row: int) -> None:
+        """Copy a row's committed entries to another row, and vacate it."""
+        length = self.lengths[source]
+        for layer in self._ready():
+            layer.keys[row, :, :length] = layer.keys[source, :, :length]
+            layer.values[row, :, :length] = layer.values[source, :, :length]
+            if layer.is_releasable:  # at once, so that only one layer's entries take memory twice
+                layer.release_row(source)
+        if not self.is_releasable:
+            self.mend(self.ids[source])
+
+    def _vacate(self, row: int) -> None:
+        """Give a row's memory back to the system. Where that cannot be done, zero the row unless it is finite."""
+        for layer in self._ready():
+            if layer.is_releasable:
+                layer.release_row(row)
+        if not self.is_releasable:
+            self.mend(self.ids[row])
 
     def mend(self, id: int) -> bool:
         """Zero a row unless all of its entries, provisional ones included, are finite. Return whether they are."""
@@ -109,8 +134,8 @@ class KVCache(Cache):
 
     def reset(self) -> None:
         """Drop all rows. The buffers stay."""
-        for id in self.ids:
-            self.mend(id)
+        for row in range(len(self.ids)):
+            self._vacate(row)
         for each in (self.ids, self.lengths, self._reserves, self._reaches):
             each.clear()
         self._rows.clear()
@@ -162,6 +187,23 @@ class KVCache(Cache):
                 layer.values[row, :, :length] = entry[1][:, :length]
         self.lengths[row] = length
 
+    def take(self, id: int, source: KVCache, other: int, length: int) -> None:
+        """Replace a sequence's entries by the first `length` positions of a sequence in another cache, which loses all
+        of its entries. Only one layer's entries take memory twice at a time. `source` must be releasable."""
+        row, old = self._rows[id], source.row(other)
+        self.reserve(0, length)
+        pairs = [
+            (layer, given) for layer, given in zip(self.layers, source.layers, strict=True) if given.is_initialized
+        ]
+        for layer, given in pairs:  # all allocations come before the first entry that is lost
+            layer.lazy_initialization(given.keys, given.values)
+        for layer, given in pairs:
+            layer.keys[row, :, :length] = given.keys[old, :, :length]
+            layer.values[row, :, :length] = given.values[old, :, :length]
+            given.release_row(old)
+        self.lengths[row] = length
+        source.lengths[old] = source._reaches[old] = 0
+
     # Forwards.
 
     def begin(self, size: int, start: int, end: int, slots: Tensor | None = None) -> None:
@@ -195,7 +237,8 @@ class KVCache(Cache):
 
     @property
     def allocated_bytes(self) -> int:
-        """Return the bytes of all buffers. On a CPU, memory that was never written is not taken from the system."""
+        """Return the bytes of all rows and positions of the buffers, without further reserved addresses. On a CPU,
+        memory that was never written is not taken from the system."""
         return self.rows_capacity * self.capacity * (self.position_bytes or 0)
 
     def fits(self, rows: int, reserve: int, budget: int, position_bytes: int) -> bool:
@@ -207,7 +250,7 @@ class KVCache(Cache):
 
     def reserve(self, rows: int, positions: int) -> None:
         """Grow the buffers to at least N rows and positions. Committed entries stay, provisional ones may be lost.
-        Nothing is allocated before the first forward. While buffers grow, both old and new ones take memory."""
+        Nothing is allocated before the first forward. Raises MemoryError or torch.OutOfMemoryError."""
         if rows <= self.rows_capacity and positions <= self.capacity:
             return
         rows, positions = max(rows, len(self.ids)), max([positions, *self.lengths])
@@ -219,10 +262,27 @@ class KVCache(Cache):
         rounded = 1 << (rows - 1).bit_length()
         wanted = [(max(rounded, self.rows_capacity), max(needed[1], self.capacity)), (rounded, needed[1]), needed]
         sizes = next((sizes for sizes in wanted if within(*sizes)), needed)
-        moved = [(layer, layer.moved(*sizes)) for layer in self._ready()]  # may fail; nothing has changed yet
+        try:
+            for layer in self._ready():
+                layer.grow(*sizes)
+        except BaseException:
+            # Layers that have grown may have fewer rows than before, if these made room for longer ones.
+            self.rows_capacity = min([self.rows_capacity, *(layer.keys.shape[0] for layer in self._ready())])
+            raise
         self.rows_capacity, self.capacity = sizes
-        for layer, buffers in moved:
-            layer.take(buffers)
+        for layer in self._ready():
+            layer.use_buffers()
+
+    def reserved(self, rows: int, positions: int, position_bytes: int) -> tuple[int, int]:
+        """Return for how many rows and positions, of so many bytes in a layer, a layer reserves addresses."""
+        longest, most = max(positions, self._longest), ADDRESSES // len(self.layers)
+        fitting = most // (longest * position_bytes)
+        return (max(rows, min(ROWS, fitting)), longest) if fitting >= rows else (rows, positions)
+
+    @property
+    def is_releasable(self) -> bool:
+        """Return whether the memory of a single row can be given back to the system, in all layers."""
+        return all(layer.is_releasable for layer in self._ready())
 
     def release(self) -> None:
         """If nothing is committed, free all buffers and reset their sizes, which may be too large to allocate."""
@@ -243,6 +303,7 @@ class KVLayer(CacheLayerMixin):
     keys: Tensor  # [rows capacity, G, capacity, D]
     values: Tensor
     both: Tensor | None  # [rows capacity, 2 G, capacity, D] if one buffer holds both
+    _wholes: Buffers
 
     def __init__(self, cache: KVCache, is_sliding: bool) -> None:
         super().__init__()
@@ -260,39 +321,59 @@ class KVLayer(CacheLayerMixin):
             raise
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
-        self.take(buffers)
+        self._wholes = buffers
+        self.use_buffers()
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
         return (self.keys, self.values) if self.both is None else (self.both,)
 
+    @property
+    def is_releasable(self) -> bool:
+        """Return whether the memory of a single row can be given back to the system."""
+        return all(whole.is_releasable for whole in self._wholes)
+
+    def release_row(self, row: int) -> None:
+        """Give a row's memory back to the system. Its entries are zeros afterwards."""
+        for whole in self._wholes:
+            whole.release(row)
+
     def _allocated(self, keys: Tensor, values: Tensor, rows: int, positions: int) -> Buffers:
         """Return buffers for keys and values like these: one for both if they are of one size."""
-        if keys.shape[-1] != values.shape[-1] or keys.shape[-3] != values.shape[-3]:
-            first, second = (_buffer(like, like.shape[-3], rows, positions) for like in (keys, values))
-            return first, second, None
-        both = _buffer(keys, 2 * keys.shape[-3], rows, positions)
-        first, second = both.chunk(2, 1)
-        return first, second, both
+        is_one = keys.shape[-1] == values.shape[-1] and keys.shape[-3] == values.shape[-3]
+        parts = [(keys, 2 * keys.shape[-3])] if is_one else [(keys, keys.shape[-3]), (values, values.shape[-3])]
+        found = []
+        for like, groups in parts:
+            size = like.shape[-1]
+            more = self.cache.reserved(rows, positions, groups * size * like.element_size())
+            found.append(new_buffer(like, (rows, groups, positions, size), (more[0], groups, more[1], size)))
+        return tuple(found)
 
-    def moved(self, rows: int, positions: int) -> Buffers:
-        """Return new buffers of these sizes with the committed entries, for `take`."""
-        buffers = self._allocated(self.keys, self.values, rows, positions)
-        for new, old in zip(buffers, (self.keys, self.values), strict=False):
-            assert new is not None
+    def grow(self, rows: int, positions: int) -> None:
+        """Make sure of buffers for so many rows and positions, with the committed entries. What is used of them stays
+        as it is."""
+        if all(whole.holds(rows, positions) for whole in self._wholes):
+            return
+        wholes = self._allocated(self.keys, self.values, rows, positions)
+        for new, old in zip(wholes, self._wholes, strict=True):
             for row, length in enumerate(self.cache.lengths):
-                new[row, :, :length] = old[row, :, :length]
-        return buffers
+                new.whole[row, :, :length] = old.whole[row, :, :length]
+        self._wholes = wholes
+        self.use_buffers()
 
-    def take(self, buffers: Buffers) -> None:
-        """Use these buffers from now on."""
-        self.keys, self.values, self.both = buffers
+    def use_buffers(self) -> None:
+        """Set `keys`, `values` and `both` to what the cache uses of the buffers."""
+        parts = [whole.first(self.cache.rows_capacity, self.cache.capacity) for whole in self._wholes]
+        self.both = parts[0] if len(parts) == 1 else None
+        self.keys, self.values = parts[0].chunk(2, 1) if len(parts) == 1 else parts
+        self.cache.changes += 1
         self.use()
 
     def release(self) -> None:
         """Free the buffers."""
         super().__init__()
-        del self.both, self._keys, self._values
+        del self.both, self._keys, self._values, self._wholes
+        self.cache.changes += 1
 
     def use(self) -> None:
         """Set the views of the rows of the present forward."""
@@ -326,21 +407,12 @@ class KVLayer(CacheLayerMixin):
         return -1
 
 
-def _buffer(like: Tensor, groups: int, rows: int, positions: int) -> Tensor:
-    """Return zeros [rows, groups, positions, D] of the dtype and device of `like`."""
-    shape = (rows, groups, positions, like.shape[-1])
-    size = prod(shape) * like.element_size()
-    if like.device.type != "cpu" or size < MAPPED or not hasattr(mmap, "MAP_PRIVATE"):
-        return like.new_zeros(shape)
-    # torch.zeros would write every page. The system zeroes these pages when they are first used.
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=like.dtype).view(shape)
-
-
 def are_numbers(parts: Iterable[Tensor]) -> bool:
     """Return whether tensors hold neither NaN nor infinities, with one wait for a GPU."""
     # NaN or infinity in a sum persists. Sums of float16 leave its range, so sums are at least float32.
-    sums = [part.sum(dtype=torch.float32 if part.dtype == torch.float16 else None) for part in parts]
+    # On a CPU they make a float32 copy of all that they sum, so they get a piece at a time.
+    pieces = [piece for part in parts for piece in part.split(PIECE, -2)]
+    sums = [piece.sum(dtype=torch.float32 if piece.dtype == torch.float16 else None) for piece in pieces]
     # A device map may spread layers.
     return not sums or bool(torch.stack([each.to(sums[0].device) for each in sums]).isfinite().all())
 

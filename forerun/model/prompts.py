@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("forerun")
 ROW = 0  # the only sequence of a prompt's cache
+MOVED = 2**24  # bytes of keys and values from which a prompt moves to its row
 
 
 class PromptCache:
     """Keys, values and hidden states of the last prompt. A prefix of the next one in it or in the store is not run
     again.
+
+    A short prompt is copied to a sequence's row. A long one moves there, as copies would double what it takes, and is
+    read from there if the next prompt begins like it.
 
     Attributes:
         tokens: the prompt, as far as it was run.
@@ -36,6 +40,7 @@ class PromptCache:
     capture: Capture
     _salt: str
     _hidden: list[Tensor]  # [n, d] in parts
+    _home: tuple[KVCache, int] | None  # the cache and the sequence to which the prompt has moved
 
     def __init__(self, cache: KVCache, prefix_bytes: int) -> None:
         """Take over a cache."""
@@ -46,16 +51,22 @@ class PromptCache:
     def forget(self) -> None:
         """Empty the cache. Its buffers and the store stay."""
         self.cache.reset()
-        self.tokens, self.capture, self._salt, self._hidden = [], "", "", []
+        self.tokens, self.capture, self._salt, self._hidden, self._home = [], "", "", [], None
 
     def begin(self, tokens: list[int], salt: str, capture: Capture, reuse: bool) -> int:
         """Prepare the cache for a prompt; return the number of tokens that need not be run, 0 without `reuse`."""
         cache = self.cache
+        known = reuse and salt == self._salt and capture in ("", self.capture)
+        held = common(self.tokens, tokens) if known else 0
+        if not held:
+            cache.drop(ROW)  # its memory goes back
         if ROW not in cache:
             cache.add(ROW, len(tokens))
+        if self._home is not None:
+            cache.copy_in(ROW, self._view(held), held)
+            self._home = None
         # A token that gives NaN spoils those before it in its chunk too.
-        known = cache.mend(ROW) and reuse and salt == self._salt and capture in ("", self.capture)
-        held = common(self.tokens, tokens) if known else 0
+        held = held if cache.mend(ROW) else 0
         stored = self.store.find(tokens, held, capture, salt) if self.store is not None and reuse else None
         if stored is not None:
             entry, held = stored
@@ -113,15 +124,47 @@ class PromptCache:
     def end(self) -> None:
         """Add the prompt, which was run completely, to the store."""
         if self.tokens:
-            stored = self.cache.view(ROW, len(self.tokens))
+            stored = self._view(len(self.tokens))
             self.remember(self.tokens, stored, self.hidden, self._salt, self.capture, has_ended=False)
 
     def copy_to(self, cache: KVCache, id: int, reserve: int) -> None:
-        """Add a row for a sequence, with a copy of the prompt."""
-        length = self.cache.length(ROW)
+        """Add a row for a sequence, with a copy of the prompt, or with the prompt itself if it is long."""
+        length = len(self.tokens)
         cache.add(id, max(reserve, length))
-        if length:
-            cache.copy_in(id, self.cache.view(ROW, length), length)
+        if not length:
+            return
+        if self._home is None and self._bytes >= MOVED and self.cache.is_releasable:
+            cache.take(id, self.cache, ROW, length)
+            self._home = cache, id
+        else:
+            cache.copy_in(id, self._view(length), length)
+
+    def crop(self, id: int, length: int) -> None:
+        """Forget the prompt from a position on if it has moved to this sequence, which forgets it too."""
+        if self._home is not None and self._home[1] == id and length < len(self.tokens):
+            self._hidden = [] if self.hidden is None else [self.hidden[:length]]
+            self.tokens = self.tokens[:length]
+
+    def leave(self, cache: KVCache, id: int) -> None:
+        """Take a prompt back that has moved to this sequence, whose row is to be dropped. Forget it if the prefix store
+        has it."""
+        if self._home != (cache, id):
+            return
+        if self.store is not None and self._bytes <= self.store.limit:
+            self.forget()
+        else:
+            self.cache.take(ROW, cache, id, len(self.tokens))
+            self._home = None
+
+    @property
+    def _bytes(self) -> int:
+        """Return the bytes of the prompt's keys and values."""
+        return len(self.tokens) * (self.cache.position_bytes or 0)
+
+    def _view(self, length: int) -> Stored:
+        """Return views of the prompt's first `length` positions, wherever they are."""
+        cache, id = self._home or (self.cache, ROW)
+        return cache.view(id, length)
 
     def remember(
         self,
