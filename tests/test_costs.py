@@ -1,6 +1,7 @@
 """What forwards cost: measured once, kept, or shipped; and methods for greedy decoding and for sampling."""
 
 import json
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,16 @@ from toys import noisy_copy, refuses, tiny, tiny_tokenizer
 
 from forerun.api.load import Decoder
 from forerun.api.resolve import shipped
-from forerun.backends.costs import measure_costs
+from forerun.backends.costs import long_context, measure_costs
 from forerun.engine.costs import Costs, convex, costs_of
+from forerun.engine.draft import Draft
+from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Suffix
+from forerun.methods.budget import Budgets
+from forerun.methods.chain import ChainDrafter
+from forerun.methods.hybrid import Balance
+from forerun.methods.stop import BestLength
+from forerun.methods.suffix import SuffixDrafter
 
 COSTS = Costs(target={1: 10.0, 2: 10.0, 4: 12.0, 8: 20.0}, draft={1: 1.0, 2: 1.5})
 
@@ -104,3 +112,98 @@ def test_the_embedded_pair_has_costs_of_its_own() -> None:
     costs = costs_of(shipped("embedded", None)["costs"])
     assert 0 < costs.draft[1] < costs.target[1]
     assert costs.verify(1) <= costs.verify(8) <= costs.verify(32)
+
+
+# Costs by context.
+
+NEAR = {1: 10.0, 2: 10.5, 4: 12.0, 8: 16.0}
+FAR = Costs(
+    {1: 18.0, 2: 22.5, 4: 32.0, 8: 52.0}, {1: 3.0}, context=8192 + 256, chained=2.5, chained_sampled=2.8, judging=0.1
+)
+BY_CONTEXT = Costs(NEAR, {1: 1.0}, context=256, chained=0.5, chained_sampled=0.8, judging=0.1, far=FAR)
+
+
+def test_costs_between_two_contexts_are_on_a_line_and_go_on_with_it() -> None:
+    assert BY_CONTEXT.at(0).target == BY_CONTEXT.at(256).target == NEAR
+    assert BY_CONTEXT.at(8192 + 256).target == pytest.approx(FAR.target)
+    half, beyond = BY_CONTEXT.at(4096 + 256), BY_CONTEXT.at(16_384 + 256)
+    assert half.target == pytest.approx({1: 14.0, 2: 16.5, 4: 22.0, 8: 34.0})
+    assert beyond.verify(8) == pytest.approx(16 + 2 * 36) and beyond.drafting(1) == pytest.approx(4.5)
+    assert half.draft == {1: 2.0} and half.chained == 1.5 and half.chained_sampled == pytest.approx(1.8)
+    assert half.far is None and half.context == 4096 + 256 and half.at(9999) is half
+    assert BY_CONTEXT.at(4096 + 300) is half  # the same table for all contexts near it
+    assert COSTS.at(9999) is COSTS  # nothing is known of long texts
+
+
+def test_a_rows_context_counts_for_the_row_alone() -> None:
+    """What two rows take beside a short text is twice what one does, and not what two tokens of one row do."""
+    two = BY_CONTEXT.at(4096 + 256, 2)
+    assert two.verify(2) == pytest.approx(10.5 + 2 * 4) and two.verify(4) == pytest.approx(12 + 2 * 6)
+    assert two.drafting(2) == pytest.approx(1 + 2) and two.drafting(1) == 1.5  # fused
+    many = BY_CONTEXT.at(4096 + 256, 100)
+    assert many.verify(100) == pytest.approx(BY_CONTEXT.verify(100) + 100 * 4)
+    assert many.verify(200) == pytest.approx(BY_CONTEXT.verify(200) + 100 * 6)
+
+
+def test_sampling_adds_the_same_at_any_context() -> None:
+    far = BY_CONTEXT.sampled.at(8192 + 256)
+    assert far.verify(2) == pytest.approx(22.5 + 0.2) and far.drafting(1) == pytest.approx(2.8)
+
+
+@given(st.integers(0, 40_000), st.integers(1, 9), st.floats(0.5, 2.0))
+def test_a_long_table_that_noise_made_cheaper_makes_nothing_so(context: int, rows: int, share: float) -> None:
+    costs = Costs(NEAR, {}, context=256, far=Costs({n: ms * share for n, ms in NEAR.items()}, {}, context=8192))
+    long = costs.at(context, rows)
+    assert all(long.verify(n) >= costs.verify(n) - 1e-6 for n in range(rows, 40))
+    table = long.target
+    slopes = [(table[n] - table[m]) / (n - m) for m, n in pairwise(sorted(table))]
+    assert all(before <= after + 1e-6 for before, after in pairwise([0.0, *slopes]))
+
+
+def test_costs_by_context_are_kept_and_damaged_ones_refused() -> None:
+    found = json.loads(json.dumps(asdict(BY_CONTEXT)))
+    assert costs_of(found) == BY_CONTEXT and costs_of(found).far == FAR
+    refuses("must be of more than 9000", costs_of, found | {"context": 9000})
+    refuses("target must be above 0", costs_of, found | {"far": found["far"] | {"target": {"1": 0}}})
+
+
+def test_forwards_are_measured_at_two_contexts() -> None:
+    target, draft = (Decoder(tiny("llama", seed, context=2048)).target for seed in (0, 1))
+    costs = measure_costs(target, draft)
+    assert costs.context == 256 and costs.far is not None and costs.far.context == long_context(target, draft) == 1024
+    assert set(costs.far.target) == set(costs.far.draft) == {1, 2, 4, 8, 16} and costs.far.far is None
+    assert costs.far.judging == costs.judging and costs.at(1024).verify(1) >= costs.verify(1)
+    assert measure_costs(Decoder(tiny("llama", context=64)).target).far is None  # one length is all there is
+
+
+def sequence(count: int) -> Sequence:
+    return Sequence(Request([1] * count, 99), context=10**6)
+
+
+STEEP = Costs({1: 10.0, 16: 11.0}, {1: 1.0}, context=256, far=Costs({1: 20.0, 16: 300.0}, {1: 1.0}, context=8192))
+
+
+def test_long_texts_shorten_drafts() -> None:
+    """A rule that takes the costs of a short text would draft as much."""
+    short, long = ([sequence(count)] for count in (100, 8192))
+    rule = BestLength(STEEP)
+    assert rule.begin(short, 1).bounds().most == 4 and rule.begin(long, 1).bounds().most == 1
+    chains = ChainDrafter(Mock(vocab_size=9, context=None), rule, costs=STEEP)
+    assert chains.pays(1, None, 100) and not chains.pays(1, None, 8192)
+    assert chains.pays(1, sequence(100)) and not chains.pays(1, sequence(8192))
+    suffixes = SuffixDrafter(Suffix(), costs=STEEP)
+    assert suffixes._least(1, 8192) > 2 * suffixes._least(1, 256)
+    balance = Balance(STEEP, SD())
+    found = Draft.chain(1, [2, 3, 4])
+    assert balance.saved(True, found, 2.5, 1, 100)[0] > 0 > balance.saved(True, found, 2.5, 1, 8192)[0]
+    assert balance.spent(True, 2, 3, context=8192) > 5 * balance.spent(True, 2, 3)
+
+
+def test_long_texts_shorten_the_budget_of_trees() -> None:
+    curves = [(0.0, 1.0, 0.7)] * 9
+    costs = replace(STEEP, head={1: 0.1, 8: 0.2})
+    budgets = Budgets(Mock(curves=curves), costs, block=3, nodes=8)
+    assert budgets.pays(1, 256) and not budgets.pays(1, 8192)
+    short, long = (budgets.of([sequence(count)], [4], [0], [0]) for count in (100, 8192))
+    survival = [[0.7, 0.5, 0.3]]
+    assert short.groups[0].rate(survival)[1] == 3 and long.groups[0].rate(survival)[1] == 0

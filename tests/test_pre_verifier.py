@@ -269,7 +269,7 @@ def test_the_automatic_block_is_the_best() -> None:
     for count in range(1, 65):  # few numbers of rows are priced
         policy.settings("greedy", count, False)
     counts = [*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8)]
-    assert [count for _, count, is_alone in policy._settings if not is_alone] == counts
+    assert [count for _, count, is_alone, _ in policy._settings if not is_alone] == counts
 
 
 @pytest.mark.parametrize("cheap", [False, True])

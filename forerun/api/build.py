@@ -100,10 +100,10 @@ class Split(Drafter):
         drafter = self.drafters[seq.greedy]
         return drafter.admit(seq, hidden if drafter.wants_hidden else None, chunk)
 
-    def pays(self, rows: int, unread: Sequence | None = None) -> bool:
+    def pays(self, rows: int, unread: Sequence | None = None, context: float = 0.0) -> bool:
         if unread is not None:
-            return self.drafters[unread.greedy].pays(rows, unread)
-        return any(each.pays(rows) for each in self.drafters.values())
+            return self.drafters[unread.greedy].pays(rows, unread, context)
+        return any(each.pays(rows, None, context) for each in self.drafters.values())
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         drafts: dict[int, Draft] = {}

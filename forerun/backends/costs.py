@@ -40,6 +40,8 @@ SECONDS = 2.0  # for a model's forwards
 SHARE = 0.15  # seconds for each of the other figures; more if LEAST_REPEATS take longer
 LEAST_REPEATS = 2  # of any measurement but a forward, however slow it is
 CONTEXT = 256
+LONG = 8192  # tokens after which forwards are measured a second time, or half of the context
+FAR_COUNTS = COUNTS[:-1]  # new tokens of these forwards
 STATES = 4
 CHAIN = 4  # tokens of a fused draft
 
@@ -51,30 +53,48 @@ def measure_costs(
     layer: PreVerifier | None = None,
     head: HiddenLM | None = None,
 ) -> Costs:
-    """Measure a pair, and its pre-verifier and head if given, after `context` tokens (None: `usual_context`).
+    """Measure a pair, and its pre-verifier and head if given, after `context` tokens (None: `usual_context`), and the
+    pair's forwards again after `long_context` tokens.
 
-    This takes at most 6 seconds, or longer if a forward of 32 tokens takes a second. Raises ValueError for a context
+    This takes at most 11 seconds, or longer if a forward of 32 tokens takes a second. Raises ValueError for a context
     that leaves no place for new tokens.
     """
     if context is None:
         context = usual_context(target, draft)
-    table = forward_costs(target, context=context), forward_costs(draft, context=context) if draft is not None else {}
-    layered = _layer_costs(layer, draft) if layer is not None and draft is not None else (0.0, 0.0)
-    costs = Costs(*table, *layered, head=head_costs(head) if head is not None else {})
+    costs = _pair_costs(target, draft, context, COUNTS)
+    long = long_context(target, draft)
+    if long > context:
+        costs = replace(costs, far=_pair_costs(target, draft, long, FAR_COUNTS))
+    if head is not None:
+        costs = replace(costs, head=head_costs(head))
     if draft is None:
         return costs
+    policy, glance = _layer_costs(layer, draft) if layer is not None else (0.0, 0.0)
     drawing, judging = _sampling_costs(target, draft, costs)
+    single: dict[str, Any] = {"policy": policy, "glance": glance, "drawing": drawing, "judging": judging}
+    far = replace(costs.far, **single) if costs.far is not None else None
+    return replace(costs, **single, far=far)
+
+
+def _pair_costs(target: CausalLM, draft: CausalLM | None, context: int, counts: Sequence[int]) -> Costs:
+    """Return what forwards and fused drafts cost after `context` tokens."""
+    costs = Costs(forward_costs(target, counts, context), {}, context=context)
+    if draft is None:
+        return costs
     numbers = torch.linspace(0.0, 0.99, CHAIN, dtype=torch.float64)
-    chained, sampled = (
-        _chained_cost(draft, context, how) for how in (None, ChainSampling(SamplingDistribution(top_p=TOP_P), numbers))
+    sampling = ChainSampling(SamplingDistribution(top_p=TOP_P), numbers)
+    return replace(
+        costs,
+        draft=forward_costs(draft, counts, context),
+        chained=_chained_cost(draft, context, None),
+        chained_sampled=_chained_cost(draft, context, sampling),
     )
-    return replace(costs, drawing=drawing, judging=judging, chained=chained, chained_sampled=sampled)
 
 
 def file_of(target: CausalLM, draft: CausalLM | None, layer: PreVerifier | None, head: HiddenLM | None) -> Path:
     """Return the file that keeps the costs of these models on this machine."""
     gpu = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
-    what: list[Any] = [__version__, processor(), gpu, usual_context(target, draft)]
+    what: list[Any] = [__version__, processor(), gpu, usual_context(target, draft), long_context(target, draft)]
     for model in (target, draft):
         if model is not None:
             hot = len(model.hot.tokens) if model.hot is not None else None
@@ -246,7 +266,16 @@ def after(model: CausalLM, context: int) -> CausalLM:
 
 def usual_context(*models: CausalLM | None) -> int:
     """Return CONTEXT tokens, or half of the shortest context if that is less."""
-    return min([CONTEXT, *(model.context // 2 for model in models if model is not None and model.context)])
+    return _within(CONTEXT, *models)
+
+
+def long_context(*models: CausalLM | None) -> int:
+    """Return LONG tokens, or half of the shortest context if that is less."""
+    return _within(LONG, *models)
+
+
+def _within(most: int, *models: CausalLM | None) -> int:
+    return min([most, *(model.context // 2 for model in models if model is not None and model.context)])
 
 
 def _rounds() -> Iterator[None]:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forerun.engine.sequence import Sequence
+
+STEP = 256  # tokens of context by which tables are made
 
 
 @dataclass(frozen=True)
 class Costs:
     """A table of costs in ms on this machine (`forerun.backends.costs`). A batch costs as much as one row with all of
-    its new tokens."""
+    its new tokens.
+
+    The longer a text is, the more attention costs. `at` returns the table for a step's context, by the
+    table `far` of a long one.
+    """
 
     target: dict[int, float]  # {new tokens of a forward: ms}, at least one entry
     draft: dict[int, float]  # likewise; empty without a draft
@@ -22,13 +33,65 @@ class Costs:
     chained: float = 0.0  # of a token in a fused draft; 0 without these
     chained_sampled: float = 0.0  # likewise in sampling
     head: dict[int, float] = field(default_factory=dict)  # {rows: ms of a head's next state and its logits}
+    context: int = 0  # tokens of the row before the new ones
+    far: Costs | None = None  # after more tokens; None if that was not measured
 
-    @property
+    @cached_property
     def sampled(self) -> Costs:
         """Return the table with the costs of sampling added."""
         target = {tokens: ms + self.judging * tokens for tokens, ms in self.target.items()}
         draft = {rows: ms + self.drawing * rows for rows, ms in self.draft.items()}
-        return replace(self, target=target, draft=draft, chained=self.chained_sampled)
+        far = self.far.sampled if self.far is not None else None
+        return replace(self, target=target, draft=draft, chained=self.chained_sampled, far=far)
+
+    def at(self, context: float, rows: int = 1) -> Costs:
+        """Return the table for steps of N rows after so many tokens, the mean of the rows.
+
+        What attention takes grows with each row's own context, and less with a row's second new token
+        than with the first of another row. Without `far`, this table is returned.
+        """
+        if self.far is None:
+            return self
+        key = rounded(max(context, self.context)), rows
+        if key not in self._known:
+            self._known[key] = self._between(self.far, *key)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], Costs]:
+        return {}  # by rounded contexts and rows
+
+    def _between(self, far: Costs, context: int, rows: int) -> Costs:
+        share = max(0, context - self.context) / (far.context - self.context)
+        widened = {2 * rows: self.verify(2 * rows)} | self.target  # a line needs two entries
+
+        def longer(near: dict[int, float], long: dict[int, float]) -> dict[int, float]:
+            if not near or not long:
+                return near
+            found = {}
+            for tokens in sorted({rows, *near}):
+                parts = min(rows, tokens)  # rows that share these tokens evenly
+                each = interpolated(long, tokens / parts) - interpolated(near, tokens / parts)
+                found[tokens] = interpolated(near, tokens) + share * parts * max(0.0, each)
+            return found
+
+        def verified(table: dict[int, float]) -> dict[int, float]:
+            """Leave out forwards of fewer tokens than rows, which there are none of."""
+            return convex({tokens: ms for tokens, ms in table.items() if tokens >= rows})
+
+        def single(near: float, long: float) -> float:
+            return near + share * max(0.0, long - near) if near and long else near
+
+        return replace(
+            self,
+            target=verified(longer(widened, far.target)),
+            draft=longer(self.draft, far.draft),
+            chained=single(self.chained, far.chained),
+            chained_sampled=single(self.chained_sampled, far.chained_sampled),
+            head=longer(self.head, far.head),
+            context=context,
+            far=None,
+        )
 
     def verify(self, tokens: float) -> float:
         """Return ms of a target forward of N tokens."""
@@ -60,13 +123,28 @@ class Costs:
 
 def costs_of(found: dict[str, Any]) -> Costs:
     """Return costs from JSON. Raises ValueError, KeyError, TypeError or AttributeError for anything else."""
+    found = dict(found)
+    context, far = int(found.pop("context", 0)), found.pop("far", None)
+    longer = costs_of(far) if far is not None else None
+    if longer is not None and longer.context <= context:
+        raise ValueError(f"costs of a long context of {longer.context} tokens must be of more than {context}")
     tables = {part: {int(n): float(ms) for n, ms in found[part].items()} for part in ("target", "draft", "head")}
     if not tables["target"] or not all(0 <= ms < inf for table in tables.values() for ms in table.values()):
         raise ValueError("costs must map numbers of tokens to milliseconds, with entries for the target")
     if not all(tables["target"].values()):
         raise ValueError("costs of the target must be above 0")
     single: dict[str, Any] = {part: float(ms) for part, ms in found.items() if part not in tables}
-    return Costs(**single | tables)
+    return Costs(**single | tables, context=context, far=longer)
+
+
+def mean_context(seqs: Several[Sequence]) -> float:
+    """Return the mean number of tokens of some sequences, at least one."""
+    return sum(len(seq.tokens) for seq in seqs) / len(seqs)
+
+
+def rounded(context: float) -> int:
+    """Return a context to the next multiple of STEP, so that few occur."""
+    return round(context / STEP) * STEP
 
 
 def interpolated(table: dict[int, float], at: float) -> float:

@@ -57,9 +57,10 @@ class Drafter(Protocol):
         `hidden` [n - 1, d]: the target's states over all tokens but the last, if wanted."""
         return ()
 
-    def pays(self, rows: int, unread: Sequence | None = None) -> bool:
+    def pays(self, rows: int, unread: Sequence | None = None, context: float = 0.0) -> bool:
         """Return whether drafts are expected to pay in a step of that many rows, by costs, if these are known.
-        `unread`: a sequence that has yet to be admitted, and must make good its prompt's time in what is left of it."""
+        `unread`: a sequence that has yet to be admitted, and must make good its prompt's time in what is left of it.
+        `context`: the mean number of the rows' tokens."""
         return True
 
     def propose(self, seqs: list[Sequence]) -> Proposal:

@@ -4,14 +4,14 @@ The rule is ours."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate, chain
 from operator import mul
 
 import numpy as np
 
 from forerun.backends.heads import HiddenLM
-from forerun.engine.costs import Costs
+from forerun.engine.costs import Costs, mean_context, rounded
 from forerun.engine.sequence import Sequence
 from forerun.methods.beams import Array
 
@@ -149,13 +149,17 @@ class Budgets:
     def __init__(self, head: HiddenLM, costs: Costs, block: int, nodes: int, beams: int = 1) -> None:
         """Take the head and its costs. `nodes`: the most of a row. `beams`: see `StepCosts`."""
         self.head, self.block = head, block
-        self._step_costs = cache(lambda greedy, rows: StepCosts(costs if greedy else costs.sampled, rows, nodes, beams))
-        self.pays = cache(self._pays)
 
-    def _pays(self, rows: int) -> bool:
-        """Return whether a first block is expected to pay in a greedy step of N rows, at the mean acceptance of its
-        places."""
-        means, costs = [mean for _, _, mean in self.head.curves], self._step_costs(True, rows)
+        def step_costs(greedy: bool, rows: int, context: int) -> StepCosts:
+            table = costs if greedy else costs.sampled
+            return StepCosts(table.at(context, rows), rows, nodes, beams)
+
+        self._step_costs, self.pays = lru_cache(step_costs), lru_cache(self._pays)
+
+    def _pays(self, rows: int, context: int = 0) -> bool:
+        """Return whether a first block is expected to pay in a greedy step of N rows after so many tokens each, at the
+        mean acceptance of its places."""
+        means, costs = [mean for _, _, mean in self.head.curves], self._step_costs(True, rows, context)
         count = min(self.block, costs.nodes)
         survival = list(accumulate((means + means[-1:] * count)[:count], mul))
         group = Group(list(range(rows)), costs, True)
@@ -166,8 +170,9 @@ class Budgets:
         together = [row for row, seq in enumerate(seqs) if seq.greedy]
         groups = [together] if together else []
         groups += [[row] for row, seq in enumerate(seqs) if not seq.greedy]
-        parts = [
-            Group(rows, self._step_costs(seqs[rows[0]].greedy, len(rows)), bool(set(rows) & set(fresh)))
-            for rows in groups
-        ]
+        parts = []
+        for rows in groups:
+            context = rounded(mean_context([seqs[row] for row in rows]))
+            costs = self._step_costs(seqs[rows[0]].greedy, len(rows), context)
+            parts.append(Group(rows, costs, bool(set(rows) & set(fresh))))
         return Budget(parts, self.head.curves, self.block, limits, ahead)

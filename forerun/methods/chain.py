@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from math import inf, prod
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
+from forerun.engine.costs import rounded
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods.base import Method, Parts, integer
@@ -123,7 +124,8 @@ class ChainDrafter(Drafter):
         self, model: CausalLM, policy: LengthPolicy, vocab_size: int | None = None, costs: Costs | None = None
     ) -> None:
         """`costs`, if known, tell where drafts cannot pay."""
-        self.costs, self._saved = costs, cache(lambda rows: saving(costs, rows) if costs else 0.0)
+        self.costs = costs
+        self._saved = lru_cache(lambda rows, context: saving(costs.at(context, rows), rows) if costs else 0.0)
         self.model, self.policy = model, policy
         self.vocab_size = vocab_size or model.vocab_size
         self.spread = 0
@@ -140,12 +142,15 @@ class ChainDrafter(Drafter):
             yield from self.model.prefill(tokens[:-1], chunk, salt=seq.request.salt)
             self.model.join(seq.id, min(seq.limit, context or seq.limit) + self.slack)
 
-    def pays(self, rows: int, unread: Sequence | None = None) -> bool:
+    def pays(self, rows: int, unread: Sequence | None = None, context: float = 0.0) -> bool:
         if self.costs is None:
             return True
+        if unread is None:
+            return self._saved(rows, rounded(context)) > 0
         # All rows read their prompts, and then share the time that is saved.
-        left, prompt = (1, 0) if unread is None else (unread.remaining, rows * len(unread.tokens))
-        return self._saved(rows) * left > self.costs.reading(prompt)
+        prompt = len(unread.tokens)
+        reading = self.costs.at(prompt / 2).reading(rows * prompt)
+        return self._saved(rows, rounded(prompt)) * unread.remaining > reading
 
     def drop(self, seq: Sequence) -> None:
         if seq.finish_reason in ("stop", "length", "abort") and seq.id in self.model and seq.id not in self._open:

@@ -15,6 +15,7 @@ from statistics import median, median_low
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from forerun.engine.costs import mean_context
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal, observe_rows
 
@@ -159,7 +160,7 @@ class Guarded(Drafter):
         pace = self.paces[seq.greedy]
         pace.begin(len(self._inside))
         # Prompts in a pause are run in any case, so they are not charged.
-        pays = not pace.paused and self.drafter.pays(seq.rows, seq)
+        pays = not pace.paused and self.drafter.pays(seq.rows, seq, len(seq.tokens))
         if self.wants_hidden or pays:
             self._admitting, seconds, begun = True, 0.0, pace.clock()
             try:
@@ -186,7 +187,12 @@ class Guarded(Drafter):
         self._judge = pace if is_judged else None
         drafts = pace.drafts(len(seqs)) if self._judge is not None else not pace.paused
         rows = len(seqs) if among is None else among
-        asked = [seq for seq in seqs if drafts and self.drafter.pays(rows, None if self._inside[seq.id] else seq)]
+        context = mean_context(seqs)
+
+        def pays(seq: Sequence) -> bool:
+            return self.drafter.pays(rows, None if self._inside[seq.id] else seq, context)
+
+        asked = [seq for seq in seqs if drafts and pays(seq)]
         if drafts and len(asked) < len(seqs) and (asked or among is not None):
             self._judge = None  # where costs rule drafts out, another drafter's may stand, and some rows show nothing
         if self._judge is None and not asked:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from forerun.engine.costs import Costs
+from forerun.engine.costs import Costs, rounded
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods.base import Method, integer
@@ -87,8 +87,8 @@ class HeadDrafter(Drafter):
         self.unread[seq.id] = head.prefill(seq.id, hidden[:-1], after, chunk, most)
         return ()
 
-    def pays(self, rows: int, unread: Sequence | None = None) -> bool:
-        return self.budgets is None or self.budgets.pays(rows)
+    def pays(self, rows: int, unread: Sequence | None = None, context: float = 0.0) -> bool:
+        return self.budgets is None or self.budgets.pays(rows, rounded(context))
 
     def drop(self, seq: Sequence) -> None:
         self.features.pop(seq.id, None)

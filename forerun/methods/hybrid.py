@@ -125,26 +125,29 @@ class Balance:
         """Return how many tokens of a new sequence the draft model has kept."""
         return self._draft.prompts.known(seq.tokens, seq.request.salt) if self._draft is not None else 0
 
-    def saved(self, greedy: bool, draft: Draft, score: float, rows: int) -> tuple[float, float]:
+    def saved(self, greedy: bool, draft: Draft, score: float, rows: int, context: int = 0) -> tuple[float, float]:
         """Return the ms that a step of N rows is expected to save with suffix drafts, against a plain one, and the ms a
-        token with the other drafter, if it has read all, against the better of these."""
+        token with the other drafter, if it has read all, against the better of these. The other rows are taken to have
+        this one's context."""
         size, (_, drafted, forwards, brought) = self._size(score), [each / self._other[0] for each in self._other]
         expected = min(score * self._true[size] / self._promised[size], draft.drafted)
-        worth, plain = self._spent[0] / self._spent[1], self.spent(greedy, rows)
-        own = worth * expected - self.spent(greedy, rows, draft.drafted) + plain
-        other = worth * (brought - 1) - self.spent(greedy, rows, drafted, forwards) + plain
+        worth, plain = self._spent[0] / self._spent[1], self.spent(greedy, rows, context=context)
+        own = worth * expected - self.spent(greedy, rows, draft.drafted, context=context) + plain
+        other = worth * (brought - 1) - self.spent(greedy, rows, drafted, forwards, context) + plain
         return own, (other - max(own, 0.0)) / brought
 
-    def spent(self, greedy: bool, rows: int, drafted: float = 0, forwards: float = 0) -> float:
-        """Return ms of a step of N rows which draft so many tokens each, in so many forwards of the other drafter."""
-        costs = self._costs[greedy]
+    def spent(self, greedy: bool, rows: int, drafted: float = 0, forwards: float = 0, context: int = 0) -> float:
+        """Return ms of a step of N rows which draft so many tokens each, in so many forwards of the other
+        drafter, after `context` tokens."""
+        costs = self._costs[greedy].at(context, rows)
         price = costs.heading(rows) if self._is_head else costs.drafting(rows) if self._is_model else 0.0
         return forwards * price + costs.verify(rows * (drafted + 1))
 
     def pays(self, saved: float, unread: int, left: int, rows: int) -> bool:
         """Return whether the other drafter, which saves so many ms a token, pays in a text with so many unread tokens
         and tokens to come. The other rows are taken to be like this one."""
-        reading = self._costs[True].reading(rows, self._is_head) if self._is_model or self._is_head else 0.0
+        costs = self._costs[True].at(unread / 2)
+        reading = costs.reading(rows, self._is_head) if self._is_model or self._is_head else 0.0
         later = max(0.0, self._share * saved - (1 - self._share) * reading)
         return saved > 0 and saved * self._other[3] / self._other[0] + later * left >= reading * unread
 
@@ -213,7 +216,7 @@ class HybridDrafter(Drafter):
             found, score = self.suffixes.find(seq, rows)
             drafts[seq.id], asks, saved = found, not found.drafted or score < self.threshold, 0.0
             if self.balance is not None:
-                own, saved = self.balance.saved(seq.greedy, found, score, rows)
+                own, saved = self.balance.saved(seq.greedy, found, score, rows, len(seq.tokens))
                 drafts[seq.id] = found if own > 0 else Draft.root(seq.tokens[-1])
                 left = min(seq.remaining, REST + len(seq.tokens) - seq.prompt_length)
                 asks = self.balance.pays(saved, len(seq.tokens) - self._read[seq.id], left, rows)
@@ -261,7 +264,7 @@ class HybridDrafter(Drafter):
                 ran = self._forwards and seq.id in self._asked and not self.wants_hidden
                 is_other = ran or (draft.drafted and draft is not found)
                 forwards = self._forwards if is_other else 0
-                spent = self.balance.spent(seq.greedy, len(seqs), draft.drafted, forwards)
+                spent = self.balance.spent(seq.greedy, len(seqs), draft.drafted, forwards, length)
                 self.balance.observe(found, score, draft, seq.tokens[length:], forwards, spent, wanted)
                 if is_other or (self.wants_hidden and seq.id in self._asked):
                     self._read[seq.id] = len(seq.tokens)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
+from forerun.engine.costs import mean_context
 from forerun.engine.draft import Draft, Tree
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods.base import Parts, flag, integer, number
@@ -83,11 +84,12 @@ class PacerOuroboros(Phrases, Pacer):
     name: ClassVar[str] = "pacer-ouroboros"
 
     def costs(self, parts: Parts, mode: Mode, rows: int) -> Costs | None:
-        costs = parts.costs
-        if costs is None:
-            return None
+        return self._by_phrases(parts.costs) if parts.costs is not None else None
+
+    def _by_phrases(self, costs: Costs) -> Costs:
         ms = self.share * costs.drafting(1 + self.guesses * (self.ngram - 1))
-        return replace(costs, draft={1: ms}, chained=0.0, chained_sampled=0.0)
+        far = self._by_phrases(costs.far) if costs.far is not None else None
+        return replace(costs, draft={1: ms}, chained=0.0, chained_sampled=0.0, far=far)
 
 
 @dataclass
@@ -145,7 +147,7 @@ class OuroborosDrafter(ChainDrafter):
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         greedy = sum(seq.greedy for seq in seqs)
-        wide = not self._phrases_pay(max(1, greedy))
+        wide = not self._phrases_pay(max(1, greedy), mean_context(seqs))
         for seq in seqs:
             self.rows[seq.id].chain, self.rows[seq.id].suffixes = None, []
         plain = [Chain(seq, self._depth(seq)) for seq in seqs if wide and seq.greedy]
@@ -159,13 +161,13 @@ class OuroborosDrafter(ChainDrafter):
         }
         return Proposal.together([drafts[seq.id] for seq in seqs], proposals)
 
-    def _phrases_pay(self, rows: int) -> bool:
+    def _phrases_pay(self, rows: int, context: float = 0.0) -> bool:
         """Return whether forwards with phrases draft more tokens a ms than plain ones, by what they gave so far. If
         not, they are tried again from time to time. The rule is ours."""
         if self.table is None:
             return True
-        size = 1 + self.span * self.settings.guesses
-        if self._found * self.table.drafting(rows) > self.table.drafting(rows * size):
+        size, table = 1 + self.span * self.settings.guesses, self.table.at(context, rows)
+        if self._found * table.drafting(rows) > table.drafting(rows * size):
             return True
         self._without = (self._without + 1) % AGAIN
         return not self._without

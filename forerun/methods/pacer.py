@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import inf, log
+from math import inf, log, log2
 from typing import TYPE_CHECKING, ClassVar
 
+from forerun.engine.costs import mean_context
 from forerun.heads.echo import SIZES, Echo
 from forerun.methods.base import Parts, integer, number
 from forerun.methods.chain import Drafting
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from forerun.heads.quick import Array, QuickState
 
 BLOCK, BLOCKS = 4, (1, 2, 4, 8)
+SHORT = 256  # tokens of context up to which costs are taken to be the same
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class PacerStop(LengthPolicy):
         self.layer, self.most = quick.quick(layer), most
         self.block, self.threshold, self.costs = block, threshold, costs
         self.past: dict[int, _Past] = {}
-        self._settings: dict[tuple[Mode, int, bool], tuple[int, float, bool]] = {}
+        self._settings: dict[tuple[Mode, int, bool, int], tuple[int, float, bool]] = {}
 
     def admit(self, seq: Sequence) -> None:
         self.past[seq.id] = _Past()
@@ -140,28 +142,29 @@ class PacerStop(LengthPolicy):
         # Beside sampled rows greedy ones stop as those do, each on its own.
         mode: Mode = "greedy" if all(seq.greedy for seq in seqs) else "sampled"
         count = rows if mode == "greedy" else 1
-        block, threshold, together = self.settings(mode, count, is_alone)
+        block, threshold, together = self.settings(mode, count, is_alone, mean_context(seqs))
         if not block:
             return Within(Bounds(self.most, product=threshold), count if together else 1)
         return BlockRule(self, block, threshold, count if together else 1)
 
-    def settings(self, mode: Mode, count: int, is_alone: bool) -> tuple[int, float, bool]:
+    def settings(self, mode: Mode, count: int, is_alone: bool, context: float = 0.0) -> tuple[int, float, bool]:
         """Return the block (0: use the draft's probabilities), the threshold, and whether `count` rows of a mode stop
-        together. `is_alone`: no other row drafts."""
+        together. `is_alone`: no other row drafts. `context`: the mean of the rows."""
         step = 1 << max(0, count.bit_length() - 3)
         count = -(-count // step) * step  # so that few numbers occur
-        key = mode, count, is_alone
+        # A search takes longer than a step, so it is made for contexts that are powers of two.
+        key = mode, count, is_alone, 1 << round(log2(max(context, SHORT)))
         if key not in self._settings:
             self._settings[key] = self._find(*key)
         return self._settings[key]
 
-    def _find(self, mode: Mode, count: int, is_alone: bool) -> tuple[int, float, bool]:
+    def _find(self, mode: Mode, count: int, is_alone: bool, context: int) -> tuple[int, float, bool]:
         costs = self.costs(mode, count)
         if self.threshold is not None or costs is None:
             return self.block or BLOCK, self.threshold if self.threshold is not None else 0.5, False
         greedy = mode == "greedy"
         blocks = BLOCKS if self.block is None else (self.block,)
-        costs = costs if greedy else costs.sampled
+        costs = (costs if greedy else costs.sampled).at(context, count)
         if costs.chained and is_alone:  # a fused draft returns probabilities
             costs = replace(costs, policy=max(0.0, costs.policy - costs.glance), glance=0.0)
         else:

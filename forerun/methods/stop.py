@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Protocol
 
+from forerun.engine.costs import mean_context, rounded
 from forerun.methods.later import probabilities
 
 if TYPE_CHECKING:
@@ -160,21 +161,26 @@ class Within(StopRule):
 
 
 class BestLength(LengthPolicy):
-    """Draft the length with the least expected ms a token, by the table of costs, the number of rows, and how often
-    tokens of each place were accepted lately, greedily and in sampling. Ours.
+    """Draft the length with the least expected ms a token, by the table of costs at the context, the number of rows,
+    and how often tokens of each place were accepted lately, greedily and in sampling. Ours.
 
     An estimate is a mean in which each draft counts `KEPT` times as much as the one after it, and what is expected as
     `WEIGHT` drafts: of the first place `PRIOR`, of another the estimate of the place before it.
     """
 
     def __init__(self, costs: Costs) -> None:
-        self._prices = cache(lambda greedy, rows: (costs if greedy else costs.sampled).steps(rows, MOST))
+
+        def prices(greedy: bool, rows: int, context: int) -> list[float]:
+            return (costs if greedy else costs.sampled).at(context, rows).steps(rows, MOST)
+
+        self._prices = lru_cache(prices)
         # [2, MOST] by greediness: drafts in which a place was tested, and in which its token was accepted
         self.seen = {greedy: [[0.0] * MOST, [0.0] * MOST] for greedy in (True, False)}
 
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         greedy = all(seq.greedy for seq in seqs)
-        return Within(Bounds(max(1, best_length(self._prices(greedy, rows), self.estimates(greedy)))))
+        prices = self._prices(greedy, rows, rounded(mean_context(seqs)))
+        return Within(Bounds(max(1, best_length(prices, self.estimates(greedy)))))
 
     def estimates(self, greedy: bool) -> list[float]:
         """Return how probable it is that a token of each place is accepted if those before it are."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
+from forerun.engine.costs import rounded
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods.automaton import Automaton
@@ -80,8 +81,12 @@ class SuffixDrafter(Drafter):
     def __init__(self, settings: Suffix, memory: SuffixMemory | None = None, costs: Costs | None = None) -> None:
         """Build a drafter. With `costs`, tokens that are not worth their place in a batch are left out."""
         self.settings, self.memory = settings, memory
-        worth = costs.marginal if costs is not None else lambda rows: 0.0
-        self._least = cache(lambda rows: max(settings.least, SURE * worth(rows)))  # by the number of rows of a step
+
+        def least(rows: int, context: int) -> float:
+            worth = costs.at(context, rows).marginal(rows) if costs is not None else 0.0
+            return max(settings.least, SURE * worth)
+
+        self._least = lru_cache(least)
         self.rows: dict[int, _Text] = {}
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
@@ -102,7 +107,7 @@ class SuffixDrafter(Drafter):
     def find(self, seq: Sequence, rows: int) -> tuple[Draft, float]:
         """Return a draft for a step of N rows, and its score: the expected number of accepted tokens by the counts."""
         row, tokens = self.rows[seq.id], seq.tokens
-        least = self._least(rows)
+        least = self._least(rows, rounded(len(tokens)))
         row.read(tokens, len(tokens))
         state = row.automaton.links[row.last]
         best = self._grow(row.automaton, state, row.automaton.longest[state], least, seq)
