@@ -27,6 +27,7 @@ from forerun.backends.gguf.model import gguf_config, load_gguf
 from forerun.backends.gguf.tokenizer import gguf_tokenizer
 from forerun.backends.panels import Panels, Rows
 from forerun.backends.stored import FORMATS, StoredEmbedding, StoredLinear
+from forerun.cli.info import _shown, file_facts
 from forerun.zoo import gguf_file
 from forerun.zoo.gguf_file import find, open_gguf
 
@@ -286,11 +287,24 @@ def test_what_a_file_needs_is_shown_without_torch(tmp_path: Path) -> None:
     assert not has_torch
     assert facts["weights"] == open_gguf(path).bytes_by_type and list(facts["weights"]) == ["Q4_1", "Q8_0", "F32"]
     assert facts["kv_bytes_per_token"] == 2 * 2 * 16 * 2 * 2  # layers, heads, their size, keys and values, float16
-    assert facts["bytes_at_full_context"] == facts["weight_bytes"] + ggufs.CONTEXT * facts["kv_bytes_per_token"]
+    assert facts["kv_bytes_at_full_context"] == ggufs.CONTEXT * facts["kv_bytes_per_token"]
+    assert facts["bytes_at_full_context"] == facts["weight_bytes"] + facts["kv_bytes_at_full_context"]
+    assert not any(name.startswith("draft") for name in facts)
     # Floats of any kind take the memory of float32.
     half, whole = (open_gguf(ggufs.write(tmp_path / f"{kind}.gguf", ggufs.small(), kind)) for kind in ("F16", "F32"))
     assert half.memory == whole.memory == sum(whole.bytes_by_type.values()) > sum(half.bytes_by_type.values())
     assert half.kv_bytes == 2 * 2 * 16 * 2 * 4  # as above, in float32
+
+
+def test_what_a_files_draft_needs_is_shown_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "Q4_1")
+    monkeypatch.setattr("forerun.cli.info.own_draft", lambda model: str(path) if model == "big" else None)
+    monkeypatch.setattr("forerun.cli.info.locate", lambda model, part: path)
+    facts = file_facts("big")
+    assert facts["draft_kv_bytes_per_token"] == facts["kv_bytes_per_token"] == 256
+    assert facts["draft_kv_bytes_at_full_context"] == 256 * ggufs.CONTEXT
+    assert _shown("draft_kv_bytes_per_token", 12_288) == "12,288 bytes"
+    assert _shown("kv_bytes_at_full_context", 402_653_184) == "402.7 MB"
 
 
 def refused(path: Path) -> str:

@@ -15,7 +15,7 @@ from forerun import __version__
 from forerun.cli.common import quiet
 from forerun.cli.options import JsonOption
 from forerun.methods import METHODS
-from forerun.zoo import locate
+from forerun.zoo import locate, own_draft
 
 
 def info(
@@ -44,13 +44,12 @@ def info(
 
 
 def file_facts(model: str) -> dict[str, Any]:
-    """Return what a GGUF file holds, and what runs it. Needs no torch. Raises ValueError for other models."""
+    """Return what a GGUF file holds, what runs it, and the bytes of weights, keys and values, also of the keys and
+    values of the draft that is fetched with it. Needs no torch. Raises ValueError for other models."""
     from forerun.csrc.library import missing, variant
-    from forerun.zoo.gguf_file import find as find_gguf
     from forerun.zoo.gguf_file import open_gguf
 
-    source = locate(model, "target")
-    path = find_gguf(source) if isinstance(source, Path) else None
+    path = _gguf(model)
     if path is None:
         raise ValueError(f"{model!r} is no GGUF file; forerun info shows these alone")
     file, kernel = open_gguf(path), variant()
@@ -65,14 +64,42 @@ def file_facts(model: str) -> dict[str, Any]:
         "context": context,
         "weight_bytes": file.memory,
         "kv_bytes_per_token": file.kv_bytes,
+        "kv_bytes_at_full_context": context * file.kv_bytes,
         "bytes_at_full_context": file.memory + context * file.kv_bytes,
+        **_draft_facts(model, context),
     }
+
+
+def _draft_facts(model: str, context: int) -> dict[str, int]:
+    """Return the bytes that the keys and values of a model's own draft take, if it has one that is a GGUF file."""
+    from forerun.zoo.gguf_file import open_gguf
+
+    name = own_draft(model)
+    path = _gguf(name) if name is not None and name != model else None
+    if path is None:
+        return {}
+    file = open_gguf(path)
+    reach = min(context, file.own("context_length", int))
+    return {
+        "draft_kv_bytes_per_token": file.kv_bytes,
+        "draft_kv_bytes_at_full_context": reach * file.kv_bytes,
+    }
+
+
+def _gguf(model: str) -> Path | None:
+    """Return the GGUF file that a name stands for, or None if it stands for another model."""
+    from forerun.zoo.gguf_file import find
+
+    source = locate(model, "target")
+    return find(source) if isinstance(source, Path) else None
 
 
 def _shown(name: str, value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{size / 1e6:.1f} MB {name}" for name, size in value.items())
-    return f"{value / 1e6:,.3f} MB" if "bytes" in name else str(value)
+    if "per_token" in name:
+        return f"{value:,} bytes"
+    return f"{value / 1e6:,.1f} MB" if "bytes" in name else str(value)
 
 
 def collect() -> dict[str, Any]:
