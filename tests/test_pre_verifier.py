@@ -18,6 +18,7 @@ from toys import COSTS, PROMPT, TableLM, decode, fit, noisy_copy, random_layer, 
 from forerun import Decoder
 from forerun.api.layers import load_pre_verifier
 from forerun.engine.acceptance import Verdict
+from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
 from forerun.heads.echo import SIZES, Echo
@@ -270,6 +271,17 @@ def test_the_automatic_block_is_the_best() -> None:
         policy.settings("greedy", count, False)
     counts = [*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8)]
     assert [count for _, count, is_alone, _ in policy._settings if not is_alone] == counts
+
+
+def test_the_automatic_threshold_goes_by_the_context() -> None:
+    """Few contexts are priced, as a search takes longer than a step."""
+    dear = Costs({1: 40.0, 32: 900.0}, {1: 8.0}, 0.1, context=256)
+    policy = PacerStop(
+        random_layer(), None, 9, costs=lambda mode, rows: replace(COSTS, context=256, far=replace(dear, context=8192))
+    )
+    found = {context: policy.settings("greedy", 1, True, context) for context in (0, 256, 8000, 8192, 8400)}
+    assert found[0] == found[256] != found[8192] == found[8000] == found[8400]
+    assert {context for *_, context in policy._settings} == {256, 8192}
 
 
 @pytest.mark.parametrize("cheap", [False, True])

@@ -51,8 +51,23 @@ class Buffer:
 
     def release(self, row: int) -> None:
         """Give a row's memory back to the system. Its entries are zeros afterwards."""
+        self._release(row * self._row_bytes, self._row_bytes)
+
+    def take(self, row: int, source: Buffer, other: int, length: int) -> None:
+        """Copy the first `length` positions of another buffer's row, of which nothing is left there if it can be
+        released. Where groups are whole pages, only one group's entries take memory twice at a time."""
+        size = source.whole.stride(1) * source.whole.element_size()
+        by_group = source.is_releasable and size % PAGE == 0
+        for group in range(self.whole.shape[1]):
+            self.whole[row, group, :length] = source.whole[other, group, :length]
+            if by_group:
+                source._release(other * source._row_bytes + group * size, size)
+        if source.is_releasable and not by_group:
+            source.release(other)
+
+    def _release(self, start: int, size: int) -> None:
         assert self.pages is not None
-        self.pages.madvise(mmap.MADV_DONTNEED, row * self._row_bytes, self._row_bytes)
+        self.pages.madvise(mmap.MADV_DONTNEED, start, size)
 
     @property
     def _row_bytes(self) -> int:

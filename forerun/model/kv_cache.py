@@ -103,12 +103,8 @@ class KVCache(Cache):
 
     def _move_row(self, source: int, row: int) -> None:
         """Copy a row's committed entries to another row, and vacate it."""
-        length = self.lengths[source]
         for layer in self._ready():
-            layer.keys[row, :, :length] = layer.keys[source, :, :length]
-            layer.values[row, :, :length] = layer.values[source, :, :length]
-            if layer.is_releasable:  # at once, so that only one layer's entries take memory twice
-                layer.release_row(source)
+            layer.take(row, layer, source, self.lengths[source])
         if not self.is_releasable:
             self.mend(self.ids[source])
 
@@ -189,7 +185,7 @@ class KVCache(Cache):
 
     def take(self, id: int, source: KVCache, other: int, length: int) -> None:
         """Replace a sequence's entries by the first `length` positions of a sequence in another cache, which loses all
-        of its entries. Only one layer's entries take memory twice at a time. `source` must be releasable."""
+        of its entries. Next to nothing takes memory twice (`Buffer.take`). `source` must be releasable."""
         row, old = self._rows[id], source.row(other)
         self.reserve(0, length)
         pairs = [
@@ -198,9 +194,7 @@ class KVCache(Cache):
         for layer, given in pairs:  # all allocations come before the first entry that is lost
             layer.lazy_initialization(given.keys, given.values)
         for layer, given in pairs:
-            layer.keys[row, :, :length] = given.keys[old, :, :length]
-            layer.values[row, :, :length] = given.values[old, :, :length]
-            given.release_row(old)
+            layer.take(row, given, old, length)
         self.lengths[row] = length
         source.lengths[old] = source._reaches[old] = 0
 
@@ -337,6 +331,11 @@ class KVLayer(CacheLayerMixin):
         """Give a row's memory back to the system. Its entries are zeros afterwards."""
         for whole in self._wholes:
             whole.release(row)
+
+    def take(self, row: int, source: KVLayer, other: int, length: int) -> None:
+        """Move the first `length` positions of a row of this or another layer to a row (`Buffer.take`)."""
+        for whole, given in zip(self._wholes, source._wholes, strict=True):
+            whole.take(row, given, other, length)
 
     def _allocated(self, keys: Tensor, values: Tensor, rows: int, positions: int) -> Buffers:
         """Return buffers for keys and values like these: one for both if they are of one size."""
