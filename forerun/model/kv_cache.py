@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from forerun.model.buffers import Buffer, new_buffer
+from forerun.sampling.threads import one_thread
 
 BLOCK = 256  # buffers hold a multiple of this many positions
 ROWS, POSITIONS = 64, 2**15  # for which addresses are reserved, if no context is known
@@ -411,7 +412,10 @@ def are_numbers(parts: Iterable[Tensor]) -> bool:
     # NaN or infinity in a sum persists. Sums of float16 leave its range, so sums are at least float32.
     # On a CPU they make a float32 copy of all that they sum, so they get a piece at a time.
     pieces = [piece for part in parts for piece in part.split(PIECE, -2)]
-    sums = [piece.sum(dtype=torch.float32 if piece.dtype == torch.float16 else None) for piece in pieces]
+    # One thread sums usual sizes, because torch's other threads would wait actively between the sums,
+    # on cores that others need: beside other work they take as much time as decoding.
+    with one_thread(max((piece.numel() for piece in pieces), default=0)):
+        sums = [piece.sum(dtype=torch.float32 if piece.dtype == torch.float16 else None) for piece in pieces]
     # A device map may spread layers.
     return not sums or bool(torch.stack([each.to(sums[0].device) for each in sums]).isfinite().all())
 
