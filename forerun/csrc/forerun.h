@@ -7,8 +7,9 @@
 #include <stdint.h>
 
 #define FORERUN_ABI 6
-#define FR_PANEL 8         /* outputs a panel */
-#define FR_SUPERBLOCK 256  /* inputs a record */
+#define FR_PANEL 16        /* outputs a panel */
+#define FR_SUPERBLOCK 256  /* inputs that fr_quantise counts by */
+#define FR_TOGETHER 8      /* rows whose records lie together */
 
 #ifdef __cplusplus
 extern "C" {
@@ -24,13 +25,17 @@ typedef struct {
     const uint8_t *panels; /* 64-byte aligned, fr_panel_bytes long */
 } fr_matrix;
 
-/* The inputs of 8 blocks of 32, quantised: q x scale approximates the input.  Input k = 32 l + 16 h + 4 p + b of 256 is byte 64 p + 32 h + 4 l + b.
-   [superblock][row]; if inputs are no multiple of 256, each remaining block of 32 has a record of its own, with the block in every lane. */
+/* 32 inputs of a row, quantised: q x scale approximates the input.  It fills a line of the cache.
+   Products of unsigned codes need corrections, because the weights are codes less 8, 16, 32 or 128.
+   Records lie as [rows by 8][block of 32 inputs][row of these 8], so that 8 rows are read in order. */
 typedef struct {
-    int8_t q[256];         /* within +-127 */
-    float scale[8];        /* of each block of 32 */
-    float sum[8];          /* scale x sum of q */
-    int16_t correction[32]; /* [h][l][b / 2]: -32 x sum of q, over p and two b */
+    int8_t q[32];        /* within +-127 */
+    float scale;
+    float sum;           /* scale x sum of q */
+    int32_t whole;       /* -128 x sum of q */
+    int32_t half[2];     /* -32 x sum of q, of the first 16 inputs and of the last */
+    int16_t pairs[2][2]; /* the same by halves and by (input / 2) % 2 */
+    int16_t both[2];     /* -8 x sum of q, by (input / 2) % 2 */
 } fr_record;
 
 int fr_abi(void);
@@ -67,7 +72,7 @@ void fr_quantise(const float *x, int rows, int stride, int inputs, void *records
 
 /* Computes out[row][output] for the outputs of panels [first, end).  Few-bit layouts read `records` only (x may be NULL), float layouts read x only (records
    may be NULL).  A row's result is the same bits whatever rows run beside it, however threads share the panels, and on each variant.
-   Panels: (outputs + 7) / 8. */
+   Panels: (outputs + FR_PANEL - 1) / FR_PANEL. */
 int fr_is_float(int layout);
 void fr_product(const fr_matrix *m, const float *x, int stride, const void *records, int rows, float *out, int out_stride, int first_panel,
                 int end_panel);

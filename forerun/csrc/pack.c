@@ -2,11 +2,12 @@
 #include "layouts.h"
 #include "vectors.h"
 
-#define X(format, bits, scales, scale_bytes, block, inputs, layout) {bits, scales, FR_UNIT_BYTES(bits, scale_bytes), block, inputs, layout},
+#define X(format, bits, scales, scale_bytes, group, block, inputs, layout) \
+    {bits, scales, FR_UNIT_BYTES(bits, scale_bytes), group, block, inputs, layout},
 const fr_layout fr_layouts[FR_FORMATS] = {FR_LAYOUTS(X)};
 #undef X
 
-/* 32 weights: codes, scales and minimums of each 16 (K formats), d and m as float16. */
+/* 32 weights: codes as panels hold them, scales and minimums of each 16 (K formats), d and m as float16. */
 typedef struct {
     uint8_t q[32], sc[2], mn[2];
     uint16_t d, m;
@@ -34,7 +35,7 @@ static void read_block(int format, const uint8_t *row, size_t b, block32 *out) {
         break;
     case FR_Q8_0:
         out->d = half_at(p);
-        memcpy(out->q, p + 2, 32);
+        for (int i = 0; i < 32; i++) out->q[i] = p[2 + i] ^ 0x80;
         break;
     case FR_Q4_K:
     case FR_Q5_K:
@@ -67,49 +68,66 @@ static void read_block(int format, const uint8_t *row, size_t b, block32 *out) {
     }
 }
 
-/* Put a block into lane l of a unit, or (`get`) read it. */
-static void lane(const fr_layout *l, uint8_t *unit, int lane, block32 *block, int get) {
-    uint32_t q[8], v; /* of vector t, this lane's four bytes */
-    uint8_t *at = unit + 4 * lane, *scales = unit + 32 * l->bits;
+/* Where a block is in a panel. */
+typedef struct {
+    uint8_t *codes, *scales, *group; /* of the block, and of its group */
+} place;
+
+static size_t panel_bytes(const fr_layout *l, size_t inputs) {
+    if (l->scales == FLOATS) return l->unit * inputs;
+    return l->unit * (inputs / 32) + l->group * (inputs / 256); /* layouts with a group's scales have whole groups */
+}
+
+static place block_place(const fr_layout *l, uint8_t *panel, size_t blocks, size_t block) {
+    size_t first = block / 8 * 8, count = blocks - first < 8 ? blocks - first : 8, code_bytes = 64 * (size_t)l->bits;
+    uint8_t *group = panel + l->unit * first + l->group * (block / 8), *scales = group + code_bytes * count;
+    return (place){group + code_bytes * (block % 8), scales + (l->unit - code_bytes) * (block % 8), group + l->unit * count};
+}
+
+/* Put a block's codes into lane `lane`, or (`get`) read them. A word has four codes, one a byte. */
+static void move_codes(int bits, uint8_t *codes, int lane, uint8_t values[32], int get) {
+    uint32_t q[8], v;
+    uint8_t *at = codes + 4 * lane;
+    memcpy(q, values, 32);
 #define MOVE(field, place, size) (get ? memcpy(field, place, size) : memcpy(place, field, size))
-    if (!get)
-        for (int t = 0; t < 8; t++) memcpy(&q[t], block->q + 16 * (t % 2) + 4 * (t / 2), 4);
-    if (l->bits == 8)
-        for (int t = 0; t < 8; t++) MOVE(&q[t], at + 32 * t, 4);
-    else
-        for (int t = 0; t < 4; t++) {
-            v = (q[t] & 0x0f0f0f0f) | (q[t + 4] & 0x0f0f0f0f) << 4;
-            MOVE(&v, at + 32 * t, 4);
-            if (get) q[t] = v & 0x0f0f0f0f, q[t + 4] = v >> 4 & 0x0f0f0f0f;
-        }
-    if (l->bits == 5) {
+    for (int t = 0; bits == 8 && t < 8; t++) MOVE(&q[t], at + 64 * t, 4);
+    for (int i = 0; bits < 8 && i < 4; i++) {
+        v = (q[2 * i] & 0x0f0f0f0f) | (q[2 * i + 1] & 0x0f0f0f0f) << 4;
+        MOVE(&v, at + 64 * i, 4);
+        if (!get) continue;
+        q[2 * i] = v & 0x0f0f0f0f;
+        q[2 * i + 1] = v >> 4 & 0x0f0f0f0f;
+    }
+    if (bits == 5) {
         v = 0;
         for (int t = 0; !get && t < 8; t++) v |= (q[t] >> 4 & 0x01010101) << t;
-        MOVE(&v, at + 128, 4);
+        MOVE(&v, at + 256, 4);
         for (int t = 0; get && t < 8; t++) q[t] |= (v >> t & 0x01010101) << 4;
     }
-    for (int h = 0; l->bits == 6 && h < 2; h++) {
+    for (int h = 0; bits == 6 && h < 2; h++) {
         v = 0;
-        for (int p = 0; !get && p < 4; p++) v |= (q[2 * p + h] >> 4 & 0x03030303) << 2 * p;
-        MOVE(&v, at + 128 + 32 * h, 4);
-        for (int p = 0; get && p < 4; p++) q[2 * p + h] |= (v >> 2 * p & 0x03030303) << 4;
+        for (int p = 0; !get && p < 4; p++) v |= (q[4 * h + p] >> 4 & 0x03030303) << 2 * p;
+        MOVE(&v, at + 256 + 64 * h, 4);
+        for (int p = 0; get && p < 4; p++) q[4 * h + p] |= (v >> 2 * p & 0x03030303) << 4;
     }
-    if (get)
-        for (int t = 0; t < 8; t++) memcpy(block->q + 16 * (t % 2) + 4 * (t / 2), &q[t], 4);
-    if (l->scales <= DM) {
-        MOVE(&block->d, scales + 2 * lane, 2);
-        if (l->scales == DM) MOVE(&block->m, scales + 16 + 2 * lane, 2);
-        return;
+    if (get) memcpy(values, q, 32);
+}
+
+static void move_scales(int scales, const place *at, int lane, block32 *block, int get) {
+    int has_own = scales == D || scales == DM, halves = scales == K ? 1 : 2, has_minimums = scales != D && scales != S;
+    uint8_t *halfs = has_own ? at->scales : at->group; /* float16 numbers */
+    MOVE(&block->d, halfs + 2 * lane, 2);
+    if (has_minimums) MOVE(&block->m, halfs + 32 + 2 * lane, 2);
+    for (int h = 0; !has_own && h < halves; h++) {
+        MOVE(&block->sc[h], at->scales + 16 * h + lane, 1);
+        if (has_minimums) MOVE(&block->mn[h], at->scales + 16 * (halves + h) + lane, 1);
     }
-    int halves = l->scales == K ? 1 : 2, minimums = l->scales != S;
-    for (int h = 0; h < halves; h++) {
-        MOVE(&block->sc[h], scales + 8 * h + lane, 1);
-        if (minimums) MOVE(&block->mn[h], scales + 8 * (halves + h) + lane, 1);
-    }
-    scales += 8 * halves * (1 + minimums);
-    MOVE(&block->d, scales, 2);
-    if (minimums) MOVE(&block->m, scales + 2, 2);
 #undef MOVE
+}
+
+static void move(const fr_layout *l, const place *at, int lane, block32 *block, int get) {
+    move_codes(l->bits, at->codes, lane, block->q, get);
+    move_scales(l->scales, at, lane, block, get);
 }
 
 static void block_values(const fr_layout *l, const block32 *block, float *values) {
@@ -117,7 +135,7 @@ static void block_values(const fr_layout *l, const block32 *block, float *values
     for (int i = 0; i < 32; i++) {
         int q = block->q[i], h = l->scales == K ? 0 : i / 16;
         switch (l->scales) {
-        case D: values[i] = d * (float)(l->bits == 8 ? (int8_t)q : q - (l->bits == 4 ? 8 : 16)); break;
+        case D: values[i] = d * (float)(q - (1 << (l->bits - 1))); break;
         case DM: values[i] = d * (float)q + m; break;
         case K: values[i] = d * (float)block->sc[h] * (float)q - m * (float)block->mn[h]; break;
         case S: values[i] = d * (float)(int8_t)block->sc[h] * (float)(q - 32); break;
@@ -133,38 +151,41 @@ static void float_values(const fr_layout *l, const uint8_t *p, float *values) { 
 size_t fr_panel_bytes(int format, int outputs, int inputs, int32_t *layout) {
     if (format < 0 || format >= FR_FORMATS || outputs < 1 || inputs < 1 || inputs % fr_layouts[format].inputs) return 0;
     const fr_layout *l = &fr_layouts[format];
-    size_t panels = ((size_t)outputs + 7) / 8, units = l->scales == FLOATS ? (size_t)inputs : (size_t)inputs / 32;
-    size_t bytes = fr_layouts[l->layout].unit * units;
+    size_t panels = ((size_t)outputs + FR_PANEL - 1) / FR_PANEL, bytes = panel_bytes(&fr_layouts[l->layout], (size_t)inputs);
     if (bytes > SIZE_MAX / panels) return 0;
     if (layout) *layout = l->layout;
     return bytes * panels;
 }
 
+/* One output's floats. */
+static void pack_floats(const uint8_t *from, size_t row, size_t size, uint8_t *panel, size_t output) {
+    for (size_t i = 0; i < row; i += 64 * size) {
+        size_t part = row - i < 64 * size ? row - i : 64 * size;
+        memcpy(panel + FR_PANEL * i + output * part, from + i, part);
+    }
+}
+
 int fr_pack(int format, const void *rows, size_t bytes, int outputs, int inputs, void *panels, int first_panel, int end_panel) {
     size_t all = fr_panel_bytes(format, outputs, inputs, NULL);
-    if (!all || !rows || !panels || first_panel < 0 || end_panel > (outputs - 1) / 8 + 1 || first_panel > end_panel) return -1;
+    int last_panel = (outputs - 1) / FR_PANEL;
+    if (!all || !rows || !panels || first_panel < 0 || end_panel > last_panel + 1 || first_panel > end_panel) return -1;
     const fr_layout *l = &fr_layouts[format], *to = &fr_layouts[l->layout];
-    size_t row = (size_t)inputs / l->inputs * l->block, panel_bytes = all / ((size_t)(outputs - 1) / 8 + 1);
+    size_t row = (size_t)inputs / l->inputs * l->block, own = all / ((size_t)last_panel + 1), blocks = (size_t)inputs / 32;
     if (bytes / row < (size_t)outputs) return -1;
     for (int panel = first_panel; panel < end_panel; panel++) {
-        uint8_t *at = (uint8_t *)panels + panel_bytes * (size_t)panel;
-        memset(at, 0, panel_bytes); /* outputs that the matrix lacks */
-        for (int o = 0; o < 8 && panel * 8 + o < outputs; o++) {
-            const uint8_t *from = (const uint8_t *)rows + row * ((size_t)panel * 8 + (size_t)o);
+        uint8_t *at = (uint8_t *)panels + own * (size_t)panel;
+        memset(at, 0, own); /* outputs that the matrix lacks */
+        for (int o = 0; o < FR_PANEL && panel * FR_PANEL + o < outputs; o++) {
+            const uint8_t *from = (const uint8_t *)rows + row * ((size_t)panel * FR_PANEL + (size_t)o);
             if (l->scales == FLOATS) {
-                size_t size = l->bits / 8, step = 64 * size;
-                for (size_t i = 0; i < row; i += step) {
-                    size_t part = row - i < step ? row - i : step;
-                    memcpy(at + 8 * i + (size_t)o * part, from + i, part);
-                }
+                pack_floats(from, row, l->bits / 8, at, (size_t)o);
                 continue;
             }
-            size_t blocks = (size_t)inputs / 32, whole = blocks & ~(size_t)7;
             for (size_t b = 0; b < blocks; b++) {
                 block32 block;
+                place there = block_place(to, at, blocks, b);
                 read_block(format, from, b, &block);
-                if (b < whole) lane(to, at + to->unit * (b / 8 * 8 + (size_t)o), (int)(b % 8), &block, 0);
-                else lane(to, at + to->unit * b, o, &block, 0);
+                move(to, &there, o, &block, 0);
             }
         }
     }
@@ -175,20 +196,20 @@ int fr_unpack(const fr_matrix *m, int output, float *values) {
     size_t all = fr_panel_bytes(m->layout, m->outputs, m->inputs, NULL);
     if (!all || output < 0 || output >= m->outputs) return -1;
     const fr_layout *l = &fr_layouts[m->layout];
-    size_t blocks = (size_t)m->inputs / 32, whole = blocks & ~(size_t)7, o = (size_t)output % 8;
-    const uint8_t *at = m->panels + all / ((size_t)(m->outputs - 1) / 8 + 1) * ((size_t)output / 8);
+    size_t blocks = (size_t)m->inputs / 32, o = (size_t)output % FR_PANEL;
+    const uint8_t *at = m->panels + panel_bytes(l, (size_t)m->inputs) * ((size_t)output / FR_PANEL);
     if (l->scales == FLOATS) {
         size_t size = l->bits / 8, inputs = (size_t)m->inputs;
         for (size_t i = 0; i < inputs; i += 8) {
             size_t first = i & ~(size_t)63, part = inputs - first < 64 ? inputs - first : 64;
-            float_values(l, at + size * (8 * first + o * part + i - first), values + i);
+            float_values(l, at + size * (FR_PANEL * first + o * part + i - first), values + i);
         }
         return 0;
     }
     for (size_t b = 0; b < blocks; b++) {
         block32 block = {0};
-        size_t unit = b < whole ? b / 8 * 8 + o : b;
-        lane(l, (uint8_t *)at + l->unit * unit, (int)(b < whole ? b % 8 : o), &block, 1);
+        place there = block_place(l, (uint8_t *)at, blocks, b);
+        move(l, &there, (int)o, &block, 1);
         block_values(l, &block, values + 32 * b);
     }
     return 0;

@@ -1,305 +1,413 @@
 /* Quantising inputs and products with panels, for one variant: variant_*.c sets FR_VARIANT and FR_ISA.
-   For each output f[lane] = fma(x sum, minimum, fma(float(sum of q code) x scale, weight's scale, f[lane])), superblock by superblock, and then the
-   lanes' sum (lanes8).  Integers are exact and the float part has one order, so variants and groups of rows give the same bits. */
+
+   A lane is an output: four inputs of a row are broadcast, and multiplied by four codes of each output.
+   For each output and row, with f = 0 at first, block of 32 inputs by block:
+
+     dot  = the sum of q x (code - 8, 16, 32 or 128), layouts with a minimum: of q x code.  Layouts with
+            scales of 16: (sum of the first 16) x sc[0] + (sum of the last 16) x sc[1].  An exact integer.
+     f    = fma(float(dot) x scale of the inputs, d or (d x sc), f)
+     then, if the layout has minimums, one of
+     f    = fma(sum of the inputs, m or (-m x mn), f)                           DM, K
+     f    = fma(float(half[0] x mn[0] + half[1] x mn[1]) x scale of the inputs, m / 32, f)   SM
+
+   f is the result.  Integers are exact, and floats have this order on every variant and beside any rows. */
 #include "layouts.h"
 #include "vectors.h"
 
-#define ROWS 32                  /* rows that a unit is unpacked for */
+#define ROWS 32                  /* rows that a panel is read for at once */
 #define NEAR_BYTES (384 * 1024)  /* records that stay in the L2 cache while panels pass */
 #define AHEAD 4096               /* bytes to prefetch ahead into the L1 cache, and FAR into the L2 cache: measured on Intel */
 #define FAR 16384
 #define VNNI (FR_ISA == FR_AVXVNNI || FR_ISA == FR_AVX512VNNI)
 #define WIDE (FR_ISA == FR_AVX512VNNI)
-#define STEP (WIDE ? 4 : 1)      /* units at once */
-#define SIGNED (FR_ISA == FR_PLAIN || FR_ISA == FR_NEON) /* how 6 and 8 bit codes are multiplied */
+#define AVX2_ONLY (FR_ISA == FR_AVX2)
+#define SIGNED (FR_ISA == FR_PLAIN || FR_ISA == FR_NEON) /* products are of two signed bytes */
+#define LANES (WIDE ? 16 : 8)
+#define PARTS (FR_PANEL / LANES) /* of a panel, one after the other */
+#define TILE (WIDE ? 8 : 4)      /* rows whose sums stay in registers */
 #define UNROLL _Pragma("GCC unroll 8")
 
-typedef uint8_t b32 __attribute__((vector_size(32)));
-typedef uint16_t h16 __attribute__((vector_size(32)));
-typedef struct { f8 lane[10]; } sums; /* of a row: 8 outputs, the remaining blocks, alignment */
+typedef uint8_t codes __attribute__((vector_size(4 * LANES)));
+typedef uint16_t words __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef float reals __attribute__((vector_size(4 * LANES)));
 
-FR_INLINE b32 bytes_at(const void *p) { b32 v; memcpy(&v, p, 32); return v; }
+FR_INLINE codes codes_at(const void *p) {
+    codes v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
 
-/* The codes of a unit in 8 vectors; unsigned if the instruction needs it. */
-FR_INLINE void unpack(int bits, const uint8_t *u, b32 w[8]) {
-    const h16 low = (h16){} + 0x0f0f, fifth = (h16){} + 0x1010, top = (h16){} + 0x3030;
+FR_INLINE reals reals_at(const float *p) {
+    reals v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+/* Four bytes in every lane. */
+FR_INLINE ints broadcast(const void *p) {
+    int32_t v;
+    memcpy(&v, p, 4);
+    return (ints){} + v;
+}
+
+FR_INLINE reals to_reals(ints v) { return __builtin_convertvector(v, reals); }
+
+#if WIDE
+FR_INLINE reals fused(reals a, reals b, reals c) {
+    return (reals)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+
+FR_INLINE ints unsigned_bytes(const uint8_t *p) {
+    return (ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+}
+
+FR_INLINE ints signed_bytes(const uint8_t *p) {
+    return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
+}
+
+FR_INLINE reals halfs(const uint8_t *p) {
+    return (reals)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+#else
+FR_INLINE reals fused(reals a, reals b, reals c) { return fma8(a, b, c); }
+
+#if defined(__AVX2__) /* compilers would convert byte by byte */
+FR_INLINE ints unsigned_bytes(const uint8_t *p) {
+    return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+}
+
+FR_INLINE ints signed_bytes(const uint8_t *p) {
+    return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
+}
+#else
+FR_INLINE ints unsigned_bytes(const uint8_t *p) {
+    ints v;
+    for (int i = 0; i < LANES; i++) v[i] = p[i];
+    return v;
+}
+
+FR_INLINE ints signed_bytes(const uint8_t *p) {
+    ints v;
+    for (int i = 0; i < LANES; i++) v[i] = (int8_t)p[i];
+    return v;
+}
+#endif
+
+FR_INLINE reals halfs(const uint8_t *p) { return float16s(p); }
+#endif
+
+/* What a weight's code is less. */
+FR_INLINE int offset(int bits, int scales) {
+    if (scales == D) return 1 << (bits - 1);
+    return bits == 6 ? 32 : 0;
+}
+
+FR_INLINE words shifted(words v, int left) { return left > 0 ? v << left : v >> -left; }
+
+/* The codes for inputs 4 t to 4 t + 3; signed weights if products are of signed bytes. */
+FR_INLINE codes unpacked(int bits, int scales, const uint8_t *block, int t) {
+    const words low = (words){} + 0x0f0f, fifth = (words){} + 0x1010, top = (words){} + 0x3030;
+    codes w;
     if (bits == 8) {
-        UNROLL for (int t = 0; t < 8; t++) w[t] = VNNI ? bytes_at(u + 32 * t) ^ 0x80 : bytes_at(u + 32 * t);
-        return;
+        w = codes_at(block + 64 * t);
+    } else {
+        words v = (words)codes_at(block + 64 * (t / 2));
+        w = (codes)((t % 2 ? v >> 4 : v) & low);
     }
-    UNROLL for (int i = 0; i < 4; i++) {
-        h16 v = (h16)bytes_at(u + 32 * i);
-        w[i] = (b32)(v & low), w[i + 4] = (b32)(v >> 4 & low);
-    }
-    if (bits == 5) {
-        h16 v = (h16)bytes_at(u + 128);
-        UNROLL for (int t = 0; t < 8; t++) w[t] |= (b32)((t < 4 ? v << (4 - t) : v >> (t - 4)) & fifth);
-    }
+    if (bits == 5) w |= (codes)(shifted((words)codes_at(block + 256), 4 - t) & fifth);
     if (bits == 6) {
-        UNROLL for (int t = 0; t < 8; t++) {
-            h16 v = (h16)bytes_at(u + 128 + 32 * (t % 2));
-            int p = t / 2;
-            w[t] |= (b32)((p < 2 ? v << (4 - 2 * p) : v >> (2 * p - 4)) & top);
-            if (SIGNED) w[t] -= 32;
-        }
+        words v = (words)codes_at(block + 256 + 64 * (t / 4));
+        w |= (codes)(shifted(v, 4 - 2 * (t % 4)) & top);
     }
+    return SIGNED || (AVX2_ONLY && bits == 8) ? w - (uint8_t)offset(bits, scales) : w;
 }
 
-/* Sums of pairs of int16, times one number, for corrections. */
-FR_INLINE i8 pairs(const int16_t *p, i8 by) {
-    i8 v;
-    memcpy(&v, p, 32);
-    return ((v << 16 >> 16) + (v >> 16)) * by;
+/* Sums of products with codes, not with weights, need a start: less offset x the sum of q. */
+FR_INLINE ints start(int bits, int scales, const fr_record *x, int half) {
+    if (SIGNED || !offset(bits, scales)) return (ints){};
+#if AVX2_ONLY /* sums of int16; shifts divide exactly */
+    if (bits == 8) return (ints){};
+    if (bits == 4) return broadcast(x->both);
+    ints pairs = broadcast(x->pairs[half]);
+    return bits == 5 ? (ints)_mm256_srai_epi16((__m256i)pairs, 1) : pairs;
+#else
+    if (bits == 6) return broadcast(&x->half[half]);
+    return broadcast(&x->whole) >> (bits == 4 ? 4 : bits == 5 ? 3 : 0);
+#endif
 }
 
-/* a + the products of four bytes a lane. */
-FR_INLINE i8 dot4(i8 a, b32 w, const int8_t *x) {
-#if FR_ISA == FR_AVX512VNNI
-    return (i8)_mm256_dpbusd_epi32((__m256i)a, (__m256i)w, (__m256i)bytes_at(x));
-#elif FR_ISA == FR_AVXVNNI
-    return (i8)_mm256_dpbusd_avx_epi32((__m256i)a, (__m256i)w, (__m256i)bytes_at(x));
+/* a + the products of four bytes a lane; AVX2 alone sums them in pairs of int16. */
+FR_INLINE ints add_products(int bits, ints a, codes w, const int8_t *q) {
+    ints x = broadcast(q);
+    (void)bits;
+#if WIDE
+    return (ints)_mm512_dpbusd_epi32((__m512i)a, (__m512i)w, (__m512i)x);
+#elif VNNI
+    return (ints)_mm256_dpbusd_avx_epi32((__m256i)a, (__m256i)w, (__m256i)x);
+#elif AVX2_ONLY
+    if (bits < 8) return (ints)_mm256_add_epi16((__m256i)a, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
+    /* signed codes: the sign goes over to the inputs, and two products of 128 x 127 are all that int16 holds */
+    __m256i turned = _mm256_sign_epi8((__m256i)x, (__m256i)w);
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w), turned);
+    return a + (ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #elif FR_ISA == FR_NEON
-    int8x16_t c[2];
+    int8x16_t c[2], b[2];
     int32x4_t s[2];
-    memcpy(c, &w, 32), memcpy(s, &a, 32);
-    s[0] = vdotq_s32(s[0], c[0], vld1q_s8(x)), s[1] = vdotq_s32(s[1], c[1], vld1q_s8(x + 16));
+    memcpy(c, &w, 32);
+    memcpy(b, &x, 32);
+    memcpy(s, &a, 32);
+    s[0] = vdotq_s32(s[0], c[0], b[0]);
+    s[1] = vdotq_s32(s[1], c[1], b[1]);
     memcpy(&a, s, 32);
     return a;
 #else /* plain C: signed bytes by pairs, as vectors of int16 can */
-    typedef int16_t s16 __attribute__((vector_size(32)));
-    s16 even = (s16)w << 8 >> 8, odd = (s16)w >> 8, v = (s16)bytes_at(x);
-    s16 p = even * (v << 8 >> 8), q = odd * (v >> 8);
-    return a + ((i8)p << 16 >> 16) + ((i8)p >> 16) + ((i8)q << 16 >> 16) + ((i8)q >> 16);
+    typedef int16_t shorts __attribute__((vector_size(4 * LANES)));
+    shorts even = ((shorts)w << 8 >> 8) * ((shorts)x << 8 >> 8);
+    shorts odd = ((shorts)w >> 8) * ((shorts)x >> 8);
+    return a + ((ints)even << 16 >> 16) + ((ints)even >> 16) + ((ints)odd << 16 >> 16) + ((ints)odd >> 16);
 #endif
 }
 
-#if FR_ISA == FR_AVX2
-FR_INLINE __m256i maddubs(b32 w, const int8_t *x) { return _mm256_maddubs_epi16((__m256i)w, (__m256i)bytes_at(x)); }
-FR_INLINE __m256i ones(void) { return _mm256_set1_epi16(1); }
-#endif
+/* Whether a block's halves are summed apart: each has its scale, or int16 would overflow.  Sixteen
+   products of 4 bits and 7 fill it (15 x 127 x 16 = 30480), and eight of 5 bits, or of 6 less 32. */
+FR_INLINE int is_halved(int bits) { return bits == 6 || (AVX2_ONLY && bits == 5); }
 
-/* The sums of 32 products a lane; sc: the scales of 16 (6 bits only). */
-FR_INLINE i8 dot(int bits, const b32 w[8], const fr_record *x, const i8 sc[2]) {
-#if FR_ISA == FR_AVX2 /* int16 sums hold: 8 pairs of 4 bits, 4 of 5, 4 of 6 after correction, 1 of 8 */
-    __m256i a[2], total = _mm256_setzero_si256();
-    if (bits == 8) {
-        UNROLL for (int t = 0; t < 8; t++) {
-            __m256i signs = _mm256_sign_epi8((__m256i)bytes_at(x->q + 32 * t), (__m256i)w[t]);
-            __m256i m = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w[t]), signs);
-            total = _mm256_add_epi32(total, _mm256_madd_epi16(m, ones()));
-        }
-        return (i8)total;
+/* The block's dot as floats, from its sums. */
+FR_INLINE reals dot(int bits, const ints sum[2], const ints sc[2]) {
+#if AVX2_ONLY
+    if (bits == 8) return to_reals(sum[0]);
+    const ints ones = (ints){} + 0x10001;
+    ints total = {};
+    for (int h = 0; h < (is_halved(bits) ? 2 : 1); h++) {
+        ints by = bits == 6 ? (sc[h] & 0xffff) | sc[h] << 16 : ones; /* for both pairs of a lane */
+        total += (ints)_mm256_madd_epi16((__m256i)sum[h], (__m256i)by);
     }
-    UNROLL for (int h = 0; h < 2; h++) {
-        a[h] = maddubs(w[h], x->q + 32 * h);
-        if (bits == 6) a[h] = _mm256_add_epi16(a[h], (__m256i)bytes_at(x->correction + 16 * h));
-        UNROLL for (int p = 1; p < 4; p++) a[h] = _mm256_add_epi16(a[h], maddubs(w[2 * p + h], x->q + 64 * p + 32 * h));
-    }
-    if (bits == 4) return (i8)_mm256_madd_epi16(_mm256_add_epi16(a[0], a[1]), ones());
-    if (bits == 5) return (i8)_mm256_add_epi32(_mm256_madd_epi16(a[0], ones()), _mm256_madd_epi16(a[1], ones()));
-    return (i8)_mm256_add_epi32(_mm256_madd_epi16(a[0], (__m256i)sc[0]), _mm256_madd_epi16(a[1], (__m256i)sc[1]));
+    return to_reals(total);
+#elif WIDE /* below 2^24 for 6 bits, so floats are exact, in fewer steps */
+    if (bits != 6) return to_reals(sum[0]);
+    return fused(to_reals(sum[1]), to_reals(sc[1]), to_reals(sum[0]) * to_reals(sc[0]));
 #else
-    i8 a[2] = {{0}, {0}};
-    UNROLL for (int h = 0; h < 2; h++) {
-        if (!SIGNED && bits == 6) a[h] = pairs(x->correction + 16 * h, (i8){} + 1);
-        if (!SIGNED && bits == 8) a[h] = pairs(x->correction + 16 * h, (i8){} + 4);
-        UNROLL for (int p = 0; p < 4; p++) a[h] = dot4(a[h], w[2 * p + h], x->q + 64 * p + 32 * h);
-    }
-    return bits == 6 ? a[0] * sc[0] + a[1] * sc[1] : a[0] + a[1];
-#endif
-}
-
-FR_INLINE i8 bytes8(const uint8_t *p, int is_signed) { /* compilers would convert byte by byte here */
-#if defined(__AVX2__)
-    __m128i v = _mm_loadl_epi64((const __m128i *)p);
-    return is_signed ? (i8)_mm256_cvtepi8_epi32(v) : (i8)_mm256_cvtepu8_epi32(v);
-#else
-    i8 v;
-    for (int i = 0; i < 8; i++) v[i] = is_signed ? (int8_t)p[i] : p[i];
-    return v;
+    return to_reals(bits == 6 ? sum[0] * sc[0] + sum[1] * sc[1] : sum[0]);
 #endif
 }
 
 typedef struct {
-    f8 d, m;        /* of weights and minimums, a lane each */
-    i8 sc[2], mn[2]; /* of 16 weights (S, SM) */
-} scales32;
+    reals d, m;
+    ints sc[2], mn[2]; /* S, SM: of 16 weights */
+} block_scales;
 
-FR_INLINE void unpack_scales(int bits, int scales, const uint8_t *p, scales32 *s) {
-    if (scales == D || scales == DM) {
-        s->d = float16s(p);
-        s->m = scales == DM ? float16s(p + 16) : s->d * (bits == 4 ? -8.0f : -16.0f);
-        return;
-    }
-    uint32_t both = 0; /* d, and m above it */
-    memcpy(&both, p + (scales == SM ? 32 : 16), scales == S ? 2 : 4);
-#if defined(__F16C__)
-    __m128 halves = _mm_cvtph_ps(_mm_cvtsi32_si128((int)both));
-    f8 d = (f8)_mm256_broadcastss_ps(halves), m = (f8)_mm256_broadcastss_ps(_mm_movehdup_ps(halves));
-#else
-    f8 d = splat8(float16((uint16_t)both)), m = splat8(float16((uint16_t)(both >> 16)));
-#endif
+FR_INLINE block_scales read_scales(int scales, const uint8_t *block, reals d, reals m) {
+    block_scales s = {.d = d, .m = m};
+    if (scales == D || scales == DM) s.d = halfs(block);
+    if (scales == DM) s.m = halfs(block + 32);
     if (scales == K) {
-        s->d = floats8(bytes8(p, 0)) * d, s->m = floats8(bytes8(p + 8, 0)) * -m;
-        return;
+        s.d = to_reals(unsigned_bytes(block)) * d;
+        s.m = to_reals(unsigned_bytes(block + 16)) * m;
     }
-    s->d = d, s->m = m * 0x1p-5f;
-    UNROLL for (int h = 0; h < 2; h++) {
-        s->sc[h] = bytes8(p + 8 * h, 1);
-        if (FR_ISA == FR_AVX2) s->sc[h] = (s->sc[h] & 0xffff) | s->sc[h] << 16; /* for both pairs of a lane */
-        if (scales == SM) s->mn[h] = bytes8(p + 16 + 8 * h, 0);
+    for (int h = 0; (scales == S || scales == SM) && h < 2; h++) {
+        s.sc[h] = signed_bytes(block + 16 * h);
+        if (scales == SM) s.mn[h] = unsigned_bytes(block + 32 + 16 * h);
     }
+    return s;
 }
 
-FR_INLINE i8 minimums(const scales32 *s, const fr_record *x) { return pairs(x->correction, s->mn[0]) + pairs(x->correction + 16, s->mn[1]); }
-
-FR_INLINE f8 add_row(int bits, int scales, const b32 w[8], const scales32 *s, const fr_record *x, f8 f) {
-    f8 scale = load8(x->scale);
-    f = fma8(floats8(dot(bits, w, x, s->sc)) * scale, s->d, f);
-    if (scales == SM) return fma8(floats8(minimums(s, x)) * scale, s->m, f);
-    return bits == 4 || bits == 5 ? fma8(load8(x->sum), s->m, f) : f;
+FR_INLINE reals add_block(int bits, int scales, const ints sum[2], const block_scales *s, const fr_record *x, reals f) {
+    reals scale = (reals)broadcast(&x->scale);
+    f = fused(dot(bits, sum, s->sc) * scale, s->d, f);
+    if (scales == K || scales == DM) f = fused((reals)broadcast(&x->sum), s->m, f);
+    if (scales == SM) { /* below 2^24 as well */
+        reals least = to_reals(broadcast(&x->half[0])) * to_reals(s->mn[0]);
+        least = fused(to_reals(broadcast(&x->half[1])), to_reals(s->mn[1]), least);
+        f = fused(least * scale, s->m, f);
+    }
+    return f;
 }
 
-#if WIDE /* four outputs at once, two in a register: 16 lanes that come out as two times 8 would */
-FR_INLINE __m512i twice(const void *p) { return _mm512_broadcast_i64x4((__m256i)bytes_at(p)); }
+/* Layout of few bits, and the places of a group of blocks. */
+typedef struct {
+    int bits, scales;
+    size_t scale_bytes, group_bytes; /* of a block's scales and of the group's */
+} shape;
 
-/* The codes of two outputs side by side. */
-FR_INLINE void unpack_wide(int bits, const uint8_t *one, const uint8_t *two, __m512i w[8]) {
-    __m512i v[8];
-    UNROLL for (int i = 0; i < bits; i++) v[i] = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)bytes_at(one + 32 * i)), (__m256i)bytes_at(two + 32 * i), 1);
-    if (bits == 8) {
-        UNROLL for (int t = 0; t < 8; t++) w[t] = _mm512_xor_si512(v[t], _mm512_set1_epi8(-128));
-        return;
-    }
-    UNROLL for (int t = 0; t < 8; t++) {
-        w[t] = _mm512_and_si512(t < 4 ? v[t] : _mm512_srli_epi16(v[t - 4], 4), _mm512_set1_epi8(15));
-        if (bits == 4) continue;
-        __m512i high = v[bits == 5 ? 4 : 4 + t % 2];
-        int by = bits == 5 ? 4 - t : 4 - t / 2 * 2;
-        high = by > 0 ? _mm512_slli_epi16(high, by) : _mm512_srli_epi16(high, -by);
-        w[t] = _mm512_or_si512(w[t], _mm512_and_si512(high, _mm512_set1_epi8(bits == 5 ? 16 : 48)));
-    }
-}
+FR_INLINE size_t unit_bytes(shape l) { return 64 * (size_t)l.bits + l.scale_bytes; }
 
-FR_INLINE __m512 wide(f8 a, f8 b) { return _mm512_insertf32x8(_mm512_castps256_ps512((__m256)a), (__m256)b, 1); }
-
-FR_INLINE void group(int bits, int scales, size_t unit, const uint8_t *u, const fr_record *x, int n, sums *f, int o) {
-    __m512i w[STEP / 2][8];
-    __m512 d[STEP / 2], m[STEP / 2], sc[STEP / 2][2];
-    scales32 s[STEP];
-    UNROLL for (int i = 0; i < STEP; i++) unpack_scales(bits, scales, u + unit * (size_t)i + 32 * bits, &s[i]);
-    UNROLL for (int i = 0; i < STEP / 2; i++) {
-        unpack_wide(bits, u + unit * (size_t)(2 * i), u + unit * (size_t)(2 * i + 1), w[i]);
-        d[i] = wide(s[2 * i].d, s[2 * i + 1].d), m[i] = wide(s[2 * i].m, s[2 * i + 1].m);
-        UNROLL for (int h = 0; bits == 6 && h < 2; h++) sc[i][h] = wide(floats8(s[2 * i].sc[h]), floats8(s[2 * i + 1].sc[h]));
-    }
-    for (int r = 0; r < n; r++, x++) {
-        __m512i a[STEP / 2][2], start[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
-        __m512 at, v, scale = _mm512_castsi512_ps(twice(x->scale)), sum = _mm512_castsi512_ps(twice(x->sum));
-        UNROLL for (int h = 0; h < 2; h++)
-            if (bits == 6 || bits == 8) start[h] = _mm512_madd_epi16(twice(x->correction + 16 * h), _mm512_set1_epi16(bits == 6 ? 1 : 4));
-        UNROLL for (int t = 0; t < 8; t++)
-            UNROLL for (int i = 0; i < STEP / 2; i++)
-                a[i][t % 2] = _mm512_dpbusd_epi32(t < 2 ? start[t] : a[i][t % 2], w[i][t], twice(x->q + 32 * t));
-        UNROLL for (int i = 0; i < STEP / 2; i++) {
-            if (bits == 6) { /* what dot has: both products and their sum are below 2^24, so floats are exact, in fewer steps */
-                v = _mm512_mul_ps(_mm512_cvtepi32_ps(a[i][0]), sc[i][0]);
-                v = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a[i][1]), sc[i][1], v);
-            } else v = _mm512_cvtepi32_ps(_mm512_add_epi32(a[i][0], a[i][1]));
-            v = _mm512_mul_ps(v, scale);
-            at = _mm512_fmadd_ps(v, d[i], _mm512_load_ps(&f[r].lane[o + 2 * i]));
-            if (bits == 4 || bits == 5) at = _mm512_fmadd_ps(sum, m[i], at);
-            if (scales == SM) {
-                v = wide(floats8(minimums(&s[2 * i], x)), floats8(minimums(&s[2 * i + 1], x)));
-                at = _mm512_fmadd_ps(_mm512_mul_ps(v, scale), m[i], at);
-            }
-            _mm512_store_ps(&f[r].lane[o + 2 * i], at);
-        }
-    }
-}
-#endif
-
-FR_INLINE void one(int bits, int scales, const uint8_t *u, const fr_record *x, int n, sums *f, int o) {
-    b32 w[8];
-    scales32 s;
-    unpack(bits, u, w);
-    unpack_scales(bits, scales, u + 32 * bits, &s);
-    for (int r = 0; r < n; r++) f[r].lane[o] = add_row(bits, scales, w, &s, x + r, f[r].lane[o]);
-}
-
+/* Prefetches are spread evenly over blocks, because bursts of them wait for each other. */
 FR_INLINE void prefetch(const uint8_t *from, size_t bytes) {
-    UNROLL for (size_t i = 0; i < bytes; i += 64) {
+    UNROLL
+    for (size_t i = 0; i < bytes; i += 64) {
         __builtin_prefetch(from + AHEAD + i);
         __builtin_prefetch(from + FAR + i, 0, 2);
     }
 }
 
-/* One panel for n rows; x: records of the first row, `rows` of them from superblock to superblock. */
-FR_INLINE void panel(int bits, int scales, size_t unit, const uint8_t *u, int inputs, const fr_record *x, int rows, int n, sums *f) {
-    for (int s = 0; s < inputs / 256; s++, x += rows)
-        for (int o = 0; o < 8; o += STEP, u += unit * STEP) {
-            prefetch(u, unit * STEP);
-#if WIDE
-            group(bits, scales, unit, u, x, n, f, o);
-#else
-            one(bits, scales, u, x, n, f, o);
-#endif
+/* One part of a group of `count` blocks times n rows, a constant so that f stays in registers.  `near`: codes
+   of the part that are unpacked already, or null.  x: the first row's record, `stride` of them a block. */
+FR_INLINE void tile(shape l, int n, const uint8_t *group, int count, int part, const codes *near, const fr_record *x,
+                    int stride, float (*sums)[FR_PANEL]) {
+    const uint8_t *scales = group + 64 * (size_t)(l.bits * count), *whole = group + unit_bytes(l) * (size_t)count;
+    reals f[TILE], d = {}, m = {};
+    int first = LANES * part;
+    if (l.group_bytes) d = halfs(whole + 2 * first);
+    if (l.scales == K) m = -halfs(whole + 32 + 2 * first);
+    if (l.scales == SM) m = halfs(whole + 32 + 2 * first) * 0x1p-5f;
+    UNROLL
+    for (int r = 0; r < n; r++) f[r] = reals_at(sums[r] + first);
+    for (int b = 0; b < count; b++, x += stride) {
+        const uint8_t *block = group + 64 * (size_t)(l.bits * b) + 4 * first;
+        const uint8_t *at = scales + l.scale_bytes * (size_t)b;
+        size_t share = (unit_bytes(l) + l.group_bytes / 8) / PARTS;
+        ints sum[TILE][2];
+        if (!near) prefetch(group + share * (size_t)(count * part + b), share);
+        block_scales s = read_scales(l.scales, at + (l.scales == D || l.scales == DM ? 2 : 1) * first, d, m);
+        UNROLL
+        for (int t = 0; t < 8; t++) {
+            int half = is_halved(l.bits) ? t / 4 : 0;
+            codes w = near ? near[8 * b + t] : unpacked(l.bits, l.scales, block, t);
+            UNROLL
+            for (int r = 0; r < n; r++) {
+                ints before = t == 4 * half ? start(l.bits, l.scales, x + r, half) : sum[r][half];
+                sum[r][half] = add_products(l.bits, before, w, x[r].q + 4 * t);
+            }
         }
-    if (scales == D || scales == DM) /* other formats have whole superblocks */
-        for (int b = 0; b < inputs / 32 % 8; b++, u += unit, x += rows) {
-            prefetch(u, unit);
-            one(bits, scales, u, x, n, f, 8);
-        }
+        UNROLL
+        for (int r = 0; r < n; r++) f[r] = add_block(l.bits, l.scales, sum[r], &s, x + r, f[r]);
+    }
+    UNROLL
+    for (int r = 0; r < n; r++) memcpy(sums[r] + first, &f[r], sizeof f[r]);
 }
 
-#define X(format, bits, scales, scale_bytes, block, inputs_, layout)                                                          \
-    static void panel_##format(const uint8_t *u, int inputs, const fr_record *x, int rows, int n, sums *f) {                  \
-        if (scales != FLOATS) panel(bits, scales, FR_UNIT_BYTES(bits, scale_bytes), u, inputs, x, rows, n, f);                \
+/* All of a panel times n rows. */
+FR_INLINE void few_rows(shape l, int n, const uint8_t *panel, int blocks, const fr_record *x, int stride,
+                        float (*sums)[FR_PANEL]) {
+    for (; blocks > 0; blocks -= 8, x += 8 * (size_t)stride) {
+        int count = blocks < 8 ? blocks : 8;
+        for (int part = 0; part < PARTS; part++) tile(l, n, panel, count, part, 0, x, stride, sums);
+        panel += 8 * unit_bytes(l) + l.group_bytes;
+    }
+}
+
+typedef struct {
+    const fr_record *all;
+    int rows, blocks;
+} records;
+
+FR_INLINE int stride_of(const records *x, int row) {
+    int left = x->rows - row / FR_TOGETHER * FR_TOGETHER;
+    return left < FR_TOGETHER ? left : FR_TOGETHER;
+}
+
+FR_INLINE const fr_record *record_of(const records *x, int row, int block) {
+    size_t before = (size_t)(row / FR_TOGETHER * FR_TOGETHER) * (size_t)x->blocks;
+    return x->all + before + (size_t)(stride_of(x, row) * block + row % FR_TOGETHER);
+}
+
+/* All of a panel times n rows, a multiple of TILE: a group is unpacked once for all of them. */
+FR_INLINE void many_rows(shape l, const uint8_t *panel, const records *x, int row, int n, float (*sums)[FR_PANEL]) {
+    codes near[PARTS][64];
+    for (int first = 0; first < x->blocks; first += 8) {
+        int count = x->blocks - first < 8 ? x->blocks - first : 8;
+        for (int b = 0; b < count; b++) {
+            const uint8_t *block = panel + 64 * (size_t)(l.bits * b);
+            prefetch(panel + unit_bytes(l) * (size_t)b, unit_bytes(l));
+            UNROLL
+            for (int t = 0; t < 8; t++)
+                for (int part = 0; part < PARTS; part++)
+                    near[part][8 * b + t] = unpacked(l.bits, l.scales, block + 4 * LANES * part, t);
+        }
+        for (int r = 0; r < n; r += TILE)
+            for (int part = 0; part < PARTS; part++)
+                tile(l, TILE, panel, count, part, near[part], record_of(x, row + r, first), stride_of(x, row + r), sums + r);
+        panel += 8 * unit_bytes(l) + l.group_bytes;
+    }
+}
+
+/* A panel times n rows from `row` on; the number of rows is a constant in each case. */
+FR_INLINE void few_bits(shape l, const uint8_t *panel, const records *x, int row, int n, float (*sums)[FR_PANEL]) {
+    int done = n < 2 * TILE ? 0 : n / TILE * TILE;
+    if (done) many_rows(l, panel, x, row, done, sums);
+    for (; done < n; done += TILE) {
+        const fr_record *first = record_of(x, row + done, 0);
+        int stride = stride_of(x, row + done);
+#define CASE(rows) case rows: few_rows(l, rows, panel, x->blocks, first, stride, sums + done); break;
+        switch (n - done < TILE ? n - done : TILE) {
+            CASE(1) CASE(2) CASE(3) CASE(4)
+#if WIDE
+            CASE(5) CASE(6) CASE(7) CASE(8)
+#endif
+        }
+#undef CASE
+    }
+}
+
+#define X(format, bits, scales, scale_bytes, group, block, inputs, layout)                                             \
+    static void panel_##format(const uint8_t *panel, const records *x, int row, int n, float (*sums)[FR_PANEL]) {      \
+        if (scales != FLOATS) few_bits((shape){bits, scales, scale_bytes, group}, panel, x, row, n, sums);             \
     }
 FR_LAYOUTS(X)
 #undef X
-#define X(format, bits, scales, scale_bytes, block, inputs, layout) panel_##format,
-static void (*const panels[])(const uint8_t *, int, const fr_record *, int, int, sums *) = {FR_LAYOUTS(X)};
+#define X(format, bits, scales, scale_bytes, group, block, inputs, layout) panel_##format,
+static void (*const panels[])(const uint8_t *, const records *, int, int, float (*)[FR_PANEL]) = {FR_LAYOUTS(X)};
 #undef X
+
+/* Floats: 8 partial sums an output, whose order lanes8 is. */
+typedef struct {
+    f8 of[FR_PANEL];
+} partials;
 
 FR_INLINE f8 float_weights(int layout, const uint8_t *p, int i) {
     if (layout == FR_F32) return load8((const float *)(const void *)p + 8 * i);
     return layout == FR_F16 ? float16s(p + 16 * i) : bfloat16s(p + 16 * i);
 }
 
-/* 8 inputs `count` times, a constant so that weights stay in registers, of one output. */
-FR_INLINE void add_floats(int layout, int count, const uint8_t *p, const float *x, int stride, int n, sums *f, int o) {
+/* 8 inputs `count` times, a constant so that weights stay in registers, of output o. */
+FR_INLINE void add_floats(int layout, int count, const uint8_t *p, const float *x, int stride, int n, partials *f, int o) {
     f8 w[8];
-    UNROLL for (int i = 0; i < count; i++) w[i] = float_weights(layout, p, i);
+    UNROLL
+    for (int i = 0; i < count; i++) w[i] = float_weights(layout, p, i);
     for (int r = 0; r < n; r++, x += stride) {
-        f8 sum = f[r].lane[o];
-        UNROLL for (int i = 0; i < count; i++) sum = fma8(load8(x + 8 * i), w[i], sum);
-        f[r].lane[o] = sum;
+        f8 sum = f[r].of[o];
+        UNROLL
+        for (int i = 0; i < count; i++) sum = fma8(load8(x + 8 * i), w[i], sum);
+        f[r].of[o] = sum;
     }
 }
 
 #if WIDE /* 64 inputs of four outputs, two in a register */
-FR_INLINE void add_wide_floats(int layout, int size, const uint8_t *p, const float *x, int stride, int n, sums *f, int o) {
+#define STEP 4
+FR_INLINE __m512 side_by_side(f8 a, f8 b) {
+    return _mm512_insertf32x8(_mm512_castps256_ps512((__m256)a), (__m256)b, 1);
+}
+
+FR_INLINE void add_wide_floats(int layout, int size, const uint8_t *p, const float *x, int stride, int n, partials *f, int o) {
     __m512 w[2][8];
-    UNROLL for (int i = 0; i < 8; i++)
-        UNROLL for (int j = 0; j < 2; j++)
-            w[j][i] = wide(float_weights(layout, p + 128 * size * j, i), float_weights(layout, p + 128 * size * j + 64 * size, i));
-    for (int r = 0; r < n; r++, x += stride) {
-        float *to = (float *)&f[r].lane[o];
-        __m512 one = _mm512_load_ps(to), two = _mm512_load_ps(to + 16);
-        UNROLL for (int i = 0; i < 8; i++) {
-            __m512 at = _mm512_broadcast_f32x8((__m256)load8(x + 8 * i));
-            one = _mm512_fmadd_ps(at, w[0][i], one), two = _mm512_fmadd_ps(at, w[1][i], two);
+    UNROLL
+    for (int i = 0; i < 8; i++)
+        for (int j = 0; j < 2; j++) {
+            const uint8_t *at = p + 128 * size * j;
+            w[j][i] = side_by_side(float_weights(layout, at, i), float_weights(layout, at + 64 * size, i));
         }
-        _mm512_store_ps(to, one), _mm512_store_ps(to + 16, two);
+    for (int r = 0; r < n; r++, x += stride) {
+        float *to = (float *)&f[r].of[o];
+        __m512 one = _mm512_load_ps(to), two = _mm512_load_ps(to + 16);
+        UNROLL
+        for (int i = 0; i < 8; i++) {
+            __m512 at = _mm512_broadcast_f32x8((__m256)load8(x + 8 * i));
+            one = _mm512_fmadd_ps(at, w[0][i], one);
+            two = _mm512_fmadd_ps(at, w[1][i], two);
+        }
+        _mm512_store_ps(to, one);
+        _mm512_store_ps(to + 16, two);
     }
 }
+#else
+#define STEP 1
 #endif
 
-FR_INLINE void floats(int layout, int size, const uint8_t *p, int inputs, const float *x, int stride, int n, sums *f) {
+FR_INLINE void add_panel(int layout, int size, const uint8_t *p, int inputs, const float *x, int stride, int n, partials *f) {
     int left = inputs % 64 / 8;
     for (int first = 0; first + 64 <= inputs; first += 64, x += 64)
-        for (int o = 0; o < 8; o += STEP, p += 64 * size * STEP) {
+        for (int o = 0; o < FR_PANEL; o += STEP, p += 64 * size * STEP) {
             prefetch(p, (size_t)(64 * size * STEP));
 #if WIDE
             add_wide_floats(layout, size, p, x, stride, n, f, o);
@@ -307,46 +415,42 @@ FR_INLINE void floats(int layout, int size, const uint8_t *p, int inputs, const 
             add_floats(layout, 8, p, x, stride, n, f, o);
 #endif
         }
-    for (int o = 0; o < 8; o++)
+    for (int o = 0; o < FR_PANEL; o++)
         for (int i = 0; i < left; i++, p += 8 * size) add_floats(layout, 1, p, x + 8 * i, stride, n, f, o);
 }
 
-/* lanes8 of 8 outputs at once, with shuffles that stay in halves. */
-FR_INLINE f8 pairs8(f8 a, f8 b) {
-    return __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
-}
-FR_INLINE f8 totals(const f8 f[8]) {
-    f8 a = pairs8(pairs8(f[0], f[1]), pairs8(f[2], f[3])), b = pairs8(pairs8(f[4], f[5]), pairs8(f[6], f[7]));
-    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+FR_INLINE void floats(int layout, const uint8_t *panel, int inputs, const float *x, int stride, int n, float (*sums)[FR_PANEL]) {
+    _Alignas(64) partials f[ROWS];
+    memset(f, 0, sizeof *f * (size_t)n);
+    if (layout == FR_F32) add_panel(FR_F32, 4, panel, inputs, x, stride, n, f);
+    else if (layout == FR_F16) add_panel(FR_F16, 2, panel, inputs, x, stride, n, f);
+    else add_panel(FR_BF16, 2, panel, inputs, x, stride, n, f);
+    for (int r = 0; r < n; r++)
+        for (int o = 0; o < FR_PANEL; o += 8) store8(sums[r] + o, totals(f[r].of + o));
 }
 
-static void FR_NAME(product)(const fr_matrix *m, const float *x, int stride, const void *records, int rows, float *out, int out_stride,
-                             int first_panel, int end_panel) {
-    _Alignas(64) sums f[ROWS];
-    memset(f, 0, sizeof *f * (size_t)(rows < ROWS ? rows : ROWS));
+static void FR_NAME(product)(const fr_matrix *m, const float *x, int stride, const void *from, int rows, float *out,
+                             int out_stride, int first_panel, int end_panel) {
+    _Alignas(64) float sums[ROWS][FR_PANEL];
     const fr_layout *l = &fr_layouts[m->layout];
-    int is_float = l->scales == FLOATS, inputs = m->inputs, left = !is_float && inputs % 256;
-    size_t bytes = (size_t)l->unit * (size_t)(is_float ? inputs : inputs / 32), row_bytes = is_float ? 4 * (size_t)inputs : fr_record_bytes(inputs, 1);
+    int is_float = l->scales == FLOATS, inputs = m->inputs, blocks = inputs / 32;
+    size_t bytes = is_float ? (size_t)l->unit * (size_t)inputs : (size_t)l->unit * (size_t)blocks + (size_t)l->group * (size_t)(blocks / 8);
+    size_t row_bytes = is_float ? 4 * (size_t)inputs : fr_record_bytes(inputs, 1);
+    records quantised = {from, rows, blocks};
     int near = (int)(NEAR_BYTES / row_bytes) / ROWS * ROWS;
     if (near < ROWS) near = ROWS;
     for (int first = 0; first < rows; first += near)
         for (int p = first_panel; p < end_panel; p++) {
-            const uint8_t *u = m->panels + bytes * (size_t)p;
-            int count = m->outputs - 8 * p < 8 ? m->outputs - 8 * p : 8;
+            const uint8_t *panel = m->panels + bytes * (size_t)p;
+            int count = m->outputs - FR_PANEL * p < FR_PANEL ? m->outputs - FR_PANEL * p : FR_PANEL;
             for (int r = first; r < rows && r < first + near; r += ROWS) {
                 int n = rows - r < ROWS ? rows - r : ROWS;
-                const float *at = is_float ? x + (size_t)stride * (size_t)r : x;
-                if (m->layout == FR_F32) floats(FR_F32, 4, u, inputs, at, stride, n, f);
-                else if (m->layout == FR_F16) floats(FR_F16, 2, u, inputs, at, stride, n, f);
-                else if (m->layout == FR_BF16) floats(FR_BF16, 2, u, inputs, at, stride, n, f);
-                else panels[m->layout](u, inputs, (const fr_record *)records + r, rows, n, f);
+                memset(sums, 0, sizeof *sums * (size_t)n);
+                if (is_float) floats(m->layout, panel, inputs, x + (size_t)stride * (size_t)r, stride, n, sums);
+                else panels[m->layout](panel, &quantised, r, n, sums);
                 for (int i = 0; i < n; i++) {
-                    f8 total = totals(f[i].lane);
-                    if (left) total += f[i].lane[8];
-                    _Pragma("GCC unroll 10") for (int o = 0; o < 10; o++) f[i].lane[o] = (f8){0}; /* for the next panel */
-                    float *to = out + (size_t)out_stride * (size_t)(r + i) + 8 * (size_t)p;
-                    if (count == 8) store8(to, total);
-                    else memcpy(to, &total, 4 * (size_t)count);
+                    float *to = out + (size_t)out_stride * (size_t)(r + i) + FR_PANEL * (size_t)p;
+                    memcpy(to, sums[i], 4 * (size_t)count);
                 }
             }
         }
@@ -361,54 +465,68 @@ FR_INLINE i8 larger(i8 a, i8 b) {
 #endif
 }
 
-/* 32 inputs into lane l of a record, or of several.  Not finite: the scale is NaN.  So small that 127 / largest is none: zeros. */
-FR_INLINE void quantise32(const float *x, fr_record *to, int l, int lanes) {
+/* The numbers of a record that its q give: sums of q by halves and by (input / 2) % 2. */
+FR_INLINE void add_sums(const int16_t sums[4], fr_record *to) {
+    int first = sums[0] + sums[1], last = sums[2] + sums[3];
+    to->sum = to->scale * (float)(first + last);
+    to->whole = -128 * (first + last);
+    to->half[0] = -32 * first;
+    to->half[1] = -32 * last;
+    for (int i = 0; i < 4; i++) to->pairs[i / 2][i % 2] = (int16_t)(-32 * sums[i]);
+    for (int i = 0; i < 2; i++) to->both[i] = (int16_t)(-8 * (sums[i] + sums[i + 2]));
+}
+
+/* Not finite: the scale is NaN.  So small that 127 / largest is none: zeros. */
+FR_INLINE void quantise32(const float *x, fr_record *to) {
     f8 v[4];
     i8 q[4], most = {0};
-    UNROLL for (int i = 0; i < 4; i++) v[i] = load8(x + 8 * i), most = larger(most, (i8)v[i] & 0x7fffffff);
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        v[i] = load8(x + 8 * i);
+        most = larger(most, (i8)v[i] & 0x7fffffff);
+    }
     most = larger(most, __builtin_shufflevector(most, most, 4, 5, 6, 7, 0, 1, 2, 3));
     most = larger(most, __builtin_shufflevector(most, most, 2, 3, 0, 1, 6, 7, 4, 5));
     most = larger(most, __builtin_shufflevector(most, most, 1, 0, 3, 2, 5, 4, 7, 6));
     float top = ((f8)most)[0], inverse = 0, scale = 0;
-    if (most[0] >= 0x7f800000) scale = __builtin_nanf("");
-    else if (top > 0x1p-120f) scale = top / 127.0f, inverse = 127.0f / top;
-    UNROLL for (int i = 0; i < 4; i++) q[i] = (i8)(v[i] * inverse + 12582912.0f) - 0x4b400000; /* 1.5 x 2^23: rounds to even */
+    if (most[0] >= 0x7f800000) {
+        scale = __builtin_nanf("");
+    } else if (top > 0x1p-120f) {
+        scale = top / 127.0f;
+        inverse = 127.0f / top;
+    }
+    UNROLL
+    for (int i = 0; i < 4; i++) q[i] = (i8)(v[i] * inverse + 12582912.0f) - 0x4b400000; /* 1.5 x 2^23: rounds to even */
     if (inverse == 0) memset(q, 0, sizeof q);
-    int16_t sums16[4]; /* [h][b / 2] */
-    int8_t bytes[32];
+    int16_t sums[4];
 #if defined(__AVX2__)
-    __m256i all = _mm256_packs_epi16(_mm256_packs_epi32((__m256i)q[0], (__m256i)q[1]), _mm256_packs_epi32((__m256i)q[2], (__m256i)q[3]));
+    __m256i low = _mm256_packs_epi32((__m256i)q[0], (__m256i)q[1]);
+    __m256i high = _mm256_packs_epi32((__m256i)q[2], (__m256i)q[3]);
+    __m256i all = _mm256_packs_epi16(low, high);
     all = _mm256_permutevar8x32_epi32(all, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    _mm256_storeu_si256((__m256i *)bytes, all);
+    memcpy(to->q, &all, 32);
     all = _mm256_maddubs_epi16(_mm256_set1_epi8(1), all);
     all = _mm256_add_epi16(all, _mm256_shuffle_epi32(all, 0x4e));
     all = _mm256_add_epi16(all, _mm256_shuffle_epi32(all, 0xb1));
     int32_t halves[2] = {_mm256_extract_epi32(all, 0), _mm256_extract_epi32(all, 4)};
-    memcpy(sums16, halves, 8);
+    memcpy(sums, halves, 8);
 #else
-    memset(sums16, 0, sizeof sums16);
-    for (int i = 0; i < 32; i++) bytes[i] = (int8_t)q[i / 8][i % 8], sums16[i / 16 * 2 + i % 4 / 2] += bytes[i];
-#endif
-    float sum = scale * (float)(sums16[0] + sums16[1] + sums16[2] + sums16[3]);
-    for (int i = 0; i < 4; i++) sums16[i] *= -32;
-    for (int end = l + lanes; l < end; l++) {
-        UNROLL for (int j = 0; j < 8; j++) memcpy(to->q + 64 * (j / 2) + 32 * (j % 2) + 4 * l, bytes + 16 * (j % 2) + 4 * (j / 2), 4);
-        UNROLL for (int h = 0; h < 2; h++) memcpy(to->correction + 16 * h + 2 * l, sums16 + 2 * h, 4);
-        to->scale[l] = scale, to->sum[l] = sum;
+    memset(sums, 0, sizeof sums);
+    for (int i = 0; i < 32; i++) {
+        to->q[i] = (int8_t)q[i / 8][i % 8];
+        sums[i / 16 * 2 + i % 4 / 2] += to->q[i];
     }
+#endif
+    to->scale = scale;
+    add_sums(sums, to);
 }
 
-static void FR_NAME(quantise)(const float *x, int rows, int stride, int inputs, void *records, int first_superblock, int end_superblock) {
-    int whole = inputs / 256;
-    for (int s = first_superblock; s < end_superblock; s++)
-        for (int r = 0; r < rows; r++) {
-            const float *from = x + (size_t)stride * (size_t)r + 256 * (size_t)s;
-            fr_record *to = (fr_record *)records + (size_t)rows * (size_t)s + (size_t)r;
-            if (s < whole)
-                for (int l = 0; l < 8; l++) quantise32(from + 32 * l, to, l, 1);
-            else
-                for (int l = 0; l < inputs / 32 % 8; l++) quantise32(from + 32 * l, to + (size_t)rows * (size_t)l, 0, 8);
-        }
+static void FR_NAME(quantise)(const float *x, int rows, int stride, int inputs, void *to, int first_superblock, int end_superblock) {
+    records all = {to, rows, inputs / 32};
+    int first = 8 * first_superblock, end = 8 * end_superblock < all.blocks ? 8 * end_superblock : all.blocks;
+    for (int r = 0; r < rows; r++)
+        for (int b = first; b < end; b++)
+            quantise32(x + (size_t)stride * (size_t)r + 32 * (size_t)b, (fr_record *)record_of(&all, r, b));
 }
 
 #define TEXT1(name) #name

@@ -82,8 +82,10 @@ int fr_sizes(int32_t *sizes, int n) {
     return count;
 }
 
-static size_t records(int inputs) { return (size_t)inputs / 256 + (size_t)(inputs / 32 % 8); }
-size_t fr_record_bytes(int inputs, int rows) { return inputs < 1 || rows < 1 ? 0 : records(inputs) * (size_t)rows * sizeof(fr_record); }
+size_t fr_record_bytes(int inputs, int rows) {
+    if (inputs < 1 || rows < 1) return 0;
+    return (size_t)inputs / 32 * (size_t)rows * sizeof(fr_record);
+}
 
 void fr_quantise(const float *x, int rows, int stride, int inputs, void *to, int first_superblock, int end_superblock) {
     operations[chosen]->quantise(x, rows, stride, inputs, to, first_superblock, end_superblock);

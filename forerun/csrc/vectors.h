@@ -53,6 +53,21 @@ FR_INLINE f8 fma8(f8 a, f8 b, f8 c) {
 /* ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), the one order of sums. */
 FR_INLINE float lanes8(f8 v) { return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])); }
 
+/* lanes8 of eight vectors at once, with shuffles that stay in halves. */
+FR_INLINE f8 pairs8(f8 a, f8 b) {
+    f8 even = __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14);
+    f8 odd = __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+    return even + odd;
+}
+
+FR_INLINE f8 totals(const f8 f[8]) {
+    f8 a = pairs8(pairs8(f[0], f[1]), pairs8(f[2], f[3]));
+    f8 b = pairs8(pairs8(f[4], f[5]), pairs8(f[6], f[7]));
+    f8 low = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11);
+    f8 high = __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+    return low + high;
+}
+
 FR_INLINE float float16(uint16_t bits) { /* exact, with subnormals */
     uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff, out;
     float value;

@@ -13,9 +13,9 @@ int main(int argc, char **argv) {
     void *records = aligned_alloc(64, (fr_record_bytes(inputs, rows) + 63) / 64 * 64);
     float *x = malloc(4 * count), *out = malloc(4 * (size_t)rows * outputs);
     if (fread(weights, 1, bytes, stdin) != bytes || fread(x, 4, count, stdin) != count) return 4;
-    if (fr_pack(format, weights, bytes, outputs, inputs, panels, 0, (outputs + 7) / 8)) return 5;
+    if (fr_pack(format, weights, bytes, outputs, inputs, panels, 0, (outputs + FR_PANEL - 1) / FR_PANEL)) return 5;
     m.panels = panels;
     fr_quantise(x, rows, inputs, inputs, records, 0, (inputs + 255) / 256);
-    fr_product(&m, x, inputs, records, rows, out, outputs, 0, (outputs + 7) / 8);
+    fr_product(&m, x, inputs, records, rows, out, outputs, 0, (outputs + FR_PANEL - 1) / FR_PANEL);
     return fwrite(out, 4, (size_t)rows * outputs, stdout) == (size_t)rows * outputs ? 0 : 6;
 }
