@@ -24,8 +24,13 @@
 #define SIGNED (FR_ISA == FR_PLAIN || FR_ISA == FR_NEON) /* products are of two signed bytes */
 #define LANES (WIDE ? 16 : 8)
 #define PARTS (FR_PANEL / LANES) /* of a panel, one after the other */
-#define TILE (WIDE ? 8 : 4)      /* rows whose sums stay in registers */
+#if FR_ISA == FR_PLAIN /* small, because compilers take minutes to unroll what they have to emulate */
+#define TILE 1
+#define UNROLL
+#else
+#define TILE (WIDE ? 8 : 4) /* rows whose sums stay in registers */
 #define UNROLL _Pragma("GCC unroll 8")
+#endif
 
 typedef uint8_t codes __attribute__((vector_size(4 * LANES)));
 typedef uint16_t words __attribute__((vector_size(4 * LANES)));
@@ -54,6 +59,8 @@ FR_INLINE ints broadcast(const void *p) {
 FR_INLINE reals to_reals(ints v) { return __builtin_convertvector(v, reals); }
 
 #if WIDE
+FR_INLINE reals everywhere(float x) { return (reals)_mm512_set1_ps(x); }
+
 FR_INLINE reals fused(reals a, reals b, reals c) {
     return (reals)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 }
@@ -70,6 +77,8 @@ FR_INLINE reals halfs(const uint8_t *p) {
     return (reals)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
 #else
+FR_INLINE reals everywhere(float x) { return splat8(x); }
+
 FR_INLINE reals fused(reals a, reals b, reals c) { return fma8(a, b, c); }
 
 #if defined(__AVX2__) /* compilers would convert byte by byte */
@@ -82,15 +91,17 @@ FR_INLINE ints signed_bytes(const uint8_t *p) {
 }
 #else
 FR_INLINE ints unsigned_bytes(const uint8_t *p) {
-    ints v;
-    for (int i = 0; i < LANES; i++) v[i] = p[i];
-    return v;
+    typedef uint8_t bytes __attribute__((vector_size(LANES)));
+    bytes v;
+    memcpy(&v, p, LANES);
+    return __builtin_convertvector(v, ints);
 }
 
 FR_INLINE ints signed_bytes(const uint8_t *p) {
-    ints v;
-    for (int i = 0; i < LANES; i++) v[i] = (int8_t)p[i];
-    return v;
+    typedef int8_t bytes __attribute__((vector_size(LANES)));
+    bytes v;
+    memcpy(&v, p, LANES);
+    return __builtin_convertvector(v, ints);
 }
 #endif
 
@@ -236,9 +247,9 @@ FR_INLINE block_scales read_scales(int scales, const uint8_t *block, reals d, re
 }
 
 FR_INLINE reals add_block(int bits, int scales, const ints sum[2], const block_scales *s, const fr_record *x, reals f) {
-    reals scale = (reals)broadcast(&x->scale);
+    reals scale = everywhere(x->scale);
     f = fused(dot(bits, sum, s->sc) * scale, s->d, f);
-    if (scales == K || scales == DM) f = fused((reals)broadcast(&x->sum), s->m, f);
+    if (scales == K || scales == DM) f = fused(everywhere(x->sum), s->m, f);
     if (scales == SM) { /* below 2^24 as well */
         reals least = to_reals(broadcast(&x->half[0])) * to_reals(s->mn[0]);
         least = fused(to_reals(broadcast(&x->half[1])), to_reals(s->mn[1]), least);
@@ -281,7 +292,7 @@ FR_INLINE void tile(shape l, int n, const uint8_t *group, int count, int part, c
         const uint8_t *at = scales + l.scale_bytes * (size_t)b;
         size_t share = (unit_bytes(l) + l.group_bytes / 8) / PARTS;
         ints sum[TILE][2];
-        shared_codes vectors;
+        shared_codes vectors = {{0}, {0}};
         if (!near) prefetch(group + share * (size_t)(count * part + b), share);
         block_scales s = read_scales(l.scales, at + (l.scales == D || l.scales == DM ? 2 : 1) * first, d, m);
         UNROLL
@@ -338,7 +349,7 @@ FR_INLINE void many_rows(shape l, const uint8_t *panel, const records *x, int ro
             const uint8_t *block = panel + 64 * (size_t)(l.bits * b);
             prefetch(panel + unit_bytes(l) * (size_t)b, unit_bytes(l));
             for (int part = 0; part < PARTS; part++) {
-                shared_codes vectors;
+                shared_codes vectors = {{0}, {0}};
                 UNROLL
                 for (int t = 0; t < 8; t++)
                     near[part][8 * b + t] = unpacked(l.bits, l.scales, block + 4 * LANES * part, t, &vectors);
@@ -360,8 +371,11 @@ FR_INLINE void few_bits(shape l, const uint8_t *panel, const records *x, int row
         int stride = stride_of(x, row + done);
 #define CASE(rows) case rows: few_rows(l, rows, panel, x->blocks, first, stride, sums + done); break;
         switch (n - done < TILE ? n - done : TILE) {
-            CASE(1) CASE(2) CASE(3) CASE(4)
-#if WIDE
+            CASE(1)
+#if TILE > 1
+            CASE(2) CASE(3) CASE(4)
+#endif
+#if TILE > 4
             CASE(5) CASE(6) CASE(7) CASE(8)
 #endif
         }
