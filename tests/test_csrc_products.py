@@ -134,6 +134,62 @@ def test_a_row_has_the_same_bits_beside_any_others(case, data):
         assert same_bits(one[row], two[at])
 
 
+def fma(a, b, c):
+    """a x b + c, rounded once: the sum of doubles is rounded to odd first."""
+    product, c = a.astype(np.float64) * b, np.float64(c)
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    bits = total.view(np.int64)
+    odd = bits + np.where((error > 0) == (total > 0), 1, -1)
+    return np.where((error != 0) & (bits % 2 == 0), odd, bits).view(np.float64).astype(np.float32)
+
+
+def with_halves(name, rows, values):
+    """Rows whose float16 fields are these."""
+    rows = rows.reshape(len(rows), -1, gguf.GGML_QUANT_SIZES[kind(name)][1]).copy()
+    for at, value in zip(HALVES[name], values, strict=True):
+        rows[:, :, 2 * at : 2 * at + 2] = np.float16([value]).view(np.uint8)
+    return dequantize(rows.reshape(len(rows), -1), kind(name)).reshape(len(rows), -1, 32)
+
+
+def in_the_written_order(name, rows, x):
+    """The products, float by float as the head of products.c has them."""
+    block, size = gguf.GGML_QUANT_SIZES[kind(name)]
+    units = rows.reshape(len(rows), -1, size)
+    halves = [units[:, :, 2 * at : 2 * at + 2].copy().view(np.float16)[:, :, 0] for at in HALVES[name]]
+    d, m = (np.repeat(each.astype(np.float32), block // 32, 1) for each in (halves * 2)[:2])
+    codes, least = with_halves(name, rows, (1, 0)[: len(halves)]), None
+    if len(halves) == 2:
+        least = with_halves(name, rows, (0, 1))
+    if name in ("Q4_K", "Q5_K"):
+        scales = gguf.quants.Q4_K.get_scale_min(units[:, :, 4:16].reshape(-1, 12))[0].reshape(len(rows), -1)
+        codes = codes / np.maximum(scales, 1)[:, :, None]
+        d, m = d * scales.astype(np.float32), m * least[:, :, 0]
+    blocks = x.reshape(len(x), -1, 32)
+    largest = np.abs(blocks).max(-1, keepdims=True)
+    q, scale = np.rint(blocks * (np.float32(127) / largest)), (largest / np.float32(127))[:, :, 0]
+    f = np.zeros((len(x), len(rows)), dtype=np.float32)
+    for b in range(blocks.shape[1]):
+        by = scale[:, b, None]
+        f = fma((q[:, b].astype(np.float64) @ codes[:, b].T).astype(np.float32) * by, d[:, b], f)
+        if name == "Q2_K":
+            f = fma((32 * (q[:, b].astype(np.float64) @ least[:, b].T)).astype(np.float32) * by, m[:, b] / 32, f)
+        elif least is not None:
+            f = fma(by * q[:, b].sum(1, keepdims=True), m[:, b], f)
+    return f
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in FLOATS])
+def test_products_have_the_written_order(name):
+    inputs = 2 * step(name) + (320 if step(name) < 256 else 0)
+    rows = random_rows(name, 19, inputs, 7)
+    x = np.random.default_rng(7).standard_normal((11, inputs), dtype=np.float32)
+    expected = in_the_written_order(name, rows, x)
+    for variant, found in products(packed(name, rows), x).items():
+        assert same_bits(found, expected), variant
+
+
 @pytest.mark.parametrize("name", ["Q4_0", "Q6_K", "F32"])
 def test_rows_that_do_not_fit_the_cache_at_once(name):
     matrix = packed(name, random_rows(name, 9, 8192, 1))

@@ -23,6 +23,7 @@ from gguf import GGUFReader
 from forerun.csrc.build import VARIANTS, build
 
 FORMATS = ["Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32", "Q3_K", "Q2_K"]
+PANEL = 16  # outputs
 
 
 class Matrix(ctypes.Structure):
@@ -66,7 +67,7 @@ def main() -> None:
         inputs, outputs = map(int, t.shape)
         layout, number = ctypes.c_int32(), FORMATS.index(t.tensor_type.name)
         panels = aligned(library.fr_panel_bytes(number, outputs, inputs, ctypes.byref(layout)))
-        count = (outputs + 7) // 8
+        count = -(-outputs // PANEL)
         ends = [count * i // args.threads for i in range(args.threads + 1)]
         size = ctypes.c_size_t(t.data.nbytes)
         pack = partial(library.fr_pack, number, pointer(t.data), size, outputs, inputs, pointer(panels))
@@ -105,7 +106,7 @@ def main() -> None:
 
                 def part(i: int, n: int = n, tasks: list = tasks) -> None:
                     for m, record in tasks:
-                        count = (m.outputs + 7) // 8
+                        count = -(-m.outputs // PANEL)
                         first, last = count * i // args.threads, count * (i + 1) // args.threads
                         library.fr_product(
                             ctypes.byref(m), pointer(x), widest, record, n, pointer(out), outputs, first, last

@@ -71,7 +71,7 @@ class Rows:
 
 
 class Panels:
-    """A matrix packed in panels of 8 outputs.
+    """A matrix packed in panels of 16 outputs.
 
     Attributes:
         type: the weight format in the file.

@@ -60,6 +60,10 @@ typedef struct {
 
 extern const fr_layout fr_layouts[FR_FORMATS];
 
+/* Whether weights are fetched into the L1 cache too, ahead of their use: Intel's processors gain by it,
+   AMD's lose.  fr_select sets it. */
+extern int fr_fetches_near;
+
 /* The functions of a variant; fr_select chooses one. */
 typedef struct {
     const char *name;

@@ -16,8 +16,8 @@
 
 #define ROWS 32                  /* rows that a panel is read for at once */
 #define NEAR_BYTES (384 * 1024)  /* records that stay in the L2 cache while panels pass */
-#define AHEAD 4096               /* bytes to prefetch ahead into the L1 cache, and FAR into the L2 cache: measured on Intel */
-#define FAR 16384
+#define FAR 8192                 /* bytes to prefetch ahead into the L2 cache */
+#define AHEAD 4096               /* and into the L1 cache, where fr_fetches_near */
 #define VNNI (FR_ISA == FR_AVXVNNI || FR_ISA == FR_AVX512VNNI)
 #define WIDE (FR_ISA == FR_AVX512VNNI)
 #define AVX2_ONLY (FR_ISA == FR_AVX2)
@@ -269,10 +269,10 @@ FR_INLINE size_t unit_bytes(shape l) { return 64 * (size_t)l.bits + l.scale_byte
 /* Prefetches are spread evenly over blocks, because bursts of them wait for each other. */
 FR_INLINE void prefetch(const uint8_t *from, size_t bytes) {
     UNROLL
-    for (size_t i = 0; i < bytes; i += 64) {
-        __builtin_prefetch(from + AHEAD + i);
-        __builtin_prefetch(from + FAR + i, 0, 2);
-    }
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + FAR + i, 0, 2);
+    if (!fr_fetches_near) return;
+    UNROLL
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + AHEAD + i);
 }
 
 /* One part of a group of `count` blocks times n rows, a constant so that f stays in registers.  `near`: codes

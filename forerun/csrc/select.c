@@ -24,6 +24,16 @@ static const fr_operations *const operations[FR_ISAS] = {
 #endif
 };
 static int chosen = FR_PLAIN;
+int fr_fetches_near = 0;
+
+static int is_intel(void) {
+#if defined(__x86_64__)
+    unsigned a, b, c, d;
+    return __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx;
+#else
+    return 0;
+#endif
+}
 
 static int runs(int isa) {
     if (isa == FR_PLAIN) return 1;
@@ -59,6 +69,7 @@ int fr_select(const char *name) {
     if (found < 0) return -1;
     fr_enter(); /* because a forward in another thread must not change its variant halfway */
     chosen = found;
+    fr_fetches_near = is_intel();
     fr_leave();
     return found;
 }
