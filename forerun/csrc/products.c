@@ -28,7 +28,7 @@
 #define TILE 1
 #define UNROLL
 #else
-#define TILE (WIDE ? 8 : 4) /* rows whose sums stay in registers */
+#define TILE (VNNI ? 8 : 4) /* rows whose sums stay in registers */
 #define UNROLL _Pragma("GCC unroll 8")
 #endif
 
@@ -338,7 +338,10 @@ FR_INLINE const fr_record *record_of(const records *x, int row, int block) {
 }
 
 /* Whether reading unpacked codes is faster than unpacking them for each tile (measured on Zen 5). */
-FR_INLINE int pays_unpacking(int bits) { return WIDE ? bits == 5 || bits == 6 : bits < 8; }
+FR_INLINE int pays_unpacking(int bits) {
+    if (WIDE) return bits == 5 || bits == 6;
+    return VNNI ? bits == 6 : bits < 8;
+}
 
 /* All of a panel times n rows, a multiple of TILE: a group is unpacked once for all of them. */
 FR_INLINE void many_rows(shape l, const uint8_t *panel, const records *x, int row, int n, float (*sums)[FR_PANEL]) {
