@@ -276,9 +276,10 @@ FR_INLINE void prefetch(const uint8_t *from, size_t bytes) {
 }
 
 /* One part of a group of `count` blocks times n rows, a constant so that f stays in registers.  `near`: codes
-   of the part that are unpacked already, or null.  x: the first row's record, `stride` of them a block. */
+   of the part that are unpacked already, or null.  x: the first row's record, `stride` of them a block.
+   `fetches`: later groups come nearer; the first rows of a panel do that for all. */
 FR_INLINE void tile(shape l, int n, const uint8_t *group, int count, int part, const codes *near, const fr_record *x,
-                    int stride, float (*sums)[FR_PANEL]) {
+                    int stride, int fetches, float (*sums)[FR_PANEL]) {
     const uint8_t *scales = group + 64 * (size_t)(l.bits * count), *whole = group + unit_bytes(l) * (size_t)count;
     reals f[TILE], d = {}, m = {};
     int first = LANES * part;
@@ -293,7 +294,7 @@ FR_INLINE void tile(shape l, int n, const uint8_t *group, int count, int part, c
         size_t share = (unit_bytes(l) + l.group_bytes / 8) / PARTS;
         ints sum[TILE][2];
         shared_codes vectors = {{0}, {0}};
-        if (!near) prefetch(group + share * (size_t)(count * part + b), share);
+        if (fetches) prefetch(group + share * (size_t)(count * part + b), share);
         block_scales s = read_scales(l.scales, at + (l.scales == D || l.scales == DM ? 2 : 1) * first, d, m);
         UNROLL
         for (int t = 0; t < 8; t++) {
@@ -314,10 +315,11 @@ FR_INLINE void tile(shape l, int n, const uint8_t *group, int count, int part, c
 
 /* All of a panel times n rows. */
 FR_INLINE void few_rows(shape l, int n, const uint8_t *panel, int blocks, const fr_record *x, int stride,
-                        float (*sums)[FR_PANEL]) {
+                        int fetches, float (*sums)[FR_PANEL]) {
     for (; blocks > 0; blocks -= 8, x += 8 * (size_t)stride) {
         int count = blocks < 8 ? blocks : 8;
-        for (int part = 0; part < PARTS; part++) tile(l, n, panel, count, part, 0, x, stride, sums);
+        for (int part = 0; part < PARTS; part++)
+            tile(l, n, panel, count, part, 0, x, stride, fetches, sums);
         panel += 8 * unit_bytes(l) + l.group_bytes;
     }
 }
@@ -350,7 +352,6 @@ FR_INLINE void many_rows(shape l, const uint8_t *panel, const records *x, int ro
         int count = x->blocks - first < 8 ? x->blocks - first : 8;
         for (int b = 0; b < count; b++) {
             const uint8_t *block = panel + 64 * (size_t)(l.bits * b);
-            prefetch(panel + unit_bytes(l) * (size_t)b, unit_bytes(l));
             for (int part = 0; part < PARTS; part++) {
                 shared_codes vectors = {{0}, {0}};
                 UNROLL
@@ -358,9 +359,11 @@ FR_INLINE void many_rows(shape l, const uint8_t *panel, const records *x, int ro
                     near[part][8 * b + t] = unpacked(l.bits, l.scales, block + 4 * LANES * part, t, &vectors);
             }
         }
-        for (int r = 0; r < n; r += TILE)
+        for (int r = 0; r < n; r += TILE) {
+            const fr_record *at = record_of(x, row + r, first);
             for (int part = 0; part < PARTS; part++)
-                tile(l, TILE, panel, count, part, near[part], record_of(x, row + r, first), stride_of(x, row + r), sums + r);
+                tile(l, TILE, panel, count, part, near[part], at, stride_of(x, row + r), r == 0, sums + r);
+        }
         panel += 8 * unit_bytes(l) + l.group_bytes;
     }
 }
@@ -372,7 +375,7 @@ FR_INLINE void few_bits(shape l, const uint8_t *panel, const records *x, int row
     for (; done < n; done += TILE) {
         const fr_record *first = record_of(x, row + done, 0);
         int stride = stride_of(x, row + done);
-#define CASE(rows) case rows: few_rows(l, rows, panel, x->blocks, first, stride, sums + done); break;
+#define CASE(rows) case rows: few_rows(l, rows, panel, x->blocks, first, stride, done == 0, sums + done); break;
         switch (n - done < TILE ? n - done : TILE) {
             CASE(1)
 #if TILE > 1
