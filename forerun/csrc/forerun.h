@@ -27,7 +27,8 @@ typedef struct {
 
 /* 32 inputs of a row, quantised: q x scale approximates the input.  It fills a line of the cache.
    Products of unsigned codes need corrections, because the weights are codes less 8, 16, 32 or 128.
-   Records lie as [rows by 8][block of 32 inputs][row of these 8], so that 8 rows are read in order. */
+   Records lie as [rows by 8][block of 32 inputs][row of these 8], so that 8 rows are read in
+   order. */
 typedef struct {
     int8_t q[32];        /* within +-127 */
     float scale;

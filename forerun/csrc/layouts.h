@@ -2,7 +2,7 @@
    inputs, a superblock of the K formats; a matrix whose inputs are no multiple of 256 ends with a
    group of fewer blocks.  A group of n blocks:
 
-     codes of block 0 | ... of block n - 1 | scales of block 0 | ... of block n - 1 | scales of the group
+     codes of block 0 | ... of block n - 1 | scales of block 0 | ... of block n - 1 | group's scales
 
    Codes of a block are vectors of 64 bytes, four bytes for each of 16 outputs:
 
@@ -34,14 +34,14 @@
 enum { D, DM, K, S, SM, FLOATS };
 typedef struct {
     uint8_t bits, scales;   /* of the codes, or of a float */
-    uint16_t unit;          /* bytes in panels of a block's codes and scales (a float layout: of an input) */
+    uint16_t unit;          /* bytes of a block's codes and scales in panels, or of an input */
     uint16_t group;         /* bytes of a group's own scales */
     uint16_t block, inputs; /* bytes and inputs of a block in the file */
     uint8_t layout;         /* in panels */
 } fr_layout;
 
-/* Rows in the order of enum fr_format; X(format, bits, scales, bytes of a block's scales, of a group's,
-   block, inputs, layout). */
+/* Rows in the order of enum fr_format; X(format, bits, scales, bytes of a block's scales, of a
+   group's, block, inputs, layout). */
 #define FR_LAYOUTS(X)                                                  \
     X(FR_Q4_K, 4, K, 32, 64, 144, 256, FR_Q4_K)                        \
     X(FR_Q5_K, 5, K, 32, 64, 176, 256, FR_Q5_K)                        \
@@ -60,8 +60,8 @@ typedef struct {
 
 extern const fr_layout fr_layouts[FR_FORMATS];
 
-/* Whether weights are fetched into the L1 cache too, ahead of their use: Intel's processors gain by it,
-   AMD's lose.  fr_select sets it. */
+/* Whether weights are fetched into the L1 cache too, ahead of their use: Intel's processors gain by
+   it, AMD's lose.  fr_select sets it. */
 extern int fr_fetches_near;
 
 /* The functions of a variant; fr_select chooses one. */

@@ -7,7 +7,8 @@
 const fr_layout fr_layouts[FR_FORMATS] = {FR_LAYOUTS(X)};
 #undef X
 
-/* 32 weights: codes as panels hold them, scales and minimums of each 16 (K formats), d and m as float16. */
+/* 32 weights: codes as panels hold them, scales and minimums of each 16 (K formats), d and m as
+   float16. */
 typedef struct {
     uint8_t q[32], sc[2], mn[2];
     uint16_t d, m;
@@ -75,13 +76,15 @@ typedef struct {
 
 static size_t panel_bytes(const fr_layout *l, size_t inputs) {
     if (l->scales == FLOATS) return l->unit * inputs;
-    return l->unit * (inputs / 32) + l->group * (inputs / 256); /* layouts with a group's scales have whole groups */
+    return l->unit * (inputs / 32) + l->group * (inputs / 256); /* with such scales groups are whole */
 }
 
 static place block_place(const fr_layout *l, uint8_t *panel, size_t blocks, size_t block) {
-    size_t first = block / 8 * 8, count = blocks - first < 8 ? blocks - first : 8, code_bytes = 64 * (size_t)l->bits;
-    uint8_t *group = panel + l->unit * first + l->group * (block / 8), *scales = group + code_bytes * count;
-    return (place){group + code_bytes * (block % 8), scales + (l->unit - code_bytes) * (block % 8), group + l->unit * count};
+    size_t first = block / 8 * 8, in_group = block % 8, code_bytes = 64 * (size_t)l->bits;
+    size_t count = blocks - first < 8 ? blocks - first : 8;
+    uint8_t *group = panel + l->unit * first + l->group * (block / 8);
+    uint8_t *scales = group + code_bytes * count + (l->unit - code_bytes) * in_group;
+    return (place){group + code_bytes * in_group, scales, group + l->unit * count};
 }
 
 /* Put a block's codes into lane `lane`, or (`get`) read them. A word has four codes, one a byte. */
@@ -114,7 +117,8 @@ static void move_codes(int bits, uint8_t *codes, int lane, uint8_t values[32], i
 }
 
 static void move_scales(int scales, const place *at, int lane, block32 *block, int get) {
-    int has_own = scales == D || scales == DM, halves = scales == K ? 1 : 2, has_minimums = scales != D && scales != S;
+    int has_own = scales == D || scales == DM, has_minimums = scales != D && scales != S;
+    int halves = scales == K ? 1 : 2;
     uint8_t *halfs = has_own ? at->scales : at->group; /* float16 numbers */
     MOVE(&block->d, halfs + 2 * lane, 2);
     if (has_minimums) MOVE(&block->m, halfs + 32 + 2 * lane, 2);
@@ -151,7 +155,8 @@ static void float_values(const fr_layout *l, const uint8_t *p, float *values) { 
 size_t fr_panel_bytes(int format, int outputs, int inputs, int32_t *layout) {
     if (format < 0 || format >= FR_FORMATS || outputs < 1 || inputs < 1 || inputs % fr_layouts[format].inputs) return 0;
     const fr_layout *l = &fr_layouts[format];
-    size_t panels = ((size_t)outputs + FR_PANEL - 1) / FR_PANEL, bytes = panel_bytes(&fr_layouts[l->layout], (size_t)inputs);
+    size_t panels = ((size_t)outputs + FR_PANEL - 1) / FR_PANEL;
+    size_t bytes = panel_bytes(&fr_layouts[l->layout], (size_t)inputs);
     if (bytes > SIZE_MAX / panels) return 0;
     if (layout) *layout = l->layout;
     return bytes * panels;
@@ -170,7 +175,8 @@ int fr_pack(int format, const void *rows, size_t bytes, int outputs, int inputs,
     int last_panel = (outputs - 1) / FR_PANEL;
     if (!all || !rows || !panels || first_panel < 0 || end_panel > last_panel + 1 || first_panel > end_panel) return -1;
     const fr_layout *l = &fr_layouts[format], *to = &fr_layouts[l->layout];
-    size_t row = (size_t)inputs / l->inputs * l->block, own = all / ((size_t)last_panel + 1), blocks = (size_t)inputs / 32;
+    size_t row = (size_t)inputs / l->inputs * l->block, blocks = (size_t)inputs / 32;
+    size_t own = all / ((size_t)last_panel + 1);
     if (bytes / row < (size_t)outputs) return -1;
     for (int panel = first_panel; panel < end_panel; panel++) {
         uint8_t *at = (uint8_t *)panels + own * (size_t)panel;

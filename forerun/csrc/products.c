@@ -1,34 +1,36 @@
-/* Quantising inputs and products with panels, for one variant: variant_*.c sets FR_VARIANT and FR_ISA.
+/* Quantising inputs and products with panels, for one variant: variant_*.c sets FR_VARIANT and
+   FR_ISA.
 
-   A lane is an output: four inputs of a row are broadcast, and multiplied by four codes of each output.
-   For each output and row, with f = 0 at first, block of 32 inputs by block:
+   A lane is an output: four inputs of a row are broadcast, and multiplied by four codes of each
+   output.  For each output and row, with f = 0 at first, block of 32 inputs by block:
 
-     dot  = the sum of q x (code - 8, 16, 32 or 128), layouts with a minimum: of q x code.  Layouts with
-            scales of 16: (sum of the first 16) x sc[0] + (sum of the last 16) x sc[1].  An exact integer.
-     f    = fma(float(dot) x scale of the inputs, d or (d x sc), f)
-     then, if the layout has minimums, one of
-     f    = fma(sum of the inputs, m or (-m x mn), f)                           DM, K
-     f    = fma(float(half[0] x mn[0] + half[1] x mn[1]) x scale of the inputs, m / 32, f)   SM
+     dot = the sum of q x code (DM, K), or of q x (code less 8, 16, 32 or 128), an exact integer;
+           with scales of 16 (S, SM) it is (first 16) x sc[0] + (last 16) x sc[1]
+     f   = fma(float(dot) x scale of the inputs, d or (d x sc), f)
+     and then, if the layout has minimums, where `half` is a record's:
+     f   = fma(sum of the inputs, m or (-m x mn), f)                                      DM, K
+     f   = fma(float(half[0] x mn[0] + half[1] x mn[1]) x scale of the inputs, m / 32, f)    SM
 
-   f is the result.  Integers are exact, and floats have this order on every variant and beside any rows. */
+   f is the result.  Integers are exact, and floats have this order on every variant and beside any
+   rows. */
 #include "layouts.h"
 #include "vectors.h"
 
-#define ROWS 32                  /* rows that a panel is read for at once */
-#define NEAR_BYTES (384 * 1024)  /* records that stay in the L2 cache while panels pass */
-#define FAR 8192                 /* bytes to prefetch ahead into the L2 cache */
-#define AHEAD 4096               /* and into the L1 cache, where fr_fetches_near */
-#define VNNI (FR_ISA == FR_AVXVNNI || FR_ISA == FR_AVX512VNNI)
-#define WIDE (FR_ISA == FR_AVX512VNNI)
-#define AVX2_ONLY (FR_ISA == FR_AVX2)
-#define SIGNED (FR_ISA == FR_PLAIN || FR_ISA == FR_NEON) /* products are of two signed bytes */
-#define LANES (WIDE ? 16 : 8)
-#define PARTS (FR_PANEL / LANES) /* of a panel, one after the other */
-#if FR_ISA == FR_PLAIN /* small, because compilers take minutes to unroll what they have to emulate */
-#define TILE 1
+#define ROWS       32           /* rows that a panel is read for at once */
+#define NEAR_BYTES (384 * 1024) /* records that stay in the L2 cache while panels pass */
+#define FAR        8192         /* bytes to prefetch ahead into the L2 cache */
+#define AHEAD      4096         /* and into the L1 cache, where fr_fetches_near */
+#define VNNI       (FR_ISA == FR_AVXVNNI || FR_ISA == FR_AVX512VNNI)
+#define WIDE       (FR_ISA == FR_AVX512VNNI)
+#define AVX2_ONLY  (FR_ISA == FR_AVX2)
+#define SIGNED     (FR_ISA == FR_PLAIN || FR_ISA == FR_NEON) /* products are of two signed bytes */
+#define LANES      (WIDE ? 16 : 8)
+#define PARTS      (FR_PANEL / LANES) /* of a panel, one after the other */
+#define IS_PLAIN   (FR_ISA == FR_PLAIN)
+#define TILE       (VNNI ? 8 : IS_PLAIN ? 1 : 4) /* rows whose sums stay in registers */
+#if IS_PLAIN /* because compilers take minutes to unroll what they have to emulate */
 #define UNROLL
 #else
-#define TILE (VNNI ? 8 : 4) /* rows whose sums stay in registers */
 #define UNROLL _Pragma("GCC unroll 8")
 #endif
 
@@ -121,7 +123,8 @@ typedef struct {
     words low, high;
 } shared_codes;
 
-/* Reads a vector once, because compilers would read it for each use, and loads are what bounds a single row. */
+/* Reads a vector once, because compilers would read it for each use, and a single row is bound by
+   loads. */
 FR_INLINE words read_once(const uint8_t *p) {
     words v = (words)codes_at(p);
 #if WIDE
@@ -130,7 +133,8 @@ FR_INLINE words read_once(const uint8_t *p) {
     return v;
 }
 
-/* The codes for inputs 4 t to 4 t + 3, for t one after the other; signed weights if products are of signed bytes. */
+/* The codes for inputs 4 t to 4 t + 3, for t one after the other; signed weights if products are of
+   signed bytes. */
 FR_INLINE codes unpacked(int bits, int scales, const uint8_t *block, int t, shared_codes *at) {
     const words low = (words){} + 0x0f0f, fifth = (words){} + 0x1010, top = (words){} + 0x3030;
     codes w;
@@ -176,10 +180,10 @@ FR_INLINE ints add_products(int bits, ints a, codes w, const int8_t *q) {
 #elif AVX2_ONLY
     if (bits < 8) {
         a = (ints)_mm256_add_epi16((__m256i)a, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
-        __asm__("" : "+x"(a)); /* a compiler that orders the sums anew keeps all products of a block, in memory */
+        __asm__("" : "+x"(a)); /* compilers that order sums anew keep all products, in memory */
         return a;
     }
-    /* signed codes: the sign goes over to the inputs, and two products of 128 x 127 are all that int16 holds */
+    /* signed codes: the sign goes over to the inputs; int16 holds two products of 128 x 127 */
     __m256i turned = _mm256_sign_epi8((__m256i)x, (__m256i)w);
     __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w), turned);
     a += (ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
@@ -199,12 +203,13 @@ FR_INLINE ints add_products(int bits, ints a, codes w, const int8_t *q) {
     typedef int16_t shorts __attribute__((vector_size(4 * LANES)));
     shorts even = ((shorts)w << 8 >> 8) * ((shorts)x << 8 >> 8);
     shorts odd = ((shorts)w >> 8) * ((shorts)x >> 8);
-    return a + ((ints)even << 16 >> 16) + ((ints)even >> 16) + ((ints)odd << 16 >> 16) + ((ints)odd >> 16);
+    return a + ((ints)even << 16 >> 16) + ((ints)even >> 16) + ((ints)odd << 16 >> 16) +
+           ((ints)odd >> 16);
 #endif
 }
 
 /* Whether a block's halves are summed apart: each has its scale, or int16 would overflow.  Sixteen
-   products of 4 bits and 7 fill it (15 x 127 x 16 = 30480), and eight of 5 bits, or of 6 less 32. */
+   products of 4 bits fill it (15 x 127 x 16 = 30480), and eight of 5 bits, or of 6 less 32. */
 FR_INLINE int is_halved(int bits) { return bits == 6 || (AVX2_ONLY && bits == 5); }
 
 /* The block's dot as floats, from its sums. */
@@ -246,7 +251,8 @@ FR_INLINE block_scales read_scales(int scales, const uint8_t *block, reals d, re
     return s;
 }
 
-FR_INLINE reals add_block(int bits, int scales, const ints sum[2], const block_scales *s, const fr_record *x, reals f) {
+FR_INLINE reals add_block(int bits, int scales, const ints sum[2], const block_scales *s,
+                          const fr_record *x, reals f) {
     reals scale = everywhere(x->scale);
     f = fused(dot(bits, sum, s->sc) * scale, s->d, f);
     if (scales == K || scales == DM) f = fused(everywhere(x->sum), s->m, f);
@@ -275,12 +281,14 @@ FR_INLINE void prefetch(const uint8_t *from, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + AHEAD + i);
 }
 
-/* One part of a group of `count` blocks times n rows, a constant so that f stays in registers.  `near`: codes
-   of the part that are unpacked already, or null.  x: the first row's record, `stride` of them a block.
-   `fetches`: later groups come nearer; the first rows of a panel do that for all. */
-FR_INLINE void tile(shape l, int n, const uint8_t *group, int count, int part, const codes *near, const fr_record *x,
-                    int stride, int fetches, float (*sums)[FR_PANEL]) {
-    const uint8_t *scales = group + 64 * (size_t)(l.bits * count), *whole = group + unit_bytes(l) * (size_t)count;
+/* One part of a group of `count` blocks times n rows, a constant so that f stays in registers.
+   `near`: codes of the part that are unpacked already, or null.  x: the first row's record,
+   `stride` of them a block.  `fetches`: whether later groups are prefetched, which a panel's first
+   rows do for all. */
+FR_INLINE void tile(shape l, int n, const uint8_t *group, int count, int part, const codes *near,
+                    const fr_record *x, int stride, int fetches, float (*sums)[FR_PANEL]) {
+    const uint8_t *scales = group + 64 * (size_t)(l.bits * count);
+    const uint8_t *whole = group + unit_bytes(l) * (size_t)count; /* the group's own scales */
     reals f[TILE], d = {}, m = {};
     int first = LANES * part;
     if (l.group_bytes) d = halfs(whole + 2 * first);
@@ -295,7 +303,8 @@ FR_INLINE void tile(shape l, int n, const uint8_t *group, int count, int part, c
         ints sum[TILE][2];
         shared_codes vectors = {{0}, {0}};
         if (fetches) prefetch(group + share * (size_t)(count * part + b), share);
-        block_scales s = read_scales(l.scales, at + (l.scales == D || l.scales == DM ? 2 : 1) * first, d, m);
+        int scale_size = l.scales == D || l.scales == DM ? 2 : 1;
+        block_scales s = read_scales(l.scales, at + scale_size * first, d, m);
         UNROLL
         for (int t = 0; t < 8; t++) {
             int half = is_halved(l.bits) ? t / 4 : 0;
@@ -314,8 +323,8 @@ FR_INLINE void tile(shape l, int n, const uint8_t *group, int count, int part, c
 }
 
 /* All of a panel times n rows. */
-FR_INLINE void few_rows(shape l, int n, const uint8_t *panel, int blocks, const fr_record *x, int stride,
-                        int fetches, float (*sums)[FR_PANEL]) {
+FR_INLINE void few_rows(shape l, int n, const uint8_t *panel, int blocks, const fr_record *x,
+                        int stride, int fetches, float (*sums)[FR_PANEL]) {
     for (; blocks > 0; blocks -= 8, x += 8 * (size_t)stride) {
         int count = blocks < 8 ? blocks : 8;
         for (int part = 0; part < PARTS; part++)
@@ -339,14 +348,15 @@ FR_INLINE const fr_record *record_of(const records *x, int row, int block) {
     return x->all + before + (size_t)(stride_of(x, row) * block + row % FR_TOGETHER);
 }
 
-/* Whether reading unpacked codes is faster than unpacking them for each tile (measured on Zen 5). */
+/* Whether reading unpacked codes is faster than unpacking them for each tile: measured on Zen 5. */
 FR_INLINE int pays_unpacking(int bits) {
     if (WIDE) return bits == 5 || bits == 6;
     return VNNI ? bits == 6 : bits < 8;
 }
 
 /* All of a panel times n rows, a multiple of TILE: a group is unpacked once for all of them. */
-FR_INLINE void many_rows(shape l, const uint8_t *panel, const records *x, int row, int n, float (*sums)[FR_PANEL]) {
+FR_INLINE void many_rows(shape l, const uint8_t *panel, const records *x, int row, int n,
+                         float (*sums)[FR_PANEL]) {
     codes near[PARTS][64];
     for (int first = 0; first < x->blocks; first += 8) {
         int count = x->blocks - first < 8 ? x->blocks - first : 8;
@@ -356,47 +366,59 @@ FR_INLINE void many_rows(shape l, const uint8_t *panel, const records *x, int ro
                 shared_codes vectors = {{0}, {0}};
                 UNROLL
                 for (int t = 0; t < 8; t++)
-                    near[part][8 * b + t] = unpacked(l.bits, l.scales, block + 4 * LANES * part, t, &vectors);
+                    near[part][8 * b + t] =
+                        unpacked(l.bits, l.scales, block + 4 * LANES * part, t, &vectors);
             }
         }
         for (int r = 0; r < n; r += TILE) {
             const fr_record *at = record_of(x, row + r, first);
             for (int part = 0; part < PARTS; part++)
-                tile(l, TILE, panel, count, part, near[part], at, stride_of(x, row + r), r == 0, sums + r);
+                tile(l, TILE, panel, count, part, near[part], at, stride_of(x, row + r), r == 0,
+                     sums + r);
         }
         panel += 8 * unit_bytes(l) + l.group_bytes;
     }
 }
 
 /* A panel times n rows from `row` on; the number of rows is a constant in each case. */
-FR_INLINE void few_bits(shape l, const uint8_t *panel, const records *x, int row, int n, float (*sums)[FR_PANEL]) {
+FR_INLINE void few_bits(shape l, const uint8_t *panel, const records *x, int row, int n,
+                        float (*sums)[FR_PANEL]) {
     int done = n < 2 * TILE || !pays_unpacking(l.bits) ? 0 : n / TILE * TILE;
     if (done) many_rows(l, panel, x, row, done, sums);
     for (; done < n; done += TILE) {
         const fr_record *first = record_of(x, row + done, 0);
         int stride = stride_of(x, row + done);
-#define CASE(rows) case rows: few_rows(l, rows, panel, x->blocks, first, stride, done == 0, sums + done); break;
+#define CASE(rows)                                                                                 \
+    case rows: few_rows(l, rows, panel, x->blocks, first, stride, done == 0, sums + done); break;
         switch (n - done < TILE ? n - done : TILE) {
             CASE(1)
 #if TILE > 1
-            CASE(2) CASE(3) CASE(4)
+            CASE(2)
+            CASE(3)
+            CASE(4)
 #endif
 #if TILE > 4
-            CASE(5) CASE(6) CASE(7) CASE(8)
+            CASE(5)
+            CASE(6)
+            CASE(7)
+            CASE(8)
 #endif
         }
 #undef CASE
     }
 }
 
-#define X(format, bits, scales, scale_bytes, group, block, inputs, layout)                                             \
-    static void panel_##format(const uint8_t *panel, const records *x, int row, int n, float (*sums)[FR_PANEL]) {      \
-        if (scales != FLOATS) few_bits((shape){bits, scales, scale_bytes, group}, panel, x, row, n, sums);             \
+#define X(format, bits, scales, scale_bytes, group, block, inputs, layout)                         \
+    static void panel_##format(const uint8_t *panel, const records *x, int row, int n,             \
+                               float (*sums)[FR_PANEL]) {                                          \
+        if (scales != FLOATS)                                                                      \
+            few_bits((shape){bits, scales, scale_bytes, group}, panel, x, row, n, sums);           \
     }
 FR_LAYOUTS(X)
 #undef X
 #define X(format, bits, scales, scale_bytes, group, block, inputs, layout) panel_##format,
-static void (*const panels[])(const uint8_t *, const records *, int, int, float (*)[FR_PANEL]) = {FR_LAYOUTS(X)};
+static void (*const panels[])(const uint8_t *, const records *, int, int,
+                              float (*)[FR_PANEL]) = {FR_LAYOUTS(X)};
 #undef X
 
 /* Floats: 8 partial sums an output, whose order lanes8 is. */
@@ -410,7 +432,8 @@ FR_INLINE f8 float_weights(int layout, const uint8_t *p, int i) {
 }
 
 /* 8 inputs `count` times, a constant so that weights stay in registers, of output o. */
-FR_INLINE void add_floats(int layout, int count, const uint8_t *p, const float *x, int stride, int n, partials *f, int o) {
+FR_INLINE void add_floats(int layout, int count, const uint8_t *p, const float *x, int stride,
+                          int n, partials *f, int o) {
     f8 w[8];
     UNROLL
     for (int i = 0; i < count; i++) w[i] = float_weights(layout, p, i);
@@ -428,13 +451,15 @@ FR_INLINE __m512 side_by_side(f8 a, f8 b) {
     return _mm512_insertf32x8(_mm512_castps256_ps512((__m256)a), (__m256)b, 1);
 }
 
-FR_INLINE void add_wide_floats(int layout, int size, const uint8_t *p, const float *x, int stride, int n, partials *f, int o) {
+FR_INLINE void add_wide_floats(int layout, int size, const uint8_t *p, const float *x, int stride,
+                               int n, partials *f, int o) {
     __m512 w[2][8];
     UNROLL
     for (int i = 0; i < 8; i++)
         for (int j = 0; j < 2; j++) {
             const uint8_t *at = p + 128 * size * j;
-            w[j][i] = side_by_side(float_weights(layout, at, i), float_weights(layout, at + 64 * size, i));
+            w[j][i] = side_by_side(float_weights(layout, at, i),
+                                   float_weights(layout, at + 64 * size, i));
         }
     for (int r = 0; r < n; r++, x += stride) {
         float *to = (float *)&f[r].of[o];
@@ -453,7 +478,8 @@ FR_INLINE void add_wide_floats(int layout, int size, const uint8_t *p, const flo
 #define STEP 1
 #endif
 
-FR_INLINE void add_panel(int layout, int size, const uint8_t *p, int inputs, const float *x, int stride, int n, partials *f) {
+FR_INLINE void add_panel(int layout, int size, const uint8_t *p, int inputs, const float *x,
+                         int stride, int n, partials *f) {
     int left = inputs % 64 / 8;
     for (int first = 0; first + 64 <= inputs; first += 64, x += 64)
         for (int o = 0; o < FR_PANEL; o += STEP, p += 64 * size * STEP) {
@@ -465,10 +491,12 @@ FR_INLINE void add_panel(int layout, int size, const uint8_t *p, int inputs, con
 #endif
         }
     for (int o = 0; o < FR_PANEL; o++)
-        for (int i = 0; i < left; i++, p += 8 * size) add_floats(layout, 1, p, x + 8 * i, stride, n, f, o);
+        for (int i = 0; i < left; i++, p += 8 * size)
+            add_floats(layout, 1, p, x + 8 * i, stride, n, f, o);
 }
 
-FR_INLINE void floats(int layout, const uint8_t *panel, int inputs, const float *x, int stride, int n, float (*sums)[FR_PANEL]) {
+FR_INLINE void floats(int layout, const uint8_t *panel, int inputs, const float *x, int stride,
+                      int n, float (*sums)[FR_PANEL]) {
     _Alignas(64) partials f[ROWS];
     memset(f, 0, sizeof *f * (size_t)n);
     if (layout == FR_F32) add_panel(FR_F32, 4, panel, inputs, x, stride, n, f);
@@ -478,12 +506,13 @@ FR_INLINE void floats(int layout, const uint8_t *panel, int inputs, const float 
         for (int o = 0; o < FR_PANEL; o += 8) store8(sums[r] + o, totals(f[r].of + o));
 }
 
-static void FR_NAME(product)(const fr_matrix *m, const float *x, int stride, const void *from, int rows, float *out,
-                             int out_stride, int first_panel, int end_panel) {
+static void FR_NAME(product)(const fr_matrix *m, const float *x, int stride, const void *from,
+                             int rows, float *out, int out_stride, int first_panel, int end_panel) {
     _Alignas(64) float sums[ROWS][FR_PANEL];
     const fr_layout *l = &fr_layouts[m->layout];
     int is_float = l->scales == FLOATS, inputs = m->inputs, blocks = inputs / 32;
-    size_t bytes = is_float ? (size_t)l->unit * (size_t)inputs : (size_t)l->unit * (size_t)blocks + (size_t)l->group * (size_t)(blocks / 8);
+    size_t bytes = (size_t)l->unit * (size_t)(is_float ? inputs : blocks);
+    bytes += (size_t)l->group * (size_t)(blocks / 8); /* 0 of them for most layouts */
     size_t row_bytes = is_float ? 4 * (size_t)inputs : fr_record_bytes(inputs, 1);
     records quantised = {from, rows, blocks};
     int near = (int)(NEAR_BYTES / row_bytes) / ROWS * ROWS;
@@ -495,7 +524,8 @@ static void FR_NAME(product)(const fr_matrix *m, const float *x, int stride, con
             for (int r = first; r < rows && r < first + near; r += ROWS) {
                 int n = rows - r < ROWS ? rows - r : ROWS;
                 memset(sums, 0, sizeof *sums * (size_t)n);
-                if (is_float) floats(m->layout, panel, inputs, x + (size_t)stride * (size_t)r, stride, n, sums);
+                const float *at = is_float ? x + (size_t)stride * (size_t)r : x;
+                if (is_float) floats(m->layout, panel, inputs, at, stride, n, sums);
                 else panels[m->layout](panel, &quantised, r, n, sums);
                 for (int i = 0; i < n; i++) {
                     float *to = out + (size_t)out_stride * (size_t)(r + i) + FR_PANEL * (size_t)p;
@@ -545,7 +575,8 @@ FR_INLINE void quantise32(const float *x, fr_record *to) {
         inverse = 127.0f / top;
     }
     UNROLL
-    for (int i = 0; i < 4; i++) q[i] = (i8)(v[i] * inverse + 12582912.0f) - 0x4b400000; /* 1.5 x 2^23: rounds to even */
+    for (int i = 0; i < 4; i++)
+        q[i] = (i8)(v[i] * inverse + 12582912.0f) - 0x4b400000; /* 1.5 x 2^23: rounds to even */
     if (inverse == 0) memset(q, 0, sizeof q);
     int16_t sums[4];
 #if defined(__AVX2__)
@@ -570,14 +601,18 @@ FR_INLINE void quantise32(const float *x, fr_record *to) {
     add_sums(sums, to);
 }
 
-static void FR_NAME(quantise)(const float *x, int rows, int stride, int inputs, void *to, int first_superblock, int end_superblock) {
+static void FR_NAME(quantise)(const float *x, int rows, int stride, int inputs, void *to,
+                              int first_superblock, int end_superblock) {
     records all = {to, rows, inputs / 32};
-    int first = 8 * first_superblock, end = 8 * end_superblock < all.blocks ? 8 * end_superblock : all.blocks;
+    int first = 8 * first_superblock;
+    int end = 8 * end_superblock < all.blocks ? 8 * end_superblock : all.blocks;
     for (int r = 0; r < rows; r++)
         for (int b = first; b < end; b++)
-            quantise32(x + (size_t)stride * (size_t)r + 32 * (size_t)b, (fr_record *)record_of(&all, r, b));
+            quantise32(x + (size_t)stride * (size_t)r + 32 * (size_t)b,
+                       (fr_record *)record_of(&all, r, b));
 }
 
 #define TEXT1(name) #name
-#define TEXT(name) TEXT1(name)
-const fr_operations FR_NAME(fr_operations) = {TEXT(FR_VARIANT), FR_NAME(quantise), FR_NAME(product)};
+#define TEXT(name)  TEXT1(name)
+const fr_operations FR_NAME(fr_operations) = {TEXT(FR_VARIANT), FR_NAME(quantise),
+                                              FR_NAME(product)};
