@@ -199,12 +199,11 @@ FR_INLINE ints add_products(int bits, ints a, codes w, const int8_t *q) {
     s[1] = vdotq_s32(s[1], c[1], b[1]);
     memcpy(&a, s, 32);
     return a;
-#else /* plain C: signed bytes by pairs, as vectors of int16 can */
+#else /* plain C: signed bytes by pairs, as vectors of int16 can; two of 128 x 127 fit */
     typedef int16_t shorts __attribute__((vector_size(4 * LANES)));
     shorts even = ((shorts)w << 8 >> 8) * ((shorts)x << 8 >> 8);
-    shorts odd = ((shorts)w >> 8) * ((shorts)x >> 8);
-    return a + ((ints)even << 16 >> 16) + ((ints)even >> 16) + ((ints)odd << 16 >> 16) +
-           ((ints)odd >> 16);
+    shorts pairs = even + ((shorts)w >> 8) * ((shorts)x >> 8);
+    return a + ((ints)pairs << 16 >> 16) + ((ints)pairs >> 16);
 #endif
 }
 
