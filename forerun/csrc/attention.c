@@ -19,7 +19,7 @@
 #define PART_COLUMNS 8
 #endif
 #define DIRECT 6 /* queries whose keys and values are converted where they are multiplied */
-#define PARTS 4 /* registers of outputs for each query */
+#define COLUMN_PARTS 4 /* registers of outputs for each query */
 /* Bytes. Of 4096, 8192 and 16384 this is the fastest on an AMD EPYC with AVX512-VNNI (Zen 5). */
 #define KEYS_AHEAD 8192
 
@@ -82,7 +82,10 @@ FR_INLINE void prefetch_ahead(const char *entry, int64_t from, int64_t to) {
 #if IN_512_BITS
 /* 8 numbers of two keys. */
 FR_INLINE __m512 two_keys(const char *one, const char *two, int64_t place, int is_float32) {
-    if (is_float32) return wide(stored8(one, place, 1), stored8(two, place, 1));
+    if (is_float32) {
+        __m512 first = _mm512_castps256_ps512((__m256)stored8(one, place, 1));
+        return _mm512_insertf32x8(first, (__m256)stored8(two, place, 1), 1);
+    }
     __m128i low = _mm_loadu_si128((const __m128i *)(one + 2 * place));
     __m128i high = _mm_loadu_si128((const __m128i *)(two + 2 * place));
     return _mm512_cvtph_ps(_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1));
@@ -425,7 +428,7 @@ FR_INLINE part value_part(const char *entry, int64_t column, int is_half) {
 FR_INLINE void mix_some(int count, int parts, int is_half, const float *const *weights,
                         int64_t first, int64_t end, const value_rows *values, int64_t place,
                         float *const *out, int64_t column) {
-    part sums[TOGETHER][PARTS];
+    part sums[TOGETHER][COLUMN_PARTS];
     const char *entry = values->entries + first * values->bytes;
     UNROLL
     for (int q = 0; q < count; q++) UNROLL
@@ -469,8 +472,8 @@ FR_INLINE void mix_columns(const query_list *list, int is_half, const value_rows
         const float *const *weights = (const float *const *)(list->scores + q);
         float *const *out = list->out + q;
         int64_t column = from;
-        for (; column + PARTS * PART_COLUMNS <= to; column += PARTS * PART_COLUMNS)
-            WITH_CONSTANT(count, mix_some, PARTS, is_half, weights, first, end, values,
+        for (; column + COLUMN_PARTS * PART_COLUMNS <= to; column += COLUMN_PARTS * PART_COLUMNS)
+            WITH_CONSTANT(count, mix_some, COLUMN_PARTS, is_half, weights, first, end, values,
                           column - start, out, column)
         for (; column + PART_COLUMNS <= to; column += PART_COLUMNS)
             WITH_CONSTANT(count, mix_some, 1, is_half, weights, first, end, values, column - start,
