@@ -114,7 +114,6 @@ FR_INLINE void find_keys(const fr_attention *a, const int32_t *slots, int64_t st
     for (int64_t i = 0; i < 8; i++) {
         int64_t key = least(i, count - 1);
         keys[i] = (const char *)a->keys + (slots ? slots[key] : start + key) * bytes;
-        prefetch_ahead(keys[i], 0, bytes);
     }
 }
 
@@ -134,6 +133,15 @@ FR_INLINE int is_direct(const fr_attention *a) {
     return !a->is_float32 && a->rows * a->heads <= DIRECT;
 }
 
+/* Prefetches a line of two of a block's 8 keys: all of them, in the steps of 8 places in half
+ * precision. */
+FR_INLINE void prefetch_of_block(const char *const *keys, int64_t place) {
+    int64_t key = place / 8 % 4 * 2;
+    int64_t line = place / 32 * 64;
+    __builtin_prefetch(keys[key] + KEYS_AHEAD + line);
+    __builtin_prefetch(keys[key + 1] + KEYS_AHEAD + line);
+}
+
 #if IN_512_BITS
 /* Sums of adjacent lanes of both, within 128 bits. */
 FR_INLINE __m512 pairs16(__m512 x, __m512 y) {
@@ -149,6 +157,7 @@ FR_INLINE void score_some(int count, const float *const *queries, const float *b
     for (int i = 0; i < 4; i++) sums[q][i] = _mm512_setzero_ps();
     for (int64_t place = 0; place < d; place += 8) {
         __m512 pair[4];
+        if (keys) prefetch_of_block(keys, place);
         UNROLL
         for (int i = 0; i < 4; i++)
             pair[i] = keys ? two_keys(keys[i], keys[i + 4], place, 0)
@@ -181,6 +190,7 @@ FR_INLINE void score_half(int count, const float *const *queries, const float *b
     f8 sums[TOGETHER][4] = {{{0}}};
     for (int64_t place = 0; place < d; place += 8) {
         f8 query[TOGETHER];
+        if (keys && !half) prefetch_of_block(keys, place);
         UNROLL
         for (int q = 0; q < count; q++) query[q] = load8(queries[q] + place);
         UNROLL
@@ -240,6 +250,28 @@ typedef struct {
     int64_t start, count;
 } tile_slots;
 
+/* The memory of the next tile, which is prefetched in as many shares as the present one takes
+   calls, because a burst would wait for memory instead of multiplying. */
+typedef struct {
+    const char *at;
+    int64_t left, share;
+} spread_prefetch;
+
+static spread_prefetch next_tile(const fr_attention *a, const void *entries,
+                                 const tile_slots *tile) {
+    int64_t bytes = entry_bytes(a);
+    return (spread_prefetch){(const char *)entries + (tile->start + FR_TILE) * bytes,
+                             FR_TILE * bytes, 0};
+}
+
+FR_INLINE void prefetch_share(spread_prefetch *next, int64_t calls) {
+    if (!next->share) next->share = (next->left / 64 + calls - 1) / calls * 64;
+    int64_t bytes = least(next->share, next->left);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next->at + i);
+    next->at += bytes;
+    next->left -= bytes;
+}
+
 /* Scores of a list of queries with the blocks [first, end) of a tile. */
 static void score_queries(const fr_attention *a, const tile_slots *tile, const query_list *list,
                           int64_t first, int64_t end) {
@@ -253,10 +285,14 @@ static void score_queries(const fr_attention *a, const tile_slots *tile, const q
         }
         return;
     }
+    spread_prefetch next = next_tile(a, a->keys, tile);
+    int64_t calls = (list->count + TOGETHER - 1) / TOGETHER * (end - first);
     for (int q = 0; q < list->count; q += TOGETHER)
-        for (int64_t block = first; block < end; block++)
+        for (int64_t block = first; block < end; block++) {
+            prefetch_share(&next, calls);
             score_block((int)least(TOGETHER, list->count - q), list->queries + q,
                         a->tile + 8 * block * a->d, a->d, list->scores + q, 8 * block);
+        }
 }
 
 /* Scores with the keys of a tile. Rows that see all of it are taken together. */
@@ -465,13 +501,16 @@ FR_INLINE void mix_eight(int count, int is_half, const float *const *weights, in
 
 /* Adds the entries [first, end) of the columns [from, to) to the outputs of a list of queries. */
 FR_INLINE void mix_columns(const query_list *list, int is_half, const value_rows *values,
-                           int64_t first, int64_t end, int64_t from, int64_t to) {
+                           spread_prefetch next, int64_t first, int64_t end, int64_t from,
+                           int64_t to) {
+    int64_t calls = (list->count + TOGETHER - 1) / TOGETHER;
     int64_t start = is_half ? 0 : from; /* column of a tile's first number */
     for (int q = 0; q < list->count; q += TOGETHER) {
         int count = (int)least(TOGETHER, list->count - q);
         const float *const *weights = (const float *const *)(list->scores + q);
         float *const *out = list->out + q;
         int64_t column = from;
+        if (!is_half) prefetch_share(&next, calls);
         for (; column + COLUMN_PARTS * PART_COLUMNS <= to; column += COLUMN_PARTS * PART_COLUMNS)
             WITH_CONSTANT(count, mix_some, COLUMN_PARTS, is_half, weights, first, end, values,
                           column - start, out, column)
@@ -485,24 +524,22 @@ FR_INLINE void mix_columns(const query_list *list, int is_half, const value_rows
 
 static void mix_stored(const query_list *list, const value_rows *values, int64_t first, int64_t end,
                        int64_t from, int64_t to) {
-    mix_columns(list, 1, values, first, end, from, to);
+    mix_columns(list, 1, values, (spread_prefetch){0}, first, end, from, to);
 }
 
-static void mix_converted(const query_list *list, const float *tile, int64_t first, int64_t end,
-                          int64_t from, int64_t to) {
+static void mix_converted(const query_list *list, const float *tile, spread_prefetch next,
+                          int64_t first, int64_t end, int64_t from, int64_t to) {
     value_rows values = {(const char *)tile, 4 * (to - from)};
-    mix_columns(list, 0, &values, first, end, from, to);
+    mix_columns(list, 0, &values, next, first, end, from, to);
 }
 
 /* Converts the columns [from, to) of the entries at `slots`, or from slot `start` on. */
 static void convert_values(const fr_attention *a, const int32_t *slots, const tile_slots *tile,
                            int64_t from, int64_t to) {
-    int64_t size = a->is_float32 ? 4 : 2;
     int64_t bytes = entry_bytes(a);
     for (int64_t i = 0; i < tile->count; i++) {
         const char *entry = (const char *)a->values + (slots ? slots[i] : tile->start + i) * bytes;
         float *out = a->tile + i * (to - from) - from;
-        prefetch_ahead(entry, from * size, to * size);
         int64_t column = from;
         if (a->is_float32) {
             memcpy(out + from, (const float *)(const void *)entry + from,
@@ -521,7 +558,7 @@ static void mix_queries(const fr_attention *a, const tile_slots *tile, const que
     if (is_direct(a))
         mix_stored(list, &stored, first, end, from, to);
     else
-        mix_converted(list, a->tile, first, end, from, to);
+        mix_converted(list, a->tile, next_tile(a, a->values, tile), first, end, from, to);
 }
 
 static void mix_tile(const fr_attention *a, const tile_slots *tile, int64_t from, int64_t to) {
@@ -552,7 +589,7 @@ static void mix_path(const fr_attention *a, int row, int64_t from, int64_t to) {
         list.count = 0;
         convert_values(a, of->path + entry - of->split, &path, from, to);
         add_queries(a, row, entry, &list);
-        mix_converted(&list, a->tile, 0, path.count, from, to);
+        mix_converted(&list, a->tile, (spread_prefetch){0}, 0, path.count, from, to);
     }
 }
 
