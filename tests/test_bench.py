@@ -400,12 +400,15 @@ def test_a_prompt_is_read_again_but_for_its_known_beginning(pair: Pair, monkeypa
     assert read == [19, 19, 19, 19, 11, 11, 7, 8] and outputs == outputs[:1] * 3
 
 
-def test_known_messages_of_a_conversation_are_counted_in_tokens(tmp_path: Path) -> None:
+def test_known_messages_of_a_conversation_are_counted_in_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
+    template = (
         "{% for each in messages %}<{{ each.role }}>{{ each.content }};{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
+    monkeypatch.setattr(tokenizer, "chat_template", template)  # other tests share the tokenizer
     talk = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "cat"))]
     (prompt,) = read_prompts(save_lines(tmp_path / "talk.jsonl", [{"messages": talk, "known": 2}]))
     found = tokenised(prompt, tokenizer, None, len(tokenizer))

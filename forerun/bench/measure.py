@@ -297,6 +297,10 @@ def decoder_run(decoder: Decoder, params: SamplingParams) -> Run:
         if decoder.options.prefix_bytes:
             decoder.close()  # with all that it knows
         length, session = warm_up or params.max_new_tokens, decoder.session
+        target = session.engine.target
+        cache = target.cache if isinstance(target, CausalLM) and len(prompts) == 1 else None
+        if cache is not None:
+            cache.keeps_dropped = True  # because an unequal output is explained by what the row held
         for prompt, count in zip(prompts, known, strict=False):
             read(prompt[:count])
         begun = perf_counter()
@@ -308,8 +312,6 @@ def decoder_run(decoder: Decoder, params: SamplingParams) -> Run:
             requests.append(replace(request, generator=numbers))
         rows = session.add(requests).collect()
         seconds = perf_counter() - begun
-        target = session.engine.target
-        cache = target.cache if isinstance(target, CausalLM) and len(rows) == 1 else None
         return Outcome(
             tokens=[[token for step in row for token in step.tokens] for row in rows],
             seconds=seconds,

@@ -42,6 +42,7 @@ class KVCache(Cache):
         lengths: committed positions of each row in use.
         rows_capacity, capacity: rows and positions of the buffers, or of those yet to be allocated.
         budget: limit in bytes of buffers that grow ahead of need; None for no limit.
+        keeps_dropped: whether what a dropped row held stays until the row is used again, for whoever looks at it.
         changes: how often any layer's keys and values got other addresses or sizes.
     """
 
@@ -53,6 +54,7 @@ class KVCache(Cache):
         self.lengths: list[int] = []
         self.rows_capacity = self.capacity = self.changes = 0
         self.budget: int | None = None
+        self.keeps_dropped = False
         self._longest = _blocks(context or POSITIONS) + BLOCK  # drafts may stand behind the last position
         self._rows: dict[int, int] = {}
         self._reserves: list[int] = []
@@ -111,11 +113,11 @@ class KVCache(Cache):
 
     def _vacate(self, row: int) -> None:
         """Give a row's memory back to the system. Where that cannot be done, zero the row unless it is finite."""
-        for layer in self._ready():
-            if layer.is_releasable:
-                layer.release_row(row)
         if not self.is_releasable:
             self.mend(self.ids[row])
+            return
+        for layer in self._ready():
+            layer.release_row(row)
 
     def mend(self, id: int) -> bool:
         """Zero a row unless all of its entries, provisional ones included, are finite. Return whether they are."""
@@ -277,7 +279,7 @@ class KVCache(Cache):
     @property
     def is_releasable(self) -> bool:
         """Return whether the memory of a single row can be given back to the system, in all layers."""
-        return all(layer.is_releasable for layer in self._ready())
+        return not self.keeps_dropped and all(layer.is_releasable for layer in self._ready())
 
     def release(self) -> None:
         """If nothing is committed, free all buffers and reset their sizes, which may be too large to allocate."""

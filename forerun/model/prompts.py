@@ -133,7 +133,7 @@ class PromptCache:
         cache.add(id, max(reserve, length))
         if not length:
             return
-        if self._home is None and self._bytes >= MOVED and self.cache.is_releasable:
+        if self._home is None and self._bytes >= MOVED and self.cache.is_releasable and cache.is_releasable:
             cache.take(id, self.cache, ROW, length)
             self._home = cache, id
         else:
