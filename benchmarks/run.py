@@ -163,11 +163,11 @@ def long_run(name: str, options: str) -> str:
 LONG = {
     **{
         f"long/{length}": long_run(
-            str(length), f"--max-new-tokens {new} --rounds {1 if length == 16000 else 3} --methods {LONG_OURS}"
+            str(length), f"--max-new-tokens {new} --rounds {1 if length == 16000 else 2} --methods {LONG_OURS}"
         )
         for length, new in LONG_NEW.items()
     },
-    "long/known": long_run("known", f"--max-new-tokens 384 --rounds 3 --methods {LONG_OURS}"),
+    "long/known": long_run("known", "--max-new-tokens 384 --rounds 2 --methods ar,suffix,lyanna,hybrid"),
     **{
         f"long/{length}-peers": long_run(
             str(length), f"--max-new-tokens {new} --limit 2 --rounds 1 --methods {LONG_PEERS}"
