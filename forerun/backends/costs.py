@@ -64,7 +64,8 @@ def measure_costs(
     costs = _pair_costs(target, draft, context, COUNTS)
     long = long_context(target, draft)
     if long > context:
-        costs = replace(costs, far=_pair_costs(target, draft, long, FAR_COUNTS))
+        with suppress(MemoryError, torch.OutOfMemoryError):  # without it one table serves all lengths
+            costs = replace(costs, far=_pair_costs(target, draft, long, FAR_COUNTS))
     if head is not None:
         costs = replace(costs, head=head_costs(head))
     if draft is None:

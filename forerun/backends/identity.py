@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator
-from functools import cache
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +15,7 @@ from torch import Tensor
 from forerun.backends import has_foreign_layers
 from forerun.backends.facts import processor
 from forerun.backends.stored import StoredEmbedding, StoredLinear
-from forerun.csrc.build import HERE, LIBRARY
-from forerun.csrc.library import library
+from forerun.csrc.library import build_id
 from forerun.model.causal_lm import CausalLM
 from forerun.model.segments import bytes_of
 
@@ -56,9 +53,9 @@ def _is_known(model: CausalLM) -> bool:
 
 def _engine(model: CausalLM) -> list[Any]:
     """Return what runs a model. In C the bits are the same with any number of threads, on every
-    instruction set."""
+    instruction set, but any build may change the order of additions."""
     backend = model.backend
-    what: list[Any] = [type(backend).__name__, str(backend.dtype), _kernels(), torch.__version__]
+    what: list[Any] = [type(backend).__name__, str(backend.dtype), build_id(), torch.__version__]
     what += [transformers.__version__, torch.backends.cpu.get_cpu_capability()]
     if model.exact == "rounding":
         is_gpu = model.device.type == "cuda"
@@ -70,15 +67,6 @@ def _engine(model: CausalLM) -> list[Any]:
             torch.get_num_threads(),
         ]
     return what
-
-
-@cache
-def _kernels() -> str | None:
-    """Return a digest of the C library, because any build may change its order of additions; None
-    without it."""
-    if library() is None:
-        return None
-    return blake2b(Path(HERE / LIBRARY).read_bytes(), digest_size=16).hexdigest()
 
 
 def _weights(model: CausalLM) -> Iterator[tuple[Any, ...]]:

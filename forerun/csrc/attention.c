@@ -20,7 +20,7 @@
 #endif
 #define DIRECT 6 /* queries whose keys and values are converted where they are multiplied */
 #define COLUMN_PARTS 4 /* registers of outputs for each query */
-/* Bytes. Of 4096, 8192 and 16384 this is the fastest on an AMD EPYC with AVX512-VNNI (Zen 5). */
+/* Bytes. On an AMD EPYC (Zen 5) 4096 and 8192 are alike and 16384 is slower. */
 #define KEYS_AHEAD 8192
 
 /* Calls a function with a constant number of queries, so that their sums stay in registers. */
@@ -250,26 +250,26 @@ typedef struct {
     int64_t start, count;
 } tile_slots;
 
-/* The memory of the next tile, which is prefetched in as many shares as the present one takes
-   calls, because a burst would wait for memory instead of multiplying. */
+/* The bytes [from, to) of the next tile's entries. They are prefetched in as many shares as the
+   present tile takes calls, because a burst would wait for memory instead of multiplying. */
 typedef struct {
-    const char *at;
-    int64_t left, share;
+    const char *entry;
+    int64_t left, bytes; /* entries, and bytes from one to the next */
+    int64_t from, to;
 } spread_prefetch;
 
-static spread_prefetch next_tile(const fr_attention *a, const void *entries,
-                                 const tile_slots *tile) {
+static spread_prefetch next_tile(const fr_attention *a, const void *entries, const tile_slots *tile,
+                                 int64_t from, int64_t to) {
     int64_t bytes = entry_bytes(a);
-    return (spread_prefetch){(const char *)entries + (tile->start + FR_TILE) * bytes,
-                             FR_TILE * bytes, 0};
+    const char *entry = (const char *)entries + (tile->start + FR_TILE) * bytes;
+    return (spread_prefetch){entry, FR_TILE, bytes, from, to};
 }
 
 FR_INLINE void prefetch_share(spread_prefetch *next, int64_t calls) {
-    if (!next->share) next->share = (next->left / 64 + calls - 1) / calls * 64;
-    int64_t bytes = least(next->share, next->left);
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next->at + i);
-    next->at += bytes;
-    next->left -= bytes;
+    int64_t share = least((FR_TILE + calls - 1) / calls, next->left);
+    for (int64_t i = 0; i < share; i++, next->entry += next->bytes)
+        for (int64_t at = next->from; at < next->to; at += 64) __builtin_prefetch(next->entry + at);
+    next->left -= share;
 }
 
 /* Scores of a list of queries with the blocks [first, end) of a tile. */
@@ -285,7 +285,7 @@ static void score_queries(const fr_attention *a, const tile_slots *tile, const q
         }
         return;
     }
-    spread_prefetch next = next_tile(a, a->keys, tile);
+    spread_prefetch next = next_tile(a, a->keys, tile, 0, entry_bytes(a));
     int64_t calls = (list->count + TOGETHER - 1) / TOGETHER * (end - first);
     for (int q = 0; q < list->count; q += TOGETHER)
         for (int64_t block = first; block < end; block++) {
@@ -339,9 +339,9 @@ static void attention_scores(const fr_attention *a, int64_t from, int64_t end) {
         score_tile(a, &(tile_slots){start, least(FR_TILE, last - start)});
     }
     for (int r = 0; r < a->rows; r++) {
-        int64_t chunk_of_path = most(a->row[r].split - 1,
-                                     0); /* blocks of its last slots reach into the path's scores */
-        if (from <= chunk_of_path && chunk_of_path < end) score_path(a, r);
+        /* Blocks of its last slots reach into the path's scores, so the path comes after them. */
+        int64_t last_slot = most(a->row[r].split - 1, 0);
+        if (from <= last_slot && last_slot < end) score_path(a, r);
     }
 }
 
@@ -443,8 +443,7 @@ FR_INLINE part splat_part(float x) { return splat8(x); }
 FR_INLINE part fma_part(part a, part b, part c) { return fma8(a, b, c); }
 #endif
 
-/* The columns from `column` on of entry j: those of a tile [.., stride] in float32, or of entries
- * in half precision. */
+/* Entries of a tile, in float32, or of the cache, in half precision. */
 typedef struct {
     const char *entries;
     int64_t bytes; /* from one to the next */
@@ -554,11 +553,12 @@ static void convert_values(const fr_attention *a, const int32_t *slots, const ti
 
 static void mix_queries(const fr_attention *a, const tile_slots *tile, const query_list *list,
                         int64_t first, int64_t end, int64_t from, int64_t to) {
+    int64_t size = a->is_float32 ? 4 : 2;
     value_rows stored = {(const char *)a->values + tile->start * entry_bytes(a), entry_bytes(a)};
     if (is_direct(a))
         mix_stored(list, &stored, first, end, from, to);
     else
-        mix_converted(list, a->tile, next_tile(a, a->values, tile), first, end, from, to);
+        mix_converted(list, a->tile, next_tile(a, a->values, tile, from * size, to * size), first, end, from, to);
 }
 
 static void mix_tile(const fr_attention *a, const tile_slots *tile, int64_t from, int64_t to) {

@@ -5,13 +5,14 @@
 
 #include <stdint.h>
 
-#define FR_TILE                                                                                    \
-    32 /* keys or values that are converted to float32 at a time, once for all queries */
-#define FR_QUERIES                                                                                 \
-    48 /* queries, rows times heads, that share a tile: their states stay in the caches nearby */
-#define FR_CHUNK 256 /* slots of a part, where threads share a long text; a multiple of FR_TILE */
-#define FR_BEFORE                                                                                  \
-    8 /* floats before a query's scores: one for its sum, and those of a first block of 8 */
+/* Keys or values that are converted to float32 at a time, once for all queries. */
+#define FR_TILE 32
+/* Queries, rows times heads, that share a tile: what they are and were stays in the caches nearby. */
+#define FR_QUERIES 48
+/* Slots of a part, where threads share a long text: a multiple of FR_TILE. */
+#define FR_CHUNK 256
+/* Floats before a query's scores: a factor of its weights, and what a first block of 8 writes. */
+#define FR_BEFORE 8
 
 /* What one row sees: the entries from `first` to `count`. Those below `split` are slots in order,
    later ones are the slots path[0], path[1] and so on. */

@@ -182,8 +182,8 @@ static void find_runs(block *b) {
     int64_t most = tokens_of_run(b->model);
     b->run_count = 0;
     for (int i = 0; i < b->n; i++) {
-        token_run *last = b->runs + b->run_count - 1;
-        if (b->run_count && last->count < most && row[i] == row[last->start]) {
+        token_run *last = b->run_count ? b->runs + b->run_count - 1 : NULL;
+        if (last && last->count < most && row[i] == row[last->start]) {
             last->count++;
             continue;
         }
@@ -291,7 +291,7 @@ static void attend(const block *b) {
         return;
     }
     shared_units s = {.of = b, .chunks = (b->longest + FR_CHUNK - 1) / FR_CHUNK, .columns = 64};
-    while (s.columns > 16 && units * ((size + s.columns - 1) / s.columns) < fr_workers()) s.columns /= 2;
+    while (s.columns > 32 && units * ((size + s.columns - 1) / s.columns) < fr_workers()) s.columns /= 2;
     s.slices = (size + s.columns - 1) / s.columns;
     fr_parallel(do_scores, &s, units * s.chunks, 0);
     fr_parallel(do_weights, &s, units * FR_QUERIES, 0);
@@ -494,7 +494,10 @@ static int make_room(block *b, int64_t rows, int64_t longest) {
     int64_t x = take(&total, rows * d * f), h = take(&total, rows * d * f), y = take(&total, rows * d * f);
     int64_t parts = take(&total, rows * b->every * f), out = take(&total, rows * b->attended * f);
     both = take(&total, 2 * rows * both * f);
-    int64_t places = fr_workers() * (longest < SHARED_FROM ? 1 : UNITS_SHARED); /* most are never written */
+    int64_t places = fr_workers();
+    int64_t units = rows * m->groups * pieces_of_group(m);
+    int64_t shared = units < UNITS_SHARED * places ? units : UNITS_SHARED * places;
+    if (longest >= SHARED_FROM && shared > places) places = shared;
     int64_t scores = take(&total, places * FR_QUERIES * b->width * f);
     int64_t tiles = take(&total, fr_workers() * FR_TILE * m->size * f);
     int64_t records = take(&total, most);

@@ -336,6 +336,10 @@ class Engine:
     # Leaving.
 
     def _leave(self, seqs: abc.Sequence[Sequence]) -> None:
+        gone = {seq.id for seq in seqs}
+        self.running = [seq for seq in self.running if seq.id not in gone]
+        if not self.busy:
+            self.target.forget_prompt()  # before the rows go, because a long prompt would be copied back from its row
         for seq in seqs:
             if seq.finish_reason in ("stop", "length", "abort"):
                 features = self._features.get(seq.id)
@@ -344,10 +348,6 @@ class Engine:
             self._features.pop(seq.id, None)
             self.drafter.drop(seq)
             self.target.drop(seq.id)
-        gone = {seq.id for seq in seqs}
-        self.running = [seq for seq in self.running if seq.id not in gone]
-        if not self.busy:
-            self.target.forget_prompt()
 
     def _leave_aborted(self) -> None:
         gone = set(self._aborted)

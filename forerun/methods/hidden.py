@@ -79,7 +79,7 @@ class HeadDrafter(Drafter):
         head = self.head
         if hidden is None:
             hidden = torch.zeros(0, head.width, dtype=head.dtype, device=head.device)
-        hidden = hidden[-head.reads :]
+        hidden = hidden[-head.reads :].clone()  # because a view would keep the states of the whole prompt
         # The first draft runs the last feature, as it needs the state.
         self.features[seq.id] = [hidden[-1:].clone()]
         most = seq.limit + self.depth * self.width

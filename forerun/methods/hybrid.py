@@ -143,13 +143,18 @@ class Balance:
         price = costs.heading(rows) if self._is_head else costs.drafting(rows) if self._is_model else 0.0
         return forwards * price + costs.verify(rows * (drafted + 1))
 
-    def pays(self, saved: float, unread: int, left: int, rows: int) -> bool:
+    def pays(self, saved: float, unread: int, left: int, rows: int, read: int = 0) -> bool:
         """Return whether the other drafter, which saves so many ms a token, pays in a text with so many unread tokens
-        and tokens to come. The other rows are taken to be like this one."""
-        costs = self._costs[True].at(unread / 2)
-        reading = costs.reading(rows, self._is_head) if self._is_model or self._is_head else 0.0
-        later = max(0.0, self._share * saved - (1 - self._share) * reading)
+        after those read, and tokens to come. The other rows are taken to be like this one."""
+        reading = self._reading(rows, read + unread / 2)
+        later = max(0.0, self._share * saved - (1 - self._share) * self._reading(rows, read + unread))
         return saved > 0 and saved * self._other[3] / self._other[0] + later * left >= reading * unread
+
+    def _reading(self, tokens: int, context: float) -> float:
+        """Return ms in which the other drafter reads so many tokens after `context` tokens."""
+        if not self._is_model and not self._is_head:
+            return 0.0
+        return self._costs[True].at(context).reading(tokens, self._is_head)
 
     def _size(self, score: float) -> int:
         return min(max(int(score), 1), len(SHARES)) - 1
@@ -219,7 +224,8 @@ class HybridDrafter(Drafter):
                 own, saved = self.balance.saved(seq.greedy, found, score, rows, len(seq.tokens))
                 drafts[seq.id] = found if own > 0 else Draft.root(seq.tokens[-1])
                 left = min(seq.remaining, REST + len(seq.tokens) - seq.prompt_length)
-                asks = self.balance.pays(saved, len(seq.tokens) - self._read[seq.id], left, rows)
+                read = self._read[seq.id]
+                asks = self.balance.pays(saved, len(seq.tokens) - read, left, rows, read)
             if asks:
                 rest.append(seq)
             self._found[seq.id] = found, score, len(seq.tokens), saved > 0

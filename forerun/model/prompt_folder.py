@@ -28,7 +28,7 @@ from forerun.model.shelf import Job, Shelf
 
 _LOG = logging.getLogger("forerun")
 
-WAITING = 2**30  # bytes that may wait to be written; what does not fit is not kept
+WAITING = 2**30  # bytes that may wait to be written; of a text that is longer the beginning is kept
 FLUSH = 5.0  # seconds that the end of the process waits for what is not written yet
 LOCK = "lock"
 TEMPORARY = ".tmp"
@@ -73,12 +73,16 @@ class PromptFolder:
 
     # Writing.
 
+    def room(self) -> int:
+        """Return how many bytes may be copied to wait until they are written: what the folder
+        holds at most, because more would push out its own beginning."""
+        with self._changed:
+            waiting = sum(job.bytes for job in self._jobs)
+        return min(WAITING, self.limit) - waiting
+
     def submit(self, job: Job) -> None:
         """Write the files of a text soon, in another thread."""
         with self._changed:
-            if sum(each.bytes for each in self._jobs) + job.bytes > WAITING:
-                self.say(f"{self.path} is too slow: a text is not kept")
-                return
             if self._thread is None:
                 # It ends when it has nothing to do. It is no daemon, because Python then waits at
                 # its end for what is not written yet.

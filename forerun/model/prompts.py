@@ -59,7 +59,7 @@ class PromptCache:
         known = reuse and salt == self._salt and capture in ("", self.capture)
         held = common(self.tokens, tokens) if known else 0
         if not held:
-            cache.drop(ROW)  # its memory goes back
+            self.forget()  # its memory goes back
         if ROW not in cache:
             cache.add(ROW, len(tokens))
         if self._home is not None:

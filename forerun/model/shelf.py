@@ -173,8 +173,11 @@ class Shelf:
         if hidden is not None and capture and _are_alike(hidden, self._no_states(capture)):
             parts.append(hidden_part(capture))
         listing, names, files = self._list(), list[str](), list[NewFile]()
+        room = self.folder.room()
         for segment in split(self._root(salt), tokens):
             if len(segment.tokens) < LENGTH and not has_ended:
+                break
+            if room <= 0:  # the text's beginning is kept
                 break
             for part in parts:
                 there = self._longest(listing, segment, [part])
@@ -183,8 +186,9 @@ class Shelf:
                     continue
                 names.append(segment.file(part))
                 if names[-1] not in self.queued:
-                    tensors = _copies(segment, part, stored, hidden)
-                    files.append(NewFile(segment, part, tensors))
+                    file = NewFile(segment, part, _copies(segment, part, stored, hidden))
+                    files.append(file)
+                    room -= file.bytes
         if files:
             self.folder.submit(Job(self, files, names))
         else:
