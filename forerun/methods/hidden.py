@@ -12,7 +12,7 @@ from forerun.engine.costs import Costs, rounded
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods.base import Method, integer
-from forerun.methods.later import beams, budget, np, quantised_heads, torch
+from forerun.methods.later import beams, budget, np, quantised_heads, threads, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,7 +144,8 @@ class HeadDrafter(Drafter):
             return here.tokens[:, place], here.parents[:, place], here.found[:, place]
 
         drafts = beams.grow(roots, search, limits, self.width, self.nodes, plan)
-        logits = torch.cat([block.logits for block in blocks])
+        with threads.one_thread(sum(block.logits.numel() for block in blocks)):  # as for `LyannaDrafter._added`
+            logits = torch.cat([block.logits for block in blocks])
         self.forwards += len(logits)
         self.seconds += perf_counter() - begun
         deep = limits if plan is None else plan.deep

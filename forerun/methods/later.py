@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from forerun.backends import quantised_heads
     from forerun.heads import pre_verifier, quick
     from forerun.methods import beams, budget, pools
-    from forerun.sampling import probabilities, seeded
+    from forerun.sampling import probabilities, seeded, threads
     from forerun.sampling import sampler as sampling
 else:
 
@@ -33,9 +33,9 @@ else:
     beams, budget, pools = (_Later(f"forerun.methods.{name}") for name in ("beams", "budget", "pools"))
     pre_verifier, quick = _Later("forerun.heads.pre_verifier"), _Later("forerun.heads.quick")
     quantised_heads = _Later("forerun.backends.quantised_heads")
-    sampling, probabilities, seeded = (
-        _Later(f"forerun.sampling.{name}") for name in ("sampler", "probabilities", "seeded")
+    sampling, probabilities, seeded, threads = (
+        _Later(f"forerun.sampling.{name}") for name in ("sampler", "probabilities", "seeded", "threads")
     )
 
 __all__ = ["beams", "budget", "np", "pools", "pre_verifier", "probabilities", "quantised_heads", "quick"]
-__all__ += ["sampling", "seeded", "torch"]
+__all__ += ["sampling", "seeded", "threads", "torch"]

@@ -13,7 +13,7 @@ from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter
 from forerun.methods.base import Parts, integer, number, one_of
 from forerun.methods.hidden import HeadDrafter, Heads, Paced
-from forerun.methods.later import torch
+from forerun.methods.later import threads, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,7 +105,7 @@ class LyannaDrafter(HeadDrafter):
         fresh = [row for row, limit in enumerate(limits) if limit > 0 and not free[row]]
         if fresh:
             own, old = [seqs[row] for row in fresh], [known[row] for row in fresh]
-            added = [each.places * self.weight if each is not None and self.reuse == "add" else None for each in old]
+            added = [self._added(each) for each in old]
             draft_now = self.draft_in_c if self.head.grows(self.width) else self._draft_in_torch
             found = draft_now(own, [limits[row] for row in fresh], added)
             for row, each, (draft, logits) in zip(fresh, old, found, strict=True):
@@ -118,6 +118,13 @@ class LyannaDrafter(HeadDrafter):
             for (row, _), branch in zip(again, branches, strict=True):
                 drafts[row] = branch if free[row] else drafts[row].merge(branch)
         return drafts
+
+    def _added(self, old: OldLogits | None) -> Tensor | None:
+        """Return the old logits [n, S] that are added to fresh ones, if any."""
+        if old is None or self.reuse != "add":
+            return None
+        with threads.one_thread(old.places.numel()):  # because others would wait actively beside the next forward
+            return old.places * self.weight
 
     def _draft_in_torch(
         self, seqs: list[Sequence], limits: list[int], old: abc.Sequence[Tensor | None]
