@@ -81,7 +81,7 @@ on transformers' own forwards: what drafting gains there is not our forwards' do
 """
 QWEN = {
     "greedy": "Greedy, 128 new tokens",
-    "rounds": "Greedy, three rounds of the methods that draft with the head",
+    "rounds": "Greedy on an AMD EPYC (Zen 5), three rounds of the methods that draft with the head",
     "heads": "Beside an EAGLE-like head of the same size, steps and data, greedy",
     "long/1000": "Prompts of 1,000 tokens, 256 new ones",
     "long/4000": "Prompts of 4,000 tokens, 384 new ones",

@@ -24,7 +24,6 @@ def columns(datasets: tuple[str, ...], *files: str) -> list[tuple[str, str]]:
 
 # Tables of figures: by page and header after the first column, the file in benchmarks/ and the dataset of each column.
 FIGURES = {
-    (README, "own prompts | HumanEval as chat | GSM8K as chat"): columns(TALK, "chat/greedy.json"),
     (README, "greedy: own prompts | HumanEval as chat | temperature 1: own prompts | HumanEval as chat"): columns(
         TALK[:2], "qwen-coder/greedy.json", "qwen-coder/temperature-1.json"
     ),
@@ -47,7 +46,8 @@ NAMES = {  # rows that are not named as their methods; `hf-lookup` is one with a
     "`sd`, transformers' forwards": "hf-forward/sd",
 }
 # Tables of words, without figures.
-WORDS = {README: {"", "read", "take | by", "who proposes | settings"}, RESULTS: {"what it has | processor"}}
+LENGTHS = "1 token | 8 tokens | prompt tokens/s | llama.cpp: 1 token | its prompt tokens/s"
+WORDS = {README: {"", "read", "take | by", "who proposes | settings", LENGTHS}, RESULTS: {"what it has | processor"}}
 Rows = dict[str, list[str]]
 Pages = dict[str, dict[str, Rows]]
 
@@ -94,6 +94,23 @@ def pages() -> Pages:
 @pytest.mark.parametrize(("page", "header"), FIGURES)
 def test_figures_are_those_of_the_files(page: str, header: str, pages: Pages) -> None:
     assert wrong(FIGURES[page, header], pages[page][header]) == []
+
+
+def test_forwards_by_length_are_those_of_the_file(pages: Pages) -> None:
+    results = json.loads((ROOT / "docs/results/cpu/kernels-context.json").read_text())["results"]["qwen-coder"]
+    ours, theirs = (results[name]["contexts"] for name in ("avx512vnni", "llama.cpp"))
+    wanted = {}
+    for length, forwards in ours.items():
+        ms, peer = forwards["ms"], theirs[length]
+        reading = [f"{each['prompt_tokens_per_s_after']:.0f}" for each in (forwards, peer)]
+        wanted[f"{int(length):,}"] = [
+            f"{ms['1']:.1f}",
+            f"{ms['8']:.1f}",
+            reading[0],
+            f"{peer['ms']['1']:.1f}",
+            reading[1],
+        ]
+    assert pages[README][LENGTHS] == wanted
 
 
 def test_what_commands_write_is_up_to_date() -> None:
