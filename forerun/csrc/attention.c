@@ -558,7 +558,8 @@ static void mix_queries(const fr_attention *a, const tile_slots *tile, const que
     if (is_direct(a))
         mix_stored(list, &stored, first, end, from, to);
     else
-        mix_converted(list, a->tile, next_tile(a, a->values, tile, from * size, to * size), first, end, from, to);
+        mix_converted(list, a->tile, next_tile(a, a->values, tile, from * size, to * size), first,
+                      end, from, to);
 }
 
 static void mix_tile(const fr_attention *a, const tile_slots *tile, int64_t from, int64_t to) {
