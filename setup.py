@@ -26,7 +26,9 @@ class Library(build_ext):
         try:
             build["build"](target)
         except (OSError, RuntimeError) as error:
-            raise CompileError(f"no fast kernels, torch's serve, several times slower: {error}") from error
+            raise CompileError(
+                f"no fast kernels, torch's serve, several times slower: {error}"
+            ) from error
 
     def copy_file(self, infile: str, outfile: str, *given: Any, **named: Any) -> tuple[str, bool]:
         """Copy the library beside its sources, for an editable install. Processes may run the old

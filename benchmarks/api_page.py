@@ -15,7 +15,16 @@ from forerun.engine.stats import Stats
 from forerun.engine.step import Step
 
 OUT = Path(__file__).parents[1] / "docs" / "api.md"
-FIRST = ("load", "Decoder", "SamplingParams", "ModelOptions", "EngineOptions", "Completion", "Chunk", "custom_generate")
+FIRST = (
+    "load",
+    "Decoder",
+    "SamplingParams",
+    "ModelOptions",
+    "EngineOptions",
+    "Completion",
+    "Chunk",
+    "custom_generate",
+)
 FRONT = """# The Python API
 
 Made from the docstrings by `python -m benchmarks.api_page`. [python.md](python.md) has examples.

@@ -41,22 +41,43 @@ def chart() -> str:
                 if figures is None:
                     continue
                 width, at = figures["speedup"] * SCALE, y + number * BAR
-                parts.append(f'<rect x="{left}" y="{at}" width="{width:.0f}" height="{BAR - 1}" fill="{colour}"/>')
-                parts.append(label(left + width + 4, at + 9, f"{figures['speedup']:.2f}", "start", 'font-size="10"'))
+                parts.append(
+                    f'<rect x="{left}" y="{at}" width="{width:.0f}" height="{BAR - 1}" fill="{colour}"/>'
+                )
+                parts.append(
+                    label(
+                        left + width + 4,
+                        at + 9,
+                        f"{figures['speedup']:.2f}",
+                        "start",
+                        'font-size="10"',
+                    )
+                )
     for number, (shown, colour) in enumerate(DATASETS.values()):
-        parts.append(f'<rect x="{LEFT + 170 * number}" y="8" width="10" height="10" fill="{colour}"/>')
+        parts.append(
+            f'<rect x="{LEFT + 170 * number}" y="8" width="10" height="10" fill="{colour}"/>'
+        )
         parts.append(label(LEFT + 16 + 170 * number, 17, shown, "start"))
     wide, high = LEFT + PANEL * len(RUNS), bottom + 22
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" width="{wide}" height="{high}"'
     style = 'font-family="sans-serif" font-size="12" fill="#222"'
     title = "<title>Speedup over plain decoding: Qwen2.5-Coder 1.5B</title>"
     return "\n".join(
-        [f"{head} {style}>", title, '<rect width="100%" height="100%" fill="#fff"/>', *parts, "</svg>", ""]
+        [
+            f"{head} {style}>",
+            title,
+            '<rect width="100%" height="100%" fill="#fff"/>',
+            *parts,
+            "</svg>",
+            "",
+        ]
     )
 
 
 def label(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
-    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" {more}>{text}</text>'.replace(" >", ">")
+    return f'<text x="{x:.0f}" y="{y:.0f}" text-anchor="{anchor}" {more}>{text}</text>'.replace(
+        " >", ">"
+    )
 
 
 if __name__ == "__main__":

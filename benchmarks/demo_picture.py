@@ -35,20 +35,29 @@ def main() -> None:
         forwards.append(result.stats.target_forwards)
         outputs.append(result.tokens)
         name = "plain decoding" if method == "ar" else "with drafts"
-        panes.append(Panel(text, title=f"{name}: {forwards[-1]} forwards, tau {result.stats.tau:.2f}"))
+        panes.append(
+            Panel(text, title=f"{name}: {forwards[-1]} forwards, tau {result.stats.tau:.2f}")
+        )
     assert outputs[0] == outputs[1]
     grid = Table.grid(expand=True)
     grid.add_column(ratio=1)
     grid.add_column(ratio=1)
     grid.add_row(*panes)
     console = Console(record=True, width=120, force_terminal=True, color_system="truecolor")
-    shown = Panel(Text(str(decoder.tokenizer.decode(prompt)), style="dim"), title="prompt (held-out stdlib code)")
+    shown = Panel(
+        Text(str(decoder.tokenizer.decode(prompt)), style="dim"),
+        title="prompt (held-out stdlib code)",
+    )
     verdict = Text(
         f"the same {len(outputs[0])} tokens by {forwards[1]} forwards of the model instead of {forwards[0]}; "
     )
-    verdict.append("green: drafted", style="green").append(", ").append("red: corrected", style="bold red")
+    verdict.append("green: drafted", style="green").append(", ").append(
+        "red: corrected", style="bold red"
+    )
     console.print(Group(shown, grid, verdict))
-    (Path(__file__).parents[1] / "docs" / "demo.svg").write_text(console.export_svg(title="forerun"))
+    (Path(__file__).parents[1] / "docs" / "demo.svg").write_text(
+        console.export_svg(title="forerun")
+    )
 
 
 if __name__ == "__main__":

@@ -45,13 +45,25 @@ class Generate:
     methods differ. Without end tokens there in both, an assistant falls back on its own and drafts no further.
     """
 
-    def __init__(self, target: PreTrainedModel, draft: PreTrainedModel | None, params: SamplingParams) -> None:
-        self.target, self.draft, self.params = target.eval(), draft.eval() if draft is not None else None, params
+    def __init__(
+        self, target: PreTrainedModel, draft: PreTrainedModel | None, params: SamplingParams
+    ) -> None:
+        self.target, self.draft, self.params = (
+            target.eval(),
+            draft.eval() if draft is not None else None,
+            params,
+        )
         theirs = target.generation_config
         eos = None if params.ignore_eos else theirs.eos_token_id
         self.ends = end_tokens(target, params)
-        self.pad = theirs.pad_token_id if theirs.pad_token_id is not None else min(self.ends, default=0)
-        special = {"bos_token_id": theirs.bos_token_id, "eos_token_id": eos, "pad_token_id": self.pad}
+        self.pad = (
+            theirs.pad_token_id if theirs.pad_token_id is not None else min(self.ends, default=0)
+        )
+        special = {
+            "bos_token_id": theirs.bos_token_id,
+            "eos_token_id": eos,
+            "pad_token_id": self.pad,
+        }
         target.generation_config = GenerationConfig(**special)
         self.assistant = GenerationConfig(**special)
         if draft is not None:  # the checkpoint's own, or None for transformers' defaults
@@ -65,13 +77,23 @@ class Generate:
         asked = self.params
         if not asked.temperature:
             return {"do_sample": False}
-        return {"do_sample": True, "temperature": asked.temperature, "top_k": 0, "top_p": asked.top_p}
+        return {
+            "do_sample": True,
+            "temperature": asked.temperature,
+            "top_k": 0,
+            "top_p": asked.top_p,
+        }
 
     def config(self, name: str) -> GenerationConfig:
         """How `generate` is asked for a method, beside its assistant."""
         options = self.drawing()
-        special = {key: getattr(self.target.generation_config, key) for key in ("eos_token_id", "pad_token_id")}
-        options |= peer_settings(name) if name.startswith(HF_LOOKUP) else {}  # of the assistant's are asked for there
+        special = {
+            key: getattr(self.target.generation_config, key)
+            for key in ("eos_token_id", "pad_token_id")
+        }
+        options |= (
+            peer_settings(name) if name.startswith(HF_LOOKUP) else {}
+        )  # of the assistant's are asked for there
         return GenerationConfig(max_new_tokens=self.params.max_new_tokens, **special, **options)
 
     def run(self, name: str) -> Run:
@@ -82,12 +104,18 @@ class Generate:
             schedule = copy.deepcopy(self.assistant)
             schedule.update(**peer_settings(name))  # transformers asks the assistant's
 
-        def run(prompts: Sequence[Sequence[int]], seeds: Sequence[int], warm_up: int | None = None) -> Outcome:
+        def run(
+            prompts: Sequence[Sequence[int]], seeds: Sequence[int], warm_up: int | None = None
+        ) -> Outcome:
             asked, own = config, schedule
             if warm_up:
                 asked, own = copy.deepcopy(config), copy.deepcopy(schedule)
                 asked.max_new_tokens = warm_up
-            groups = [[row] for row in range(len(prompts))] if not takes_rows(name) else [list(range(len(prompts)))]
+            groups = (
+                [[row] for row in range(len(prompts))]
+                if not takes_rows(name)
+                else [list(range(len(prompts)))]
+            )
             tokens: list[list[int]] = []
             begun = perf_counter()
             draft_forwards = target_forwards = 0
@@ -102,11 +130,18 @@ class Generate:
         return run
 
     def _generate(
-        self, prompts: Sequence[Sequence[int]], config: GenerationConfig, schedule: GenerationConfig | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        config: GenerationConfig,
+        schedule: GenerationConfig | None,
     ) -> list[list[int]]:
         width, device = max(map(len, prompts)), self.target.device
-        ids = torch.tensor([[self.pad] * (width - len(row)) + list(row) for row in prompts], device=device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=device)
+        ids = torch.tensor(
+            [[self.pad] * (width - len(row)) + list(row) for row in prompts], device=device
+        )
+        mask = torch.tensor(
+            [[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=device
+        )
         options: dict[str, Any] = {}
         if schedule is not None:
             assert self.draft is not None
@@ -115,7 +150,9 @@ class Generate:
             before, self.draft.generation_config = self.draft.generation_config, schedule
             options["assistant_model"] = self.draft
         try:
-            output: Any = self.target.generate(inputs=ids, attention_mask=mask, generation_config=config, **options)
+            output: Any = self.target.generate(
+                inputs=ids, attention_mask=mask, generation_config=config, **options
+            )
         finally:
             if schedule is not None and self.draft is not None:
                 self.draft.generation_config = before
@@ -129,10 +166,14 @@ class Generate:
 
 def load_peers(plan: Plan, assisted: bool) -> Generate:
     """Transformers' own `generate` of the plan's target, with its draft as an assistant or without."""
-    return Generate(load_theirs(plan, "target"), load_theirs(plan, "draft") if assisted else None, plan.params())
+    return Generate(
+        load_theirs(plan, "target"), load_theirs(plan, "draft") if assisted else None, plan.params()
+    )
 
 
-def load_on_their_forward(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Decoder]:
+def load_on_their_forward(
+    plan: Plan, tokenizer: PreTrainedTokenizerBase | None
+) -> dict[str, Decoder]:
     """The plan's methods on transformers' own forwards, on a pair of their own: what our forwards are worth."""
     draft = CausalLM(load_theirs(plan, "draft")) if plan.needs_draft else None
     return build_decoders(plan, tokenizer, CausalLM(load_theirs(plan, "target")), draft)
@@ -140,9 +181,14 @@ def load_on_their_forward(plan: Plan, tokenizer: PreTrainedTokenizerBase | None)
 
 def load_theirs(plan: Plan, part: str) -> PreTrainedModel:
     """A model as transformers would load it: weights in few bits, as in a GGUF file, are in float32."""
-    source, weights = (plan.target, plan.weights) if part == "target" else (plan.draft, plan.draft_weights)
+    source, weights = (
+        (plan.target, plan.weights) if part == "target" else (plan.draft, plan.draft_weights)
+    )
     assert source is not None  # the plan was checked
-    how: dict[str, Any] = {"dtype": plan.dtype, "weights": "float32" if weights == "float32" else None}
+    how: dict[str, Any] = {
+        "dtype": plan.dtype,
+        "weights": "float32" if weights == "float32" else None,
+    }
     if weights == "bfloat16":  # not ours, whatever the device
         how["dtype"] = "bfloat16"
     trust = plan.trust_remote_code

@@ -40,7 +40,11 @@ class LlamaCpp:
         if node is None:
             raise ValueError("llama.cpp runs in Node.js here, and there is no node")
         self.process = subprocess.Popen(
-            [node, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=SCRIPT.parent
+            [node, str(SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=SCRIPT.parent,
         )
         atexit.register(self.process.kill)
         self.processor = str(self._ask(models)["processor"])
@@ -52,7 +56,9 @@ class LlamaCpp:
             self.process.stdin.flush()
             found: dict[str, Any] = json.loads(self.process.stdout.readline())
         except (OSError, ValueError):
-            raise ValueError("llama.cpp ended: `npm install node-llama-cpp` in the repository's root gets it") from None
+            raise ValueError(
+                "llama.cpp ended: `npm install node-llama-cpp` in the repository's root gets it"
+            ) from None
         if "error" in found:
             raise ValueError(f"llama.cpp cannot decode: {found['error']}")
         return found
@@ -60,7 +66,13 @@ class LlamaCpp:
     def turn(self, name: str, tokens: Sequence[int], most: int) -> dict[str, Any]:
         """Decode `most` tokens after a prompt of a conversation, of which it reads only what it does not know yet from
         the turns before. Return "tokens", "seconds", those until the "first" token, and "forwards"."""
-        asked = {"mode": llama_mode(name), "tokens": list(tokens), "keep": True, "most": most, "ends": []}
+        asked = {
+            "mode": llama_mode(name),
+            "tokens": list(tokens),
+            "keep": True,
+            "most": most,
+            "ends": [],
+        }
         return self._ask(asked | {"sampling": {"temperature": 0, "topP": 1, "seed": 0}})
 
     def run(self, name: str) -> Run:
@@ -89,7 +101,9 @@ class LlamaCpp:
                         },
                     }
                 )
-                for prompt, seed, beginning in zip(prompts, seeds, known or [0] * len(prompts), strict=True)
+                for prompt, seed, beginning in zip(
+                    prompts, seeds, known or [0] * len(prompts), strict=True
+                )
             ]
             # The prompt's forward gives a token and is counted, as with transformers.
             return Outcome(
@@ -97,7 +111,9 @@ class LlamaCpp:
                 sum(each["seconds"] for each in found),
                 sum(each["forwards"] for each in found),
                 0,
-                decoding=sum(each["seconds"] - each.get("first", each["seconds"]) for each in found),
+                decoding=sum(
+                    each["seconds"] - each.get("first", each["seconds"]) for each in found
+                ),
             )
 
         return run
@@ -111,13 +127,17 @@ def load_llama(loaded: Loaded) -> LlamaCpp:
     plan, target = loaded.plan, loaded.target
     names = [name for name in plan.methods if is_llama(name)]
     if target.device.type != "cpu":
-        raise ValueError(f"method {names[0]!r} runs on the CPU and the target on {target.device}: give --device cpu")
+        raise ValueError(
+            f"method {names[0]!r} runs on the CPU and the target on {target.device}: give --device cpu"
+        )
     files = {"target": find(locate(plan.target, "target"))}
     if any("draft" in llama_mode(name) for name in names):
         assert plan.draft is not None  # the plan was checked
         files["draft"] = find(locate(plan.draft, "draft"))
     assert None not in files.values()
-    longest = max(len(prompt.tokens or ()) for prompts in loaded.datasets.values() for prompt in prompts)
+    longest = max(
+        len(prompt.tokens or ()) for prompts in loaded.datasets.values() for prompt in prompts
+    )
     length = -(-(longest + plan.max_new_tokens + 32) // STEP) * STEP
     models = {part: str(file) for part, file in files.items()}
     return LlamaCpp(

@@ -51,7 +51,11 @@ class Job:
 
 
 def jobs_of(
-    load: Load, prompts: Sequence[Sequence[int]], requests: int, new_tokens: tuple[int, int], seed: int
+    load: Load,
+    prompts: Sequence[Sequence[int]],
+    requests: int,
+    new_tokens: tuple[int, int],
+    seed: int,
 ) -> list[Job]:
     """The requests of a load. Lengths are uniform in `new_tokens`; they and the arrivals follow from the seed alone."""
     lengths, gaps = Random(seed), Random(seed)
@@ -98,7 +102,9 @@ class EngineServer:
         self._count = count()
         forget_phrases(decoder)
         if batch is not None:
-            decoder.engine.chunk_seconds = 60.0  # nobody decodes yet who would wait for the others' prompts
+            decoder.engine.chunk_seconds = (
+                60.0  # nobody decodes yet who would wait for the others' prompts
+            )
 
     def add(self, job: Job) -> int:
         params = replace(self.params, max_new_tokens=job.new_tokens, seed=job.seed)
@@ -120,7 +126,9 @@ class EngineServer:
         for step in steps:
             if step.error is not None:
                 raise step.error
-            events.append(Event(self.keys[step.id], now, step.tokens, step.finish_reason is not None))
+            events.append(
+                Event(self.keys[step.id], now, step.tokens, step.finish_reason is not None)
+            )
             if step.finish_reason is not None:
                 del self.keys[step.id]
                 self.begun.discard(step.id)
@@ -174,7 +182,11 @@ def figures(served: Sequence[Served]) -> dict[str, float]:
     tokens, seconds = sum(len(one.tokens) for one in served), max(one.times[-1] for one in served)
     samples = {
         "ttft": [one.times[0] - one.due for one in served],
-        "tpot": [(one.times[-1] - one.times[0]) / (len(one.times) - 1) for one in served if len(one.times) > 1],
+        "tpot": [
+            (one.times[-1] - one.times[0]) / (len(one.times) - 1)
+            for one in served
+            if len(one.times) > 1
+        ],
         "wait": [(one.begun or one.due) - one.due for one in served],
         "gap": [late - soon for one in served for soon, late in pairwise(one.times) if late > soon],
     }
@@ -191,7 +203,9 @@ def middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {name: round(median(each[name] for each in rounds), 3) for name in rounds[0]}
 
 
-def rows_over_time(served: Sequence[Served], first: Callable[[Served], float]) -> tuple[list[float], list[int]]:
+def rows_over_time(
+    served: Sequence[Served], first: Callable[[Served], float]
+) -> tuple[list[float], list[int]]:
     """When the number of requests between `first` and their end changed, and what it was from then on."""
     changes = sorted([(first(one), 1) for one in served] + [(one.times[-1], -1) for one in served])
     return [at for at, _ in changes], list(accumulate(change for _, change in changes))

@@ -65,7 +65,9 @@ class BatchingServer:
     """
 
     def __init__(self, peers: Generate, rows: int, length: int) -> None:
-        config = GenerationConfig(**peers.drawing(), eos_token_id=sorted(peers.ends) or -1, pad_token_id=peers.pad)
+        config = GenerationConfig(
+            **peers.drawing(), eos_token_id=sorted(peers.ends) or -1, pad_token_id=peers.pad
+        )
         sizes = ContinuousBatchingConfig(
             page_size=PAGE,
             num_blocks=rows * -(-(length + 1) // PAGE) + 1,
@@ -73,7 +75,9 @@ class BatchingServer:
             max_requests_per_batch=rows,
             allow_block_sharing=False,
         )
-        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it misses psutil; failures come back
+        logging.getLogger("ContinuousBatchingLogger").setLevel(
+            logging.CRITICAL
+        )  # it misses psutil; failures come back
         model: Any = peers.target
         self.manager = model.init_continuous_batching(config, sizes)
         if peers.params.seed is not None:
@@ -81,7 +85,9 @@ class BatchingServer:
         self.manager.start()
 
     def add(self, job: Job) -> int:
-        name = self.manager.add_request(list(job.prompt), max_new_tokens=job.new_tokens, record_timestamps=True)
+        name = self.manager.add_request(
+            list(job.prompt), max_new_tokens=job.new_tokens, record_timestamps=True
+        )
         return int(name.removeprefix("req_"))
 
     def step(self, timeout: float | None) -> list[Event]:
@@ -134,7 +140,9 @@ def serve(
     datasets, tokenizer = load_prompts(plan, files)
     prompts = [prompt.tokens or () for rows in datasets.values() for prompt in rows]
     if len(prompts) < requests:
-        raise ValueError(f"--requests {requests} are more than the {len(prompts)} prompts, which come once each")
+        raise ValueError(
+            f"--requests {requests} are more than the {len(prompts)} prompts, which come once each"
+        )
     peers = load_peers(plan, assisted=False) if batching else None
     decoders, *_ = load_decoders(plan, tokenizer)
     longest = max(map(len, prompts)) + lengths[1]
@@ -148,7 +156,9 @@ def serve(
     for name in names:
         with server(name) as each:
             drive(each, jobs_of(Load(clients=rows), prompts, rows, warm, plan.seed), rows)
-    found: dict[Load, dict[str, list[list[Served]]]] = {load: {name: [] for name in names} for load in loads}
+    found: dict[Load, dict[str, list[list[Served]]]] = {
+        load: {name: [] for name in names} for load in loads
+    }
     for number in range(plan.rounds):
         for index, load in enumerate(loads):
             jobs = jobs_of(load, prompts, requests, lengths, plan.seed + 1000 * number)
@@ -157,12 +167,24 @@ def serve(
                     found[load][name].append(drive(each, jobs, load.clients))
                 say(f"round {number + 1} of {plan.rounds}, {load.kind} {load.size}: {name}")
     arguments = plan.arguments() | {"requests": requests, "new_tokens": list(lengths)}
-    results = _results(plan, names, found) | {"prompts": facts_of_prompts(datasets), **provenance(arguments)}
+    results = _results(plan, names, found) | {
+        "prompts": facts_of_prompts(datasets),
+        **provenance(arguments),
+    }
     if out is not None:
         for load in loads:
-            plot_rows({name: rounds[-1] for name, rounds in found[load].items()}, out / picture(load))
+            plot_rows(
+                {name: rounds[-1] for name, rounds in found[load].items()}, out / picture(load)
+            )
         lines = [
-            json.dumps({load.kind: load.size, "method": name, "round": number, "requests": [*map(asdict, served)]})
+            json.dumps(
+                {
+                    load.kind: load.size,
+                    "method": name,
+                    "round": number,
+                    "requests": [*map(asdict, served)],
+                }
+            )
             for load, methods in found.items()
             for name, rounds in methods.items()
             for number, served in enumerate(rounds)
@@ -178,7 +200,9 @@ def _server(
     plan: Plan, name: str, decoders: dict[str, Decoder], peers: Generate | None, longest: int
 ) -> Iterator[Server]:
     if name != BATCHING:
-        yield EngineServer(decoders[name], plan.params(), STATIC_ROWS if name.startswith(STATIC) else None)
+        yield EngineServer(
+            decoders[name], plan.params(), STATIC_ROWS if name.startswith(STATIC) else None
+        )
         return
     assert peers is not None
     server = BatchingServer(peers, max(64, plan.batch), longest)
@@ -188,30 +212,49 @@ def _server(
         server.close()
 
 
-def _results(plan: Plan, names: Sequence[str], found: dict[Load, dict[str, list[list[Served]]]]) -> dict[str, Any]:
+def _results(
+    plan: Plan, names: Sequence[str], found: dict[Load, dict[str, list[list[Served]]]]
+) -> dict[str, Any]:
     """{kind: {size: figures}} of the first method of ours that is named, then of all."""
     methods: dict[str, dict[str, Any]] = {name: {} for name in names}
     for load, each in found.items():
         for name, rounds in each.items():
-            methods[name].setdefault(load.kind, {})[load.size] = _compared(rounds, each, not plan.temperature)
-    chief = next((name for name in plan.methods if name != "ar" and not name.startswith(STATIC)), "ar")
+            methods[name].setdefault(load.kind, {})[load.size] = _compared(
+                rounds, each, not plan.temperature
+            )
+    chief = next(
+        (name for name in plan.methods if name != "ar" and not name.startswith(STATIC)), "ar"
+    )
     first = {
-        kind: {size: {"method": chief} | each for size, each in sizes.items()} for kind, sizes in methods[chief].items()
+        kind: {size: {"method": chief} | each for size, each in sizes.items()}
+        for kind, sizes in methods[chief].items()
     }
     return first | {"methods": methods}
 
 
-def _compared(rounds: list[list[Served]], others: dict[str, list[list[Served]]], greedy: bool) -> dict[str, Any]:
+def _compared(
+    rounds: list[list[Served]], others: dict[str, list[list[Served]]], greedy: bool
+) -> dict[str, Any]:
     """A method's figures under one load, its tokens/s over each other method's, and the share of its
     greedy outputs that are those of `ar`."""
     own = [figures(served) for served in rounds]
     over = {
-        name: round(median(a["tokens_per_s"] / figures(b)["tokens_per_s"] for a, b in zip(own, other, strict=True)), 4)
+        name: round(
+            median(
+                a["tokens_per_s"] / figures(b)["tokens_per_s"]
+                for a, b in zip(own, other, strict=True)
+            ),
+            4,
+        )
         for name, other in others.items()
     }
     found: dict[str, Any] = middle(own) | {"over": over}
     if greedy:
-        pairs = [pair for a, b in zip(rounds, others["ar"], strict=True) for pair in zip(a, b, strict=True)]
+        pairs = [
+            pair
+            for a, b in zip(rounds, others["ar"], strict=True)
+            for pair in zip(a, b, strict=True)
+        ]
         equal = [one.tokens == reference.tokens for one, reference in pairs]
         found["exact_match"] = round(sum(equal) / len(equal), 4)
     return found
@@ -254,7 +297,12 @@ def markdown(results: dict[str, Any], pictures: list[str]) -> str:
         "",
     ]
     for title, (header, *rows) in tables(results):
-        lines += [f"## {title}", "", "| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
+        lines += [
+            f"## {title}",
+            "",
+            "| " + " | ".join(header) + " |",
+            "|---" + "|---:" * (len(header) - 1) + "|",
+        ]
         lines += [*("| " + " | ".join(row) + " |" for row in rows), ""]
     least, most = arguments["new_tokens"]
     lines += [
@@ -278,10 +326,22 @@ def picture(load: Load) -> str:
 
 def plot_rows(methods: dict[str, list[Served]], path: Path) -> None:
     """Draws how many requests of a load are open, and how many have their first token, over time."""
-    figure, axes = plt.subplots(len(methods), figsize=(8, 1.6 * len(methods) + 0.6), sharex=True, squeeze=False)
+    figure, axes = plt.subplots(
+        len(methods), figsize=(8, 1.6 * len(methods) + 0.6), sharex=True, squeeze=False
+    )
     for (name, served), own in zip(methods.items(), axes[:, 0], strict=True):
-        own.step(*rows_over_time(served, lambda one: one.due), where="post", color="#adb5bd", label="open")
-        own.step(*rows_over_time(served, lambda one: one.times[0]), where="post", color="#264653", label="decoding")
+        own.step(
+            *rows_over_time(served, lambda one: one.due),
+            where="post",
+            color="#adb5bd",
+            label="open",
+        )
+        own.step(
+            *rows_over_time(served, lambda one: one.times[0]),
+            where="post",
+            color="#264653",
+            label="decoding",
+        )
         own.set(ylim=(0, None))
         own.set_title(name, loc="left", fontsize="small")
     axes[0, 0].legend(fontsize=8)
@@ -291,34 +351,58 @@ def plot_rows(methods: dict[str, list[Served]], path: Path) -> None:
 
 
 def main(
-    methods: Annotated[list[str] | None, typer.Option(help=f"{', '.join((*METHODS, STATIC, BATCHING))}.")] = None,
-    clients: Annotated[list[str] | None, typer.Option(help="So many requests are always open, as in 1,4,16.")] = None,
-    rate: Annotated[list[str] | None, typer.Option(help="Requests a second, Poisson arrivals, as in 2,4.")] = None,
+    methods: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join((*METHODS, STATIC, BATCHING))}.")
+    ] = None,
+    clients: Annotated[
+        list[str] | None, typer.Option(help="So many requests are always open, as in 1,4,16.")
+    ] = None,
+    rate: Annotated[
+        list[str] | None, typer.Option(help="Requests a second, Poisson arrivals, as in 2,4.")
+    ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests of each load.")] = 64,
-    new_tokens: Annotated[str, typer.Option(help="Least and most new tokens of a request.")] = "16:256",
-    method_arg: Annotated[list[str] | None, typer.Option(help="As in sd.gamma=6; repeatable.")] = None,
+    new_tokens: Annotated[
+        str, typer.Option(help="Least and most new tokens of a request.")
+    ] = "16:256",
+    method_arg: Annotated[
+        list[str] | None, typer.Option(help="As in sd.gamma=6; repeatable.")
+    ] = None,
     dataset: Annotated[list[str] | None, typer.Option(help="As of `forerun bench`.")] = None,
     data: Annotated[Path | None, typer.Option(help="As of `forerun bench`.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts of each dataset.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first prompts of each dataset.")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Prompts are messages.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 2,
-    out: Annotated[Path | None, typer.Option(help="Folder for records, results, report and pictures.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for records, results, report and pictures.")
+    ] = None,
     target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file.")] = EMBEDDED,
     draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
-    head: Annotated[list[str] | None, typer.Option(help="Folder of a head of the target's.")] = None,
+    head: Annotated[
+        list[str] | None, typer.Option(help="Folder of a head of the target's.")
+    ] = None,
     pre_verifier: Annotated[Path | None, typer.Option(help="Folder of the trained layer.")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="1 is all.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the standard library's prompts.")] = 128,
-    stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
-    guard: Annotated[bool, typer.Option("--guard", help="Leave drafts out while they do not pay.")] = False,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Length of the standard library's prompts.")
+    ] = 128,
+    stop_at_eos: Annotated[
+        bool, typer.Option("--stop-at-eos", help="End at the end token.")
+    ] = False,
+    guard: Annotated[
+        bool, typer.Option("--guard", help="Leave drafts out while they do not pay.")
+    ] = False,
     dtype: Annotated[str | None, typer.Option()] = None,
     weights: Annotated[str | None, typer.Option()] = None,
     draft_weights: Annotated[str | None, typer.Option()] = None,
     device: Annotated[str | None, typer.Option()] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads to compute with.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")
+    ] = False,
 ) -> None:
     """Measure methods under load, in turns on the same requests, in one process. Lists may be given with commas."""
     given = locals()
@@ -355,7 +439,9 @@ def numbers(option: str, values: list[str] | None) -> list[float]:
         raise ValueError(f"{option} takes numbers: {error}") from None
     least = 1 if option == "--clients" else 0
     if any(each < least or each == 0 or (least and each != int(each)) for each in found):
-        raise ValueError(f"{option} must be {'whole numbers of at least 1' if least else 'above 0'}")
+        raise ValueError(
+            f"{option} must be {'whole numbers of at least 1' if least else 'above 0'}"
+        )
     return found
 
 

@@ -32,7 +32,9 @@ from forerun.files import write_text
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
 
-Truth = tuple[list[int], list[Tensor]]  # a text, and the logits [V] behind each of its tokens, from steps of one token
+Truth = tuple[
+    list[int], list[Tensor]
+]  # a text, and the logits [V] behind each of its tokens, from steps of one token
 
 
 @dataclass
@@ -94,7 +96,11 @@ def _single_steps(target: CausalLM, prompt: Sequence[int], params: SamplingParam
 
 
 def _compare(
-    decoder: Decoder, prompts: list[list[int]], truths: list[Truth], params: SamplingParams, found: Compared
+    decoder: Decoder,
+    prompts: list[list[int]],
+    truths: list[Truth],
+    params: SamplingParams,
+    found: Compared,
 ) -> None:
     """Decodes these prompts together and looks at every forward of the target."""
     target: Any = decoder.engine.target
@@ -116,7 +122,9 @@ def _compare(
         del target.forward
     for prompt, (text, _), completion in zip(prompts, truths, done, strict=True):
         found.outputs += 1
-        found.outputs_differ += completion.tokens != text[len(prompt) : len(prompt) + len(completion.tokens)]
+        found.outputs_differ += (
+            completion.tokens != text[len(prompt) : len(prompt) + len(completion.tokens)]
+        )
 
 
 def _look(start: int, draft: Draft, scores: Tensor, truth: Truth, found: Compared) -> None:
@@ -130,7 +138,9 @@ def _look(start: int, draft: Draft, scores: Tensor, truth: Truth, found: Compare
             found.logits += 1
             if not torch.equal(scores[node], logits[place]):
                 found.differ += 1
-                found.largest = max(found.largest, float((scores[node] - logits[place]).abs().max()))
+                found.largest = max(
+                    found.largest, float((scores[node] - logits[place]).abs().max())
+                )
 
 
 @wraps(bench)
@@ -146,7 +156,9 @@ def main(**given: Any) -> None:
     if given["as_json"]:
         print(json.dumps(results))
         return
-    print(f"verified logits beside single steps': {results['target']['weights']}, exact: {results['target']['exact']}")
+    print(
+        f"verified logits beside single steps': {results['target']['weights']}, exact: {results['target']['exact']}"
+    )
     for name, each in results["check_logits"].items():
         print(
             f"{name}: {each['differ']} of {each['logits']} logits with other bits, apart by at most "

@@ -157,13 +157,24 @@ def section(page: str, name: str, title: str, found: dict[str, Any]) -> list[str
     ]
     for dataset, part in found["datasets"].items():
         lines += [f"### {dataset}, {part['prompts']} prompts", ""]
-        lines.append("| " + " | ".join([*COLUMNS, "by place", "draft", "stop rule", "verify", "prompt"]) + " |")
+        lines.append(
+            "| "
+            + " | ".join([*COLUMNS, "by place", "draft", "stop rule", "verify", "prompt"])
+            + " |"
+        )
         lines.append("|---" + "|---:" * (len(COLUMNS) + 4) + "|")
         for method, figures in part["methods"].items():
-            places = " ".join(f"{each:.2f}" for each in (figures["acceptance_by_position"] or [])[:5])
+            places = " ".join(
+                f"{each:.2f}" for each in (figures["acceptance_by_position"] or [])[:5]
+            )
             time = figures["time"] or {}
-            shares = [f"{100 * time[key]:.0f} %" if key in time else "" for key in ("draft", "policy", "verify")]
-            prompt = figures.get("prompt_share", figures.get("prefill_share"))  # as older results call it
+            shares = [
+                f"{100 * time[key]:.0f} %" if key in time else ""
+                for key in ("draft", "policy", "verify")
+            ]
+            prompt = figures.get(
+                "prompt_share", figures.get("prefill_share")
+            )  # as older results call it
             shares.append("" if prompt is None else f"{100 * prompt:.0f} %")
             lines.append("| " + " | ".join([*named_row(method, figures), places, *shares]) + " |")
         lines.append("")
@@ -203,7 +214,12 @@ def trained(curve: list[tuple[int, dict[str, list[float]]]], path: Path) -> None
     """Draw what a head accepts at its first place against the positions that it was trained on."""
     figure, axes = plt.subplots(figsize=(6, 3.5))
     for source in curve[-1][1]:
-        axes.plot([each / 1e6 for each, _ in curve], [shares[source][0] for _, shares in curve], "o-", label=source)
+        axes.plot(
+            [each / 1e6 for each, _ in curve],
+            [shares[source][0] for _, shares in curve],
+            "o-",
+            label=source,
+        )
     axes.set_xlabel("positions trained on, millions")
     axes.set_ylabel("accepted at place 1, held out")
     axes.legend(frameon=False)
@@ -223,7 +239,9 @@ def main() -> None:
         path = HERE / page / "ablation.json"
         if path.is_file():
             lines += ablation(json.loads(path.read_text()))
-        notes = HERE / page / "notes.md"  # what was wished for, what was missed, and why: written by hand
+        notes = (
+            HERE / page / "notes.md"
+        )  # what was wished for, what was missed, and why: written by hand
         if len(lines) > 1:
             tail = "\n" + notes.read_text() if notes.is_file() else ""
             write_text(PAGES / f"{page}.md", "\n".join(lines).rstrip() + "\n" + tail)

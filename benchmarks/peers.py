@@ -31,7 +31,9 @@ def expanded(names: Iterable[str]) -> list[str]:
     """The names of --methods, with all of transformers' schedules where `hf-assisted` stands alone."""
     found: list[str] = []
     for name in names:
-        found += [f"{ASSISTED}/{schedule}" for schedule in SCHEDULES] if name == ASSISTED else [name]
+        found += (
+            [f"{ASSISTED}/{schedule}" for schedule in SCHEDULES] if name == ASSISTED else [name]
+        )
     return found
 
 
@@ -47,7 +49,10 @@ class Peers:
         if is_llama(name):
             needs_draft = "draft" in llama_mode(name)
             return Runner(
-                lambda loaded: self._llama(loaded).run(name), peer_settings(name), needs_draft=needs_draft, knows=True
+                lambda loaded: self._llama(loaded).run(name),
+                peer_settings(name),
+                needs_draft=needs_draft,
+                knows=True,
             )
         if is_transformers(name):
             assisted = name.startswith(ASSISTED)
@@ -72,7 +77,9 @@ class Peers:
         from benchmarks.hf import load_peers
 
         if "hf" not in self.loaded:
-            self.loaded["hf"] = load_peers(loaded.plan, any(name.startswith(ASSISTED) for name in loaded.plan.methods))
+            self.loaded["hf"] = load_peers(
+                loaded.plan, any(name.startswith(ASSISTED) for name in loaded.plan.methods)
+            )
         return self.loaded["hf"]
 
     def _llama(self, loaded: Loaded) -> Any:
@@ -118,7 +125,9 @@ def peer_settings(name: str) -> dict[str, Any]:
     kind, *given = name.split("/")
     if kind == LLAMA_DRAFT:
         if len(given) > 2 or not all(map(_counts, given[:1])) or not all(map(_shares, given[1:])):
-            raise ValueError(f"{kind}/TOKENS/CONFIDENCE takes a number of at least 1 and one from 0 to below 1")
+            raise ValueError(
+                f"{kind}/TOKENS/CONFIDENCE takes a number of at least 1 and one from 0 to below 1"
+            )
         tokens, confidence = (*given, *(LLAMA_TOKENS, LLAMA_CONFIDENCE)[len(given) :])
         return {"maxTokens": int(tokens), "minConfidence": float(confidence)}
     if kind in (LLAMA_LOOKUP, HF_LOOKUP):
@@ -128,7 +137,10 @@ def peer_settings(name: str) -> dict[str, Any]:
             names = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
             return dict(zip(names, map(int, given), strict=False)) or {names[0]: LOOKUP_TOKENS}
         tokens, ngram, *_ = (*map(int, given), *(LLAMA_TOKENS, LLAMA_NGRAM)[len(given) :])
-        return {"predictionLength": {"min": 1, "max": tokens}, "patternLength": {"min": 1, "max": ngram}}
+        return {
+            "predictionLength": {"min": 1, "max": tokens},
+            "patternLength": {"min": 1, "max": ngram},
+        }
     return _assisted(name, given) if kind == ASSISTED else {}
 
 
@@ -179,7 +191,9 @@ def checked(plan: Plan) -> Plan:
             load_config(source, part, trust_remote_code=plan.trust_remote_code)
             for source, part in ((plan.target, "target"), (plan.draft, "draft"))
         )
-        if draft.vocab_size != target.vocab_size:  # transformers refuses them after loading, ours allow padding
+        if (
+            draft.vocab_size != target.vocab_size
+        ):  # transformers refuses them after loading, ours allow padding
             raise ValueError(
                 f"{ASSISTED} needs vocabularies of one size; the draft's has {draft.vocab_size} entries, the target's "
                 f"{target.vocab_size}"
@@ -191,9 +205,13 @@ def checked(plan: Plan) -> Plan:
 def check_llama(name: str, target: str, draft: str | None, batch: int, device: str | None) -> None:
     """Raise ValueError if llama.cpp cannot decode beside us: it needs files that it can read."""
     if batch > 1:  # its server decodes several; one after another would make it look slow
-        raise ValueError(f"method {name!r} decodes one prompt at a time here: leave it out or set --batch 1")
+        raise ValueError(
+            f"method {name!r} decodes one prompt at a time here: leave it out or set --batch 1"
+        )
     if device is not None and device != "cpu":
-        raise ValueError(f"method {name!r} runs on the CPU: leave it out or set --device cpu, not {device}")
+        raise ValueError(
+            f"method {name!r} runs on the CPU: leave it out or set --device cpu, not {device}"
+        )
     from forerun.zoo.gguf_file import find
 
     if find(locate(target, "target")) is None:

@@ -43,7 +43,9 @@ def markdown(results: dict[str, Any], pictures: list[str]) -> str:
     for title, methods in sections(results):
         lines += [f"## {title}", "", "| " + " | ".join(COLUMNS) + " |"]
         lines.append("|---" + "|---:" * (len(COLUMNS) - 1) + "|")
-        lines += ["| " + " | ".join(named_row(name, method)) + " |" for name, method in methods.items()]
+        lines += [
+            "| " + " | ".join(named_row(name, method)) + " |" for name, method in methods.items()
+        ]
         lines.append("")
     if "tuned" in results:
         lines += [f"Best by median speedup: `{results['tuned']}`.", ""]
@@ -61,19 +63,30 @@ def command(arguments: dict[str, Any]) -> str:
     """The command that makes such a run, with names instead of paths."""
     words = ["python", "-m", "benchmarks.bench"]
     tuned = arguments["tune"].partition("=")[0] if arguments["tune"] else None
-    words += ["--tune", arguments["tune"]] if tuned else ["--methods", ",".join(arguments["methods"])]
+    words += (
+        ["--tune", arguments["tune"]] if tuned else ["--methods", ",".join(arguments["methods"])]
+    )
     settings = {
         f"{own_name(name)}.{key}": value
         for name, each in arguments["methods"].items()
         if not is_llama(name) and not is_transformers(name)
         for key, value in each.items()
     }
-    words += [word for key, value in settings.items() if key != tuned for word in ("--method-arg", f"{key}={value}")]
+    words += [
+        word
+        for key, value in settings.items()
+        if key != tuned
+        for word in ("--method-arg", f"{key}={value}")
+    ]
     words += ["--dataset", ",".join(arguments["datasets"])]
     usual = {each.name: each.default for each in fields(Plan)}
     for name, value in arguments.items():
         option = "--" + name.replace("_", "-")
-        if name in ("methods", "datasets", "tune", "context", "reference") or value in (None, False, usual.get(name)):
+        if name in ("methods", "datasets", "tune", "context", "reference") or value in (
+            None,
+            False,
+            usual.get(name),
+        ):
             continue
         if (name, value) == ("draft", EMBEDDED):
             continue
@@ -93,7 +106,8 @@ def front(results: dict[str, Any], command: str) -> list[str]:
     """Title, where it was measured, and the command."""
     arguments, versions = results["arguments"], results["versions"]
     return [
-        f"# Benchmark of {arguments['target']}" + (f" with {arguments['draft']}" if arguments["draft"] else ""),
+        f"# Benchmark of {arguments['target']}"
+        + (f" with {arguments['draft']}" if arguments["draft"] else ""),
         "",
         f"{results['date']}, {versions['gpu'] or versions['cpu']}, {versions['threads']} threads, "
         f"torch {versions['torch']}, transformers {versions['transformers']}, forerun {versions['forerun']}"
@@ -116,16 +130,24 @@ def _notes(results: dict[str, Any]) -> list[str]:
     ]
     methods = results["methods"]
     if results["reference"]:
-        notes.append(f"- same tokens: share of outputs equal to greedy `{results['reference']}`, token for token.")
+        notes.append(
+            f"- same tokens: share of outputs equal to greedy `{results['reference']}`, token for token."
+        )
     else:
-        notes.append("- Sampled: outputs are from one distribution and differ from method to method.")
+        notes.append(
+            "- Sampled: outputs are from one distribution and differ from method to method."
+        )
     if any(map(is_transformers, methods)):
         notes.append(
             "- `hf-` methods are transformers' own `generate` on the same weights, loaded apart. `hf-assisted` is the "
             "best of its settings by median tokens/s, chosen in each table after the run, which favours it."
         )
-        if results["versions"]["scikit-learn"] is None and any(name.startswith(ASSISTED) for name in methods):
-            notes.append("- Without scikit-learn the threshold of transformers' assistant stays as it is.")
+        if results["versions"]["scikit-learn"] is None and any(
+            name.startswith(ASSISTED) for name in methods
+        ):
+            notes.append(
+                "- Without scikit-learn the threshold of transformers' assistant stays as it is."
+            )
     if any(name.startswith(f"{FORWARD}/") for name in methods):
         notes.append(
             f"- `{FORWARD}/METHOD` is our method on transformers' own forwards of target and draft: the speedup that "
@@ -138,9 +160,15 @@ def _notes(results: dict[str, Any]) -> list[str]:
             f"{LLAMA_NGRAM} if none are given), `llama-cpp-draft/TOKENS/CONFIDENCE` its draft model. None keeps "
             "anything of the prompts before."
         )
-    if results["arguments"]["batch"] > 1 and any(method["rows_one_by_one"] for method in methods.values()):
-        names = ", ".join(f"`{name}`" for name, method in methods.items() if method["rows_one_by_one"])
-        notes.append(f"- transformers refuses batches for {names}: their rows ran one after another.")
+    if results["arguments"]["batch"] > 1 and any(
+        method["rows_one_by_one"] for method in methods.values()
+    ):
+        names = ", ".join(
+            f"`{name}`" for name, method in methods.items() if method["rows_one_by_one"]
+        )
+        notes.append(
+            f"- transformers refuses batches for {names}: their rows ran one after another."
+        )
     return notes
 
 
@@ -156,7 +184,9 @@ def _speedup(methods: dict[str, Any], folder: Path) -> str:
     figure, axes = plt.subplots(figsize=(7, 0.4 * len(methods) + 1.2))
     for place, method in enumerate(methods.values()):
         middle, low, high = method["speedup"], method["speedup_p10"], method["speedup_p90"]
-        axes.barh(place, middle, color=PHASES["draft"], xerr=[[middle - low], [high - middle]], capsize=3)
+        axes.barh(
+            place, middle, color=PHASES["draft"], xerr=[[middle - low], [high - middle]], capsize=3
+        )
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xlabel("tokens/s over plain decoding: median, 10th to 90th percentile")
     return _save(figure, axes, list(methods), folder / "speedup.png")
@@ -168,7 +198,9 @@ def _acceptance(methods: dict[str, Any], folder: Path) -> str:
         shares = method["acceptance_by_position"]
         if shares:
             axes.plot(range(1, len(shares) + 1), shares, marker="o", label=name)
-    axes.set(xlabel="position in the draft", ylabel="accepted, of drafts that reached it", ylim=(0, 1.02))
+    axes.set(
+        xlabel="position in the draft", ylabel="accepted, of drafts that reached it", ylim=(0, 1.02)
+    )
     axes.legend()
     figure.savefig(folder / "acceptance.png", dpi=120, bbox_inches="tight")
     plt.close(figure)
@@ -181,7 +213,9 @@ def _time(methods: dict[str, Any], folder: Path) -> str:
     for place, phases in enumerate(timed.values()):
         left = 0.0
         for phase, colour in PHASES.items():
-            axes.barh(place, phases[phase], left=left, color=colour, label=phase if place == 0 else None)
+            axes.barh(
+                place, phases[phase], left=left, color=colour, label=phase if place == 0 else None
+            )
             left += phases[phase]
     axes.set_xlabel("share of step time")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))

@@ -50,7 +50,10 @@ SAMPLED_KNOBS = {
 }
 # Of each run: what `benchmarks.bench` is called with, beside what all of its page are.
 CHAT = {
-    **{f"validation-{knob}": f"{VALIDATION} --tune {knob}={values}" for knob, values in KNOBS.items()},
+    **{
+        f"validation-{knob}": f"{VALIDATION} --tune {knob}={values}"
+        for knob, values in KNOBS.items()
+    },
     **{
         f"validation-1-{knob}": f"{VALIDATION} --temperature 1 --tune {knob}={values}"
         for knob, values in SAMPLED_KNOBS.items()
@@ -88,8 +91,12 @@ CODE = f"stdlib-test,{{data}}/{HUMANEVAL}"
 OWN = f"{OURS},pacer-ouroboros,lyanna,pacer-lyanna"
 FORWARDS = "hf-ar,hf-forward/ar,hf-forward/sd"
 # The best on validation prompts, of ours and of theirs, where runs need others than come with the pair.
-FOUND = "--method-arg sd.gamma=8 --method-arg cumulative.threshold=0.05 --method-arg ouroboros.gamma=8"
-FOUND_512 = "--method-arg sd.gamma=10 --method-arg cumulative.threshold=0.05 --method-arg ouroboros.gamma=8"
+FOUND = (
+    "--method-arg sd.gamma=8 --method-arg cumulative.threshold=0.05 --method-arg ouroboros.gamma=8"
+)
+FOUND_512 = (
+    "--method-arg sd.gamma=10 --method-arg cumulative.threshold=0.05 --method-arg ouroboros.gamma=8"
+)
 FOUND_1 = "--method-arg sd.gamma=5 --method-arg cumulative.threshold=0.3"
 PEERS, PEERS_1 = "hf-lookup/20/3,hf-assisted/heuristic/5", "hf-lookup/5/2,hf-assisted/5/0"
 SEARCH = "--dataset stdlib-validation --limit 12 --rounds 1"
@@ -103,7 +110,9 @@ RANGES = {  # likewise for the embedded pair
     "lyanna.depth": "2,4,6,8",
 }
 LOOKUPS = ",".join(f"hf-lookup/{most}/{ngram}" for most in (5, 10, 20) for ngram in (2, 3))
-ASSISTED = ",".join(f"hf-assisted/{each}" for each in ("3/0.4", "5/0.4", "8/0.4", "5/0", "heuristic/5", "20/0.4"))
+ASSISTED = ",".join(
+    f"hf-assisted/{each}" for each in ("3/0.4", "5/0.4", "8/0.4", "5/0", "heuristic/5", "20/0.4")
+)
 EMBEDDED = {
     **{f"validation-{knob}": f"{SEARCH} --tune {knob}={values}" for knob, values in RANGES.items()},
     **{
@@ -133,7 +142,8 @@ QWEN_BATCHES = "ar,pacer,pacer-lyanna,suffix,hybrid"  # eight calls of each
 QWEN_KNOBS = {
     "sd.gamma": "1,2,3,4",
     "cumulative.threshold": "0.5,0.6,0.7,0.8",
-    "hybrid.other": "pacer," + ",".join(f"pacer-lyanna:{each}" for each in ("block=6", "width=2", "width=3")),
+    "hybrid.other": "pacer,"
+    + ",".join(f"pacer-lyanna:{each}" for each in ("block=6", "width=2", "width=3")),
     "ouroboros.gamma": "2,3,4",
     "lyanna.depth": "2,3,4,6",
     "pacer-lyanna.block": "1,2,3,6",
@@ -141,7 +151,10 @@ QWEN_KNOBS = {
 }
 # llama.cpp's drafts: the draft model's tokens and least probability, and the prompt lookup's tokens and suffix.
 QWEN_LLAMA = ",".join(
-    ["llama-cpp", *(f"llama-cpp-draft/{most}/{least}" for most in (1, 2, 3) for least in (0.6, 0.9))]
+    [
+        "llama-cpp",
+        *(f"llama-cpp-draft/{most}/{least}" for most in (1, 2, 3) for least in (0.6, 0.9)),
+    ]
     + [f"llama-cpp-lookup/{most}/{ngram}" for most in (2, 3, 5) for ngram in (2, 3)]
 )
 QWEN_PEERS = "llama-cpp,llama-cpp-draft/1/0.6,llama-cpp-lookup/2/2"  # the best of each kind on validation prompts
@@ -163,22 +176,32 @@ def long_run(name: str, options: str) -> str:
 LONG = {
     **{
         f"long/{length}": long_run(
-            str(length), f"--max-new-tokens {new} --rounds {1 if length == 16000 else 2} --methods {LONG_OURS}"
+            str(length),
+            f"--max-new-tokens {new} --rounds {1 if length == 16000 else 2} --methods {LONG_OURS}",
         )
         for length, new in LONG_NEW.items()
     },
-    "long/known": long_run("known", "--max-new-tokens 384 --rounds 2 --methods ar,suffix,lyanna,hybrid"),
+    "long/known": long_run(
+        "known", "--max-new-tokens 384 --rounds 2 --methods ar,suffix,lyanna,hybrid"
+    ),
     **{
         f"long/{length}-peers": long_run(
             str(length), f"--max-new-tokens {new} --limit 2 --rounds 1 --methods {LONG_PEERS}"
         )
         for length, new in (LONG_NEW | {16000: 64}).items()
     },
-    "long/known-peers": long_run("known", f"--max-new-tokens 384 --limit 2 --rounds 1 --methods {LONG_PEERS}"),
-    "long/4000-avx2": long_run("4000", f"--max-new-tokens 384 --limit 2 --rounds 1 --methods {LONG_OURS}"),
+    "long/known-peers": long_run(
+        "known", f"--max-new-tokens 384 --limit 2 --rounds 1 --methods {LONG_PEERS}"
+    ),
+    "long/4000-avx2": long_run(
+        "4000", f"--max-new-tokens 384 --limit 2 --rounds 1 --methods {LONG_OURS}"
+    ),
 }
 QWEN = {
-    **{f"validation-{knob}": f"{QWEN_SEARCH} --tune {knob}={values}" for knob, values in QWEN_KNOBS.items()},
+    **{
+        f"validation-{knob}": f"{QWEN_SEARCH} --tune {knob}={values}"
+        for knob, values in QWEN_KNOBS.items()
+    },
     **{
         f"validation-1-{knob}": f"{QWEN_SEARCH} --temperature 1 --tune {knob}={QWEN_KNOBS[knob]}"
         for knob in ("sd.gamma", "cumulative.threshold", "hybrid.other")
@@ -216,16 +239,22 @@ RUNS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--data", type=Path, help="folder of HumanEval.jsonl.gz and gsm8k_test.jsonl; qwen-coder/long needs neither"
+        "--data",
+        type=Path,
+        help="folder of HumanEval.jsonl.gz and gsm8k_test.jsonl; qwen-coder/long needs neither",
     )
     parser.add_argument(
         "--only",
         default="chat,embedded,qwen-coder",
         help="runs, as in chat/greedy; a beginning stands for all below it, as in chat or qwen-coder/long",
     )
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs' records")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs"), help="folder of the runs' records"
+    )
     given = parser.parse_args()
     wanted = []
     for part in given.only.split(","):
@@ -234,13 +263,20 @@ def main() -> int:
             parser.error(f"--only: no run {part!r}; there are {', '.join(RUNS)}")
         wanted += found
     if given.data is None and any("{data}" in RUNS[name] for name in wanted):
-        parser.error("--data: these runs need the folder of HumanEval.jsonl.gz and gsm8k_test.jsonl")
+        parser.error(
+            "--data: these runs need the folder of HumanEval.jsonl.gz and gsm8k_test.jsonl"
+        )
     for name in wanted:
         out, kept = given.runs / name, HERE / f"{name}.json"
         if (out / "results.json").is_file():
             continue
         where = {"here": HERE, "data": given.data and given.data.resolve()}
-        options = [*(part.format(**where) for part in RUNS[name].split()), "--out", str(out.resolve()), "--resume"]
+        options = [
+            *(part.format(**where) for part in RUNS[name].split()),
+            "--out",
+            str(out.resolve()),
+            "--resume",
+        ]
         kernels = {"FORERUN_KERNELS": "avx2"} if name.endswith("avx2") else {}
         command = [sys.executable, "-m", "benchmarks.bench", *options]
         done = subprocess.run(command, cwd=HERE.parent, env=os.environ | kernels)
@@ -248,7 +284,9 @@ def main() -> int:
             return done.returncode
         kept.parent.mkdir(parents=True, exist_ok=True)
         found = (out / "results.json").read_text()
-        kept.write_text(found.replace(HUMANEVAL, "humaneval").replace(GSM8K, "gsm8k"))  # as pages call them
+        kept.write_text(
+            found.replace(HUMANEVAL, "humaneval").replace(GSM8K, "gsm8k")
+        )  # as pages call them
     return 0
 
 

@@ -30,7 +30,10 @@ from forerun.cli.bench import bench, planned
 from forerun.engine.engine import Step
 from forerun.sampling.params import SamplingParams
 
-SKIPPED, PROFILED = 4, 3  # steps: those before, and those under the profiler, of which the last is shown
+SKIPPED, PROFILED = (
+    4,
+    3,
+)  # steps: those before, and those under the profiler, of which the last is shown
 KINDS = {"product": "#7b2cbf", "attention": "#f3722c", "other": "#90be6d"}
 _WORDS = {
     "attention": ("attention", "flash", "fmha", "softmax"),
@@ -97,21 +100,33 @@ def profiled(device: torch.device, found: list[Activity]) -> Iterator[Callable[[
             continue
         begin, end = stretch.time_range.start, stretch.time_range.end
         parts = [
-            ((event.time_range.start - begin) / 1000, event.time_range.elapsed_us() / 1000, event.name)
+            (
+                (event.time_range.start - begin) / 1000,
+                event.time_range.elapsed_us() / 1000,
+                event.name,
+            )
             for event in events
             if begin <= event.time_range.start < end and event.name != _MARK
-            if (event.device_type == DeviceType.CUDA if device.type == "cuda" else event.cpu_parent is stretch)
+            if (
+                event.device_type == DeviceType.CUDA
+                if device.type == "cuda"
+                else event.cpu_parent is stretch
+            )
         ]
         found.append(Activity((end - begin) / 1000, parts))
 
 
-def step_of(decoder: Decoder, prompts: list[list[int]], params: SamplingParams) -> tuple[Step, Activity] | None:
+def step_of(
+    decoder: Decoder, prompts: list[list[int]], params: SamplingParams
+) -> tuple[Step, Activity] | None:
     """One step in the middle of the output for a batch, as its first row saw it; None where a row ends too soon."""
     engine, found = decoder.engine, list[Activity]()
     ids = [engine.add(decoder.request(prompt, params)) for prompt in prompts]
     try:
         done, number = False, 0
-        while not done and (number < SKIPPED or len(engine.running) < len(ids)):  # all must have joined
+        while not done and (
+            number < SKIPPED or len(engine.running) < len(ids)
+        ):  # all must have joined
             done, number = any(step.finish_reason for step in engine.step()), number + 1
         with profiled(decoder.target.device, found) as mark:
             for _ in range(0 if done else PROFILED):
@@ -128,7 +143,10 @@ def step_of(decoder: Decoder, prompts: list[list[int]], params: SamplingParams) 
 
 def kind_of(name: str) -> str:
     """What of KINDS an operation or kernel is, by its name."""
-    return next((kind for kind, words in _WORDS.items() if any(word in name.lower() for word in words)), "other")
+    return next(
+        (kind for kind, words in _WORDS.items() if any(word in name.lower() for word in words)),
+        "other",
+    )
 
 
 def plot_timeline(title: str, step: Step, work: Activity, path: Path) -> None:
@@ -139,7 +157,11 @@ def plot_timeline(title: str, step: Step, work: Activity, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(11, 2.6), layout="constrained")
-    phases = {"draft": step.draft_seconds, "policy": step.policy_seconds, "verify": step.verify_seconds}
+    phases = {
+        "draft": step.draft_seconds,
+        "policy": step.policy_seconds,
+        "verify": step.verify_seconds,
+    }
     left = 0.0
     for name, seconds in phases.items():
         axes.barh(0, 1000 * seconds, left=left, color=PHASES[name], label=name)
@@ -152,7 +174,9 @@ def plot_timeline(title: str, step: Step, work: Activity, path: Path) -> None:
     axes.invert_yaxis()
     axes.set(xlabel="ms, under the profiler", xlim=(0, work.ms))
     idle = work.ms - work.busy
-    axes.set_title(f"{title}: one step of {work.ms:.2f} ms, {len(step.tokens)} tokens; nothing ran for {idle:.2f} ms")
+    axes.set_title(
+        f"{title}: one step of {work.ms:.2f} ms, {len(step.tokens)} tokens; nothing ran for {idle:.2f} ms"
+    )
     axes.legend(ncols=7, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.3))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -177,7 +201,9 @@ def main(**given: Any) -> None:
             continue
         path = out / f"timeline-{name}.png"
         plot_timeline(name, *found, path)
-        print(f"{name}: {found[1].ms:.3f} ms, of which something ran in {found[1].busy:.3f}: {path}")
+        print(
+            f"{name}: {found[1].ms:.3f} ms, of which something ran in {found[1].busy:.3f}: {path}"
+        )
 
 
 if __name__ == "__main__":

@@ -8,8 +8,12 @@ import forerun
 from forerun.api.loading import load_model, load_tokenizer
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--target", default="embedded", help="folder or hub id; by default the embedded pair's target")
-parser.add_argument("--draft", default="embedded", help="a smaller model with the target's vocabulary")
+parser.add_argument(
+    "--target", default="embedded", help="folder or hub id; by default the embedded pair's target"
+)
+parser.add_argument(
+    "--draft", default="embedded", help="a smaller model with the target's vocabulary"
+)
 parser.add_argument("--prompt", default="def quicksort(items):\n")
 parser.add_argument("--max-new-tokens", type=int, default=64)
 args = parser.parse_args()

@@ -13,7 +13,16 @@ if TYPE_CHECKING:
     from forerun.sampling.params import SamplingParams
 
 __version__ = "0.2.0"
-__all__ = ["Chunk", "Completion", "Decoder", "Engine", "EngineOptions", "ModelOptions", "Request", "SamplingParams"]
+__all__ = [
+    "Chunk",
+    "Completion",
+    "Decoder",
+    "Engine",
+    "EngineOptions",
+    "ModelOptions",
+    "Request",
+    "SamplingParams",
+]
 __all__ += ["custom_generate", "load"]
 _HOMES = {
     "Engine": "forerun.engine.engine",

@@ -39,5 +39,7 @@ def private_folder(path: Path) -> Path:
     if status.st_uid != os.geteuid():
         raise ValueError(f"the folder {path} belongs to another user: name one of your own")
     if status.st_mode & 0o022:
-        raise ValueError(f"others may write in the folder {path}: name one that only you can, or `chmod go-w` it")
+        raise ValueError(
+            f"others may write in the folder {path}: name one that only you can, or `chmod go-w` it"
+        )
     return path

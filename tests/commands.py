@@ -17,11 +17,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_IMPORTS = ("torch", "transformers", "forerun.api.load", "forerun.bench.measure", "forerun.cli.commands")
+_IMPORTS = (
+    "torch",
+    "transformers",
+    "forerun.api.load",
+    "forerun.bench.measure",
+    "forerun.cli.commands",
+)
 
 
 def run(
-    *arguments: str, stdin: str = "", program: str | None = None, env: Mapping[str, str] = os.environ
+    *arguments: str,
+    stdin: str = "",
+    program: str | None = None,
+    env: Mapping[str, str] = os.environ,
 ) -> subprocess.CompletedProcess[str]:
     if program is not None:
         program = f"import sys; sys.path.insert(0, {os.getcwd()!r})\n{program}"  # benchmarks/ is not installed
@@ -29,7 +38,13 @@ def run(
         streams = [str(Path(folder) / name) for name in ("in", "out", "err")]
         for path, text in zip(streams, (stdin, "", ""), strict=True):
             Path(path).write_text(text)
-        asked = {"arguments": arguments, "program": program, "streams": streams, "env": dict(env), "cwd": os.getcwd()}
+        asked = {
+            "arguments": arguments,
+            "program": program,
+            "streams": streams,
+            "env": dict(env),
+            "cwd": os.getcwd(),
+        }
         server = _server(os.getpid())
         try:
             print(json.dumps(asked), file=server.stdin, flush=True)
@@ -40,7 +55,9 @@ def run(
             _server.cache_clear()
             raise
         assert line, f"the process that commands are forked from has ended: {server.poll()}"
-        return subprocess.CompletedProcess(arguments, int(line), *(Path(path).read_text() for path in streams[1:]))
+        return subprocess.CompletedProcess(
+            arguments, int(line), *(Path(path).read_text() for path in streams[1:])
+        )
 
 
 @cache
@@ -61,8 +78,12 @@ def _serve() -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
-def _become(arguments: list[str], program: str | None, streams: list[str], env: dict[str, str], cwd: str) -> None:
-    for number, (path, mode) in enumerate(zip(streams, (os.O_RDONLY, os.O_WRONLY, os.O_WRONLY), strict=True)):
+def _become(
+    arguments: list[str], program: str | None, streams: list[str], env: dict[str, str], cwd: str
+) -> None:
+    for number, (path, mode) in enumerate(
+        zip(streams, (os.O_RDONLY, os.O_WRONLY, os.O_WRONLY), strict=True)
+    ):
         file = os.open(path, mode)
         os.dup2(file, number)
         os.close(file)

@@ -19,7 +19,12 @@ from forerun.model.causal_lm import CausalLM
 
 HOT = 24
 SIZES = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-ROPE = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 32}
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
 ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -34,29 +39,62 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def save_eagle3(
-    folder: Path, target: CausalLM, layout: str = "speculators", seed: int = 0, embedding: bool = False, **settings: Any
+    folder: Path,
+    target: CausalLM,
+    layout: str = "speculators",
+    seed: int = 0,
+    embedding: bool = False,
+    **settings: Any,
 ) -> Path:
     """Save a random head. `settings` are those of its layer, and those of the head."""
     generator = torch.Generator().manual_seed(seed)
-    vocabulary, size, layers = target.vocab_size, target.config.hidden_size, target.config.num_hidden_layers
+    vocabulary, size, layers = (
+        target.vocab_size,
+        target.config.hidden_size,
+        target.config.num_hidden_layers,
+    )
     ids = settings.pop("eagle_aux_hidden_state_layer_ids", [layers, 0, 1])
     hot = settings.pop("draft_vocab_size", HOT)
-    named = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "target_hidden_size")
+    named = (
+        "norm_before_residual",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_output",
+        "target_hidden_size",
+    )
     flags = {name: settings.pop(name) for name in named if name in settings}
-    layer: dict[str, Any] = {"model_type": "llama", "hidden_size": size, "vocab_size": vocabulary, "rms_norm_eps": 1e-5}
-    layer |= SIZES | {"num_hidden_layers": 1, "hidden_act": "silu", "max_position_embeddings": 64} | settings
+    layer: dict[str, Any] = {
+        "model_type": "llama",
+        "hidden_size": size,
+        "vocab_size": vocabulary,
+        "rms_norm_eps": 1e-5,
+    }
+    layer |= (
+        SIZES
+        | {"num_hidden_layers": 1, "hidden_act": "silu", "max_position_embeddings": 64}
+        | settings
+    )
     feature, own, inner = size * len(ids), layer["hidden_size"], layer["intermediate_size"]
-    queries, keys = (layer[f"num_{name}_heads"] * layer["head_dim"] for name in ("attention", "key_value"))
+    queries, keys = (
+        layer[f"num_{name}_heads"] * layer["head_dim"] for name in ("attention", "key_value")
+    )
     linear = {"q_proj": (queries, 2 * own), "k_proj": (keys, 2 * own), "v_proj": (keys, 2 * own)}
     linear |= {"o_proj": (own, queries)}
     shapes = {f"layers.0.self_attn.{name}.weight": each for name, each in linear.items()}
     shapes |= {f"layers.0.mlp.{name}_proj.weight": (inner, own) for name in ("gate", "up")}
-    shapes |= {"layers.0.mlp.down_proj.weight": (own, inner), "fc.weight": (own, feature), "lm_head.weight": (hot, own)}
+    shapes |= {
+        "layers.0.mlp.down_proj.weight": (own, inner),
+        "fc.weight": (own, feature),
+        "lm_head.weight": (hot, own),
+    }
     for part, flag in (("self_attn", "attention_bias"), ("mlp", "mlp_bias")):
         of_part = [name for name in shapes if part in name and layer.get(flag)]
         shapes |= {name.replace(".weight", ".bias"): shapes[name][:1] for name in of_part}  # type: ignore[misc]
     norms: dict[str, int] = {"norm.weight": own}
-    norms |= {f"layers.0.{name}.weight": own for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+    norms |= {
+        f"layers.0.{name}.weight": own
+        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    }
     if layer["model_type"] == "qwen3":
         norms |= {f"layers.0.self_attn.{name}_norm.weight": layer["head_dim"] for name in "qk"}
     if flags.get("norm_before_fc"):
@@ -65,8 +103,12 @@ def save_eagle3(
         norms |= {f"fc_norm.{i}.weight": size for i in range(len(ids))}
     if embedding:
         shapes["embed_tokens.weight"] = (vocabulary, own)
-    weights = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    weights |= {name: 1 + 0.2 * torch.randn(each, generator=generator) for name, each in norms.items()}
+    weights = {
+        name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()
+    }
+    weights |= {
+        name: 1 + 0.2 * torch.randn(each, generator=generator) for name, each in norms.items()
+    }
     if hot != vocabulary:
         tokens = torch.randperm(vocabulary, generator=generator)[:hot].sort().values
         weights["d2t"] = tokens - torch.arange(hot)
@@ -77,7 +119,11 @@ def save_eagle3(
         found |= {"transformer_layer_config": layer, "eagle_aux_hidden_state_layer_ids": ids}
         proposal = {"proposal_type": "greedy", "speculative_tokens": 5}
         found["speculators_config"] = {
-            **{"algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [proposal]},
+            **{
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposal],
+            },
             "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": None},
         }
     else:
@@ -86,7 +132,9 @@ def save_eagle3(
         found["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [number - 1 for number in ids]}
         weights = {name.replace("layers.0.", "midlayer."): each for name, each in weights.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: each.contiguous() for name, each in weights.items()}, folder / "model.safetensors")
+    save_file(
+        {name: each.contiguous() for name, each in weights.items()}, folder / "model.safetensors"
+    )
     (folder / "config.json").write_text(json.dumps(found))
     return folder
 
@@ -109,7 +157,9 @@ class Plain:
     def hot(self) -> Tensor:
         return torch.arange(self.settings["draft_vocab_size"]) + self.weights.get("d2t", 0)
 
-    def logits(self, features: Tensor, tokens: Sequence[int], drafted: Sequence[int] = ()) -> Tensor:
+    def logits(
+        self, features: Tensor, tokens: Sequence[int], drafted: Sequence[int] = ()
+    ) -> Tensor:
         """Logits [1 + k, S] after features [T, f] with the tokens [T] after them, and after each drafted token."""
         count, found = len(tokens), []
         states = self._linear("fc", self._normed_features(features))
@@ -125,7 +175,10 @@ class Plain:
         if self.settings.get("norm_before_fc"):
             return self._norm("input_norm", features)
         if self.settings.get("fc_norm"):
-            return torch.cat([self._norm(f"fc_norm.{i}", part) for i, part in enumerate(features.chunk(3, -1))], -1)
+            return torch.cat(
+                [self._norm(f"fc_norm.{i}", part) for i, part in enumerate(features.chunk(3, -1))],
+                -1,
+            )
         return features
 
     def _layer(self, x: Tensor) -> Tensor:
@@ -133,12 +186,19 @@ class Plain:
         embedded, states = x.chunk(2, -1)
         normed = self._norm("layers.0.hidden_norm", states)
         x = torch.cat([self._norm("layers.0.input_layernorm", embedded), normed], -1)
-        q, k, v = (self._linear(f"layers.0.self_attn.{each}_proj", x).view(count, -1, size) for each in "qkv")
+        q, k, v = (
+            self._linear(f"layers.0.self_attn.{each}_proj", x).view(count, -1, size)
+            for each in "qkv"
+        )
         if self.layer["model_type"] == "qwen3":
-            q, k = self._norm("layers.0.self_attn.q_norm", q), self._norm("layers.0.self_attn.k_norm", k)
+            q, k = (
+                self._norm("layers.0.self_attn.q_norm", q),
+                self._norm("layers.0.self_attn.k_norm", k),
+            )
         angles = torch.arange(count)[:, None, None] * self._frequencies()
         q, k = (
-            torch.view_as_complex(torch.stack(each.chunk(2, -1), -1)) * torch.polar(torch.ones(()), angles)
+            torch.view_as_complex(torch.stack(each.chunk(2, -1), -1))
+            * torch.polar(torch.ones(()), angles)
             for each in (q, k)
         )
         q, k = (torch.cat([each.real, each.imag], -1) for each in (q, k))
@@ -163,10 +223,14 @@ class Plain:
         return found * (kept + (1 - kept) / rope["factor"])
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.layer["rms_norm_eps"])
+        return functional.rms_norm(
+            x, x.shape[-1:], self.weights[f"{name}.weight"], self.layer["rms_norm_eps"]
+        )
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+        return functional.linear(
+            x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+        )
 
 
 class Speculators:
@@ -178,7 +242,9 @@ class Speculators:
         config = Eagle3SpeculatorConfig.from_pretrained(folder)
         config.transformer_layer_config._attn_implementation = "eager"
         self.model = Eagle3DraftModel(config).eval()  # from_pretrained asks the hub for the target
-        weights = {"embed_tokens.weight": embedding.detach()} | load_file(folder / "model.safetensors")
+        weights = {"embed_tokens.weight": embedding.detach()} | load_file(
+            folder / "model.safetensors"
+        )
         missing, unexpected = self.model.load_state_dict(weights, strict=False)
         assert not unexpected and all(name.startswith("verifier_") for name in missing)
 
@@ -188,10 +254,16 @@ class Speculators:
         return every if self.model.d2t is None else every + self.model.d2t
 
     @torch.no_grad()
-    def logits(self, features: Tensor, tokens: Sequence[int], drafted: Sequence[int] = ()) -> Tensor:
+    def logits(
+        self, features: Tensor, tokens: Sequence[int], drafted: Sequence[int] = ()
+    ) -> Tensor:
         found: list[Tensor] = []
-        hook = self.model.lm_head.register_forward_hook(lambda module, given, output: found.append(output[0]))
-        padding = features.new_zeros(len(drafted), features.shape[1])  # for tokens that are seen a step later alone
+        hook = self.model.lm_head.register_forward_hook(
+            lambda module, given, output: found.append(output[0])
+        )
+        padding = features.new_zeros(
+            len(drafted), features.shape[1]
+        )  # for tokens that are seen a step later alone
         ids = torch.tensor([[*tokens, *drafted]])
         self.model(
             hidden_states=torch.cat([features, padding])[None],

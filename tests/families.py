@@ -8,8 +8,18 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-SIZES: dict[str, Any] = {"vocab_size": 130, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024}
+SIZES: dict[str, Any] = {
+    "vocab_size": 130,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+}
+SIZES |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+}
 SIZES |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5}
 _WINDOWS |= {"layer_types": ["sliding_attention", "full_attention"]}

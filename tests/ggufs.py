@@ -23,31 +23,58 @@ TEMPLATE = (
 )
 ARCHITECTURES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaForCausalLM, {}),
-    "llama with biases": (transformers.LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
+    "llama with biases": (
+        transformers.LlamaForCausalLM,
+        {"attention_bias": True, "mlp_bias": True},
+    ),
     "qwen2": (transformers.Qwen2ForCausalLM, {}),
     "qwen3": (transformers.Qwen3ForCausalLM, {"head_dim": 32}),
-    "smollm3": (transformers.SmolLM3ForCausalLM, {"num_hidden_layers": 4}),  # the fourth does not rotate
+    "smollm3": (
+        transformers.SmolLM3ForCausalLM,
+        {"num_hidden_layers": 4},
+    ),  # the fourth does not rotate
 }
 
 
 def small(architecture: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model with nothing at its initial value: biases and gains are numbers too."""
     model_class, own = ARCHITECTURES[architecture]
-    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT}
-    sizes |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "rms_norm_eps": 1e-5}
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+    }
+    sizes |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+    }
+    sizes |= {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        "rms_norm_eps": 1e-5,
+    }
     sizes |= {"tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     model = model_class(model_class.config_class(**sizes | own | changes)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * noise if parameter.ndim == 1 and parameter.mean() == 1 else 0.15 * noise)
+            parameter.copy_(
+                1 + 0.2 * noise if parameter.ndim == 1 and parameter.mean() == 1 else 0.15 * noise
+            )
     return model
 
 
 # Where a block has its scales in float16.
-SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)}
+SCALES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+}
 
 
 def encode(name: str, weight: np.ndarray, kind: str) -> np.ndarray:
@@ -58,7 +85,9 @@ def encode(name: str, weight: np.ndarray, kind: str) -> np.ndarray:
     except NotImplementedError:
         block, size = gguf.GGML_QUANT_SIZES[type]
         rows, count = weight.shape[0], weight.shape[1] // block
-        made = np.random.default_rng(zlib.crc32(name.encode())).integers(0, 256, (rows, count, size), np.uint8)
+        made = np.random.default_rng(zlib.crc32(name.encode())).integers(
+            0, 256, (rows, count, size), np.uint8
+        )
         scale = np.array([2e-5], np.float16).view(np.uint8)
         for place in SCALES[kind]:
             made[..., place : place + 2] = scale
@@ -68,11 +97,16 @@ def encode(name: str, weight: np.ndarray, kind: str) -> np.ndarray:
 def names(model: PreTrainedModel) -> dict[str, str]:
     """What the tensors of a file are called, by their names in transformers."""
     known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, model.config.num_hidden_layers)
-    return {name: str(known.get_name(name, (".weight", ".bias"))) for name, _ in model.named_parameters()}
+    return {
+        name: str(known.get_name(name, (".weight", ".bias")))
+        for name, _ in model.named_parameters()
+    }
 
 
 @torch.no_grad()
-def rounded(model: PreTrainedModel, kind: str, types: dict[str, str] | None = None) -> PreTrainedModel:
+def rounded(
+    model: PreTrainedModel, kind: str, types: dict[str, str] | None = None
+) -> PreTrainedModel:
     same = copy.deepcopy(model)
     for name, parameter in same.named_parameters():
         if parameter.ndim == 2:
@@ -86,7 +120,12 @@ def rounded(model: PreTrainedModel, kind: str, types: dict[str, str] | None = No
 def turned(rows: np.ndarray, heads: int) -> np.ndarray:
     """Queries or keys as llama.cpp rotates them: numbers i and i + D / 2 of a head stand beside each other."""
     size = len(rows) // heads
-    order = [head * size + i + half for head in range(heads) for i in range(size // 2) for half in (0, size // 2)]
+    order = [
+        head * size + i + half
+        for head in range(heads)
+        for i in range(size // 2)
+        for half in (0, size // 2)
+    ]
     return np.ascontiguousarray(rows[order])
 
 
@@ -114,7 +153,9 @@ def write(
     config = model.config
     arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer = gguf.GGUFWriter(path, (metadata or {}).get("general.architecture", arch), endianess=endianess)
+    writer = gguf.GGUFWriter(
+        path, (metadata or {}).get("general.architecture", arch), endianess=endianess
+    )
     told: dict[str, Any] = {
         f"{arch}.block_count": config.num_hidden_layers,
         f"{arch}.context_length": config.max_position_embeddings,
@@ -130,18 +171,31 @@ def write(
     if tokenizer:
         told |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
         told |= {"tokenizer.chat_template": TEMPLATE}
-        told |= _pieces(writer, config.vocab_size) if pre == "pieces" else _tokenizer(writer, config.vocab_size, pre)
+        told |= (
+            _pieces(writer, config.vocab_size)
+            if pre == "pieces"
+            else _tokenizer(writer, config.vocab_size, pre)
+        )
     for key, value in {**told, **(metadata or {})}.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
+        add = {
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+            bool: writer.add_bool,
+        }
         if key != "general.architecture":
             add[type(value)](key, value)
-    values = {stored: model.get_parameter(name).detach().numpy() for name, stored in names(model).items()}
+    values = {
+        stored: model.get_parameter(name).detach().numpy() for name, stored in names(model).items()
+    }
     for name, value in {**values, **(tensors or {})}.items():
         if value is None:
             continue
         own = (types or {}).get(name, kind) if value.ndim == 2 else "F32"
         data = encode(name, value, own) if value.ndim == 2 else value
-        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(
+            name.split(".")[-2]
+        )
         if heads and arch in ("llama", "smollm3"):
             data = turned(data, heads)
         writer.add_tensor(name, data, raw_dtype=None if own in ("F16", "F32") else Type[own])
@@ -169,7 +223,9 @@ def _pieces(writer: gguf.GGUFWriter, size: int) -> dict[str, Any]:
     pieces = ["▁", *map(chr, range(97, 123)), "▁t", "he", "▁the", "ll", "ow"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     kinds = [2, 3, 3] + [6] * 256 + [1] * len(pieces) + [5] * (size - len(tokens))
-    scores = [0.0] * (len(tokens) - 5) + [-1.0, -2.0, -3.0, -4.0, -5.0] + [0.0] * (size - len(tokens))
+    scores = (
+        [0.0] * (len(tokens) - 5) + [-1.0, -2.0, -3.0, -4.0, -5.0] + [0.0] * (size - len(tokens))
+    )
     writer.add_token_list(tokens + [f"[PAD{i}]" for i in range(len(tokens), size)])
     writer.add_token_types(kinds)
     writer.add_token_scores(scores)

@@ -40,8 +40,15 @@ def cycle(tokens: Sequence[int]) -> dict[int, Row]:
 @torch.no_grad()
 def model(rows: Mapping[int, Row]) -> LlamaForCausalLM:
     """A Llama whose next token follows from its last one. `rows`: of states, those of a head's own among them."""
-    sizes = {"hidden_size": SIZE, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    made = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, max_position_embeddings=CONTEXT, **sizes, **PLAIN)).eval()
+    sizes = {
+        "hidden_size": SIZE,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    made = LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCAB, max_position_embeddings=CONTEXT, **sizes, **PLAIN)
+    ).eval()
     layer = made.model.layers[0]
     for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
         weight.zero_()
@@ -92,7 +99,11 @@ def head(
     lm = CausalLM(target)
     config = dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), SIZE)
     config |= dict.fromkeys(("rank", "vocab_size", "hot_size"), VOCAB)
-    config |= {"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": CONTEXT}
+    config |= {
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": CONTEXT,
+    }
     made = HiddenDrafter(HiddenConfig(kind=kind, target=lm.fingerprint, **config | settings)).eval()
     made.hot.copy_(torch.arange(VOCAB))
     for layer in made.layers:
@@ -100,7 +111,9 @@ def head(
         layer.down.weight.zero_()
     made.fuse.weight.copy_(torch.cat([moves(states or {}), moves(tokens or {})], 1))
     if kind == "lyanna":
-        made.hot.copy_(made.hot.flip(0))  # of equally likely tokens those that nobody says come first
+        made.hot.copy_(
+            made.hot.flip(0)
+        )  # of equally likely tokens those that nobody says come first
         made.embed.weight.copy_(torch.eye(VOCAB))
         made.answer.weight.zero_()
         for token, row in (information or {}).items():
@@ -115,16 +128,27 @@ def copying_head(target: PreTrainedModel, back: int) -> nn.Module:
     State VOCAB + t is to say token t, and no other state but the target's own anything.
     """
     made = head(target, "eagle", rope_theta=100.0)
-    quiet, constant = 2 * VOCAB, SIZE - 1  # the token that it is given goes to quiet + t % 15; tokens below 15 only
+    quiet, constant = (
+        2 * VOCAB,
+        SIZE - 1,
+    )  # the token that it is given goes to quiet + t % 15; tokens below 15 only
     fuse = torch.zeros(SIZE, SIZE)
     for token in range(15):
         fuse[quiet + token, token] = fuse[constant, token] = 1.0
     made.fuse.weight.copy_(torch.cat([torch.zeros(SIZE, SIZE), fuse], 1))
     (layer,) = made.layers
-    angles = -(back - 1) * layer.frequencies(torch.device("cpu"))  # an entry stands before the token that it answers
-    query, key = torch.cat([angles.cos(), angles.sin()]), torch.cat([torch.ones(SIZE // 2), torch.zeros(SIZE // 2)])
+    angles = -(back - 1) * layer.frequencies(
+        torch.device("cpu")
+    )  # an entry stands before the token that it answers
+    query, key = (
+        torch.cat([angles.cos(), angles.sin()]),
+        torch.cat([torch.ones(SIZE // 2), torch.zeros(SIZE // 2)]),
+    )
     layer.qkv.weight.zero_()
-    layer.qkv.weight[:SIZE, constant], layer.qkv.weight[SIZE : 2 * SIZE, constant] = 5 * query, 5 * key
+    layer.qkv.weight[:SIZE, constant], layer.qkv.weight[SIZE : 2 * SIZE, constant] = (
+        5 * query,
+        5 * key,
+    )
     for token in range(15):
         layer.qkv.weight[2 * SIZE + token, quiet + token] = 1.0
         layer.out.weight[VOCAB + token, token] = 4.0
@@ -133,7 +157,10 @@ def copying_head(target: PreTrainedModel, back: int) -> nn.Module:
 
 @torch.no_grad()
 def layer(
-    target: PreTrainedModel, draft: PreTrainedModel, bias: float, units: Sequence[tuple[str, int, float, float]] = ()
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    bias: float,
+    units: Sequence[tuple[str, int, float, float]] = (),
 ) -> PreVerifier:
     """A pre-verifier that says bias + the sum of gain * relu(weight * input[index]) over units of (input, index,
     weight, gain)."""

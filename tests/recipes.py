@@ -32,12 +32,18 @@ def save_pair(folder: Path, context: int = 256) -> tuple[str, str]:
 def make_run(target: str, out: Path, chats: Path | None = None, **more: Any) -> Run:
     text = out.parent / "text.txt"
     text.write_text(TEXT)
-    given: dict[str, Any] = {"data": () if chats else [str(text)], "chats": chats, "say": lambda line: None}
+    given: dict[str, Any] = {
+        "data": () if chats else [str(text)],
+        "chats": chats,
+        "say": lambda line: None,
+    }
     return Run(target, out, **(given | more))
 
 
 def losses(run: Run) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run.folder / "log.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["loss"] for line in (run.folder / "log.jsonl").read_text().splitlines()
+    ]
 
 
 def judge(context: int = 256) -> CausalLM:

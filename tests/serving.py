@@ -55,7 +55,9 @@ def make_filler(context: int = 512) -> Decoder:
     """With the tokens of Qwen2.5-Coder to fill in the middle."""
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.chat_template = TEMPLATE
-    tokenizer.add_tokens([AddedToken(name, special=name != FILLERS[-1], normalized=False) for name in FILLERS])
+    tokenizer.add_tokens(
+        [AddedToken(name, special=name != FILLERS[-1], normalized=False) for name in FILLERS]
+    )
     target = tiny("llama", vocab=len(tokenizer), context=context)
     return Decoder(target, tokenizer, noisy_copy(target, 0.02), guard=False)
 
@@ -109,7 +111,9 @@ def client_of(server: Live) -> Any:
     http = httpx.Client(trust_env=False)
     import openai  # late, as not every environment of CI has it
 
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http, max_retries=0)
+    return openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", http_client=http, max_retries=0
+    )
 
 
 def until(condition: Callable[[], Any], seconds: float = 60) -> None:
@@ -145,13 +149,21 @@ def post(server: Live, path: str, body: Any, **options: Any) -> httpx.Response:
 
 
 def figures(server: Live) -> dict[str, float]:
-    lines = [line.rpartition(" ") for line in get(server, "/metrics").text.splitlines() if not line.startswith("#")]
+    lines = [
+        line.rpartition(" ")
+        for line in get(server, "/metrics").text.splitlines()
+        if not line.startswith("#")
+    ]
     return {name: float(value) for name, _, value in lines}
 
 
 def events(response: httpx.Response) -> list[Any]:
     """The JSON of a stream's events; its end is checked."""
-    *found, done = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    *found, done = [
+        line.removeprefix("data: ")
+        for line in response.text.splitlines()
+        if line.startswith("data: ")
+    ]
     assert done == "[DONE]"
     return [json.loads(each) for each in found]
 
@@ -159,7 +171,10 @@ def events(response: httpx.Response) -> list[Any]:
 def answered(response: httpx.Response) -> str:
     assert response.status_code == 200, response.text
     is_stream = response.headers["content-type"].startswith("text/event-stream")
-    return "".join(each["choices"][0]["text"] for each in (events(response) if is_stream else [response.json()]))
+    return "".join(
+        each["choices"][0]["text"]
+        for each in (events(response) if is_stream else [response.json()])
+    )
 
 
 def client_output(script: str, url: str, package: str) -> Any:

@@ -27,7 +27,9 @@ FAST: dict[str, Any] = {"custom_generate": forerun.custom_generate}
 
 def adapted() -> PeftModelForCausalLM:
     """A tiny Llama with two adapters of random weights, which change what it says."""
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False
+    )
     with torch.random.fork_rng():
         torch.manual_seed(3)
         model = get_peft_model(tiny("llama"), config, adapter_name="first")
@@ -104,7 +106,11 @@ def test_answers_are_of_the_adapter_that_is_on(drafts: bool) -> None:
         abandoned = decoder.stream(prompt, max_new_tokens=NEW)
         next(abandoned)
         abandoned.close()
-        streamed = [token for chunk in decoder.stream(prompt, max_new_tokens=NEW) for token in chunk.step.tokens]
+        streamed = [
+            token
+            for chunk in decoder.stream(prompt, max_new_tokens=NEW)
+            for token in chunk.step.tokens
+        ]
         assert decoder.generate(prompt, max_new_tokens=NEW).tokens == streamed
         assert plainly(base, prompt, **FAST, draft=draft) == streamed
         return streamed
@@ -147,6 +153,14 @@ def test_merged_adapters_are_noticed_where_weights_were_copied() -> None:
 
 def test_prompt_tuning_is_refused() -> None:
     base = tiny("llama")
-    model = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
-    refuses("prepare_inputs_for_generation is replaced, as for prompt tuning", plainly, model, LONG, **FAST)
+    model = get_peft_model(
+        base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    ).eval()
+    refuses(
+        "prepare_inputs_for_generation is replaced, as for prompt tuning",
+        plainly,
+        model,
+        LONG,
+        **FAST,
+    )
     assert plainly(base, LONG, **FAST) == plainly(base, LONG)

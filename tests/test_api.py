@@ -31,12 +31,17 @@ def target() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def decoders(target: PreTrainedModel) -> Decoders:
     draft = noisy_copy(target, 0.02)
-    return {name: Decoder(target, TOKENIZER, draft, method(name), **parts_of(name, target, draft)) for name in METHODS}
+    return {
+        name: Decoder(target, TOKENIZER, draft, method(name), **parts_of(name, target, draft))
+        for name in METHODS
+    }
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", METHODS)
-def test_interleaved_streams_give_what_generate_gives(decoders: Decoders, name: str, temperature: float) -> None:
+def test_interleaved_streams_give_what_generate_gives(
+    decoders: Decoders, name: str, temperature: float
+) -> None:
     params = SamplingParams(max_new_tokens=40, temperature=temperature, seed=7, ignore_eos=True)
     calls = ["def add", "for i in"], ["class"]
     wanted = [result for prompts in calls for result in decoders[name].generate(prompts, params)]
@@ -63,13 +68,17 @@ def test_text_and_token_prompts_are_the_same(decoders: Decoders) -> None:
 
 def test_users_own_processors_and_criteria(decoders: Decoders, target: PreTrainedModel) -> None:
     ids = torch.tensor([IDS])
-    processors = LogitsProcessorList([transformers.SuppressTokensLogitsProcessor(list(range(0, 300, 2)))])
+    processors = LogitsProcessorList(
+        [transformers.SuppressTokensLogitsProcessor(list(range(0, 300, 2)))]
+    )
 
     def twelve(input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
         return torch.full((len(input_ids),), input_ids.shape[1] == ids.shape[1] + 12)
 
     own = {"logits_processor": processors, "stopping_criteria": StoppingCriteriaList([twelve])}
-    theirs = target.generate(ids, do_sample=False, max_new_tokens=40, eos_token_id=None, **own)[0, ids.shape[1] :]
+    theirs = target.generate(ids, do_sample=False, max_new_tokens=40, eos_token_id=None, **own)[
+        0, ids.shape[1] :
+    ]
     assert len(theirs) == 12
     for decoder in decoders.values():
         result = decoder.generate("def add", max_new_tokens=40, ignore_eos=True, **own)
@@ -88,19 +97,33 @@ def test_criteria_are_given_the_scores_that_gave_the_token(decoders: Decoders) -
         for name in ("ar", "sd", "lyanna"):
             seen.clear()
             options = {"max_new_tokens": 20, "ignore_eos": True, "repetition_penalty": penalty}
-            result = decoders[name].generate("def add", stopping_criteria=StoppingCriteriaList([see]), **options)
+            result = decoders[name].generate(
+                "def add", stopping_criteria=StoppingCriteriaList([see]), **options
+            )
             assert seen == [(token, token) for token in result.tokens]
     # Processors with a state of their own are refused.
-    marks = transformers.SynthIDTextWatermarkLogitsProcessor(5, [1, 2, 3], 64, 0, 64, torch.device("cpu"))
-    with pytest.raises(ValueError, match="SynthIDTextWatermarkLogitsProcessor is not supported: it keeps state"):
+    marks = transformers.SynthIDTextWatermarkLogitsProcessor(
+        5, [1, 2, 3], 64, 0, 64, torch.device("cpu")
+    )
+    with pytest.raises(
+        ValueError, match="SynthIDTextWatermarkLogitsProcessor is not supported: it keeps state"
+    ):
         decoders["sd"].generate("def add", logits_processor=LogitsProcessorList([marks]))
 
 
 def test_sampling_params_stand_alone(target: PreTrainedModel) -> None:
     model = copy.deepcopy(target)
-    model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=3.0, max_length=17)
-    own, plain = Decoder(model, TOKENIZER, method=method("ar")), Decoder(target, TOKENIZER, method=method("ar"))
-    assert own.generate("def add", max_new_tokens=30).tokens == plain.generate("def add", max_new_tokens=30).tokens
+    model.generation_config.update(
+        do_sample=True, temperature=5.0, repetition_penalty=3.0, max_length=17
+    )
+    own, plain = (
+        Decoder(model, TOKENIZER, method=method("ar")),
+        Decoder(target, TOKENIZER, method=method("ar")),
+    )
+    assert (
+        own.generate("def add", max_new_tokens=30).tokens
+        == plain.generate("def add", max_new_tokens=30).tokens
+    )
 
 
 def test_without_a_seed_it_follows_torch(decoders: Decoders) -> None:
@@ -109,7 +132,10 @@ def test_without_a_seed_it_follows_torch(decoders: Decoders) -> None:
     for name in decoders.keys() - {"sd", "suffix", "hybrid"}:
         decoder = decoders[name].replace(guard=False)  # which goes by the clock
         torch.manual_seed(3)
-        first, second = decoder.generate("def", params).tokens, decoder.generate("def", params).tokens
+        first, second = (
+            decoder.generate("def", params).tokens,
+            decoder.generate("def", params).tokens,
+        )
         torch.manual_seed(3)
         assert decoder.generate("def", params).tokens == first != second
 
@@ -129,7 +155,11 @@ def test_prompts_that_are_refused(decoders: Decoders) -> None:
         ([5] * 96, {}, "96 tokens; the target's context of 96"),
         ("a", {"temperature": -0.1}, "temperature must be"),
         ("a", {"tempreature": 1.0}, "unknown option 'tempreature'"),
-        ("a", {"params": transformers.GenerationConfig()}, "params must be SamplingParams, not GenerationConfig"),
+        (
+            "a",
+            {"params": transformers.GenerationConfig()},
+            "params must be SamplingParams, not GenerationConfig",
+        ),
     ):
         for run in (decoders["sd"].generate, decoders["sd"].stream):
             refuses(message, run, prompts, **options)
@@ -156,8 +186,12 @@ def test_generate_of_text_needs_a_tokenizer(target: PreTrainedModel) -> None:
         refuses("need a tokenizer", forerun.load(target).generate, **options)
 
 
-def test_options_are_objects_or_given_singly_and_a_decoder_does_not_change(target: PreTrainedModel) -> None:
-    one = forerun.load(target, method="ar", engine=EngineOptions(max_rows=3, guard=False), kv_memory=10**6)
+def test_options_are_objects_or_given_singly_and_a_decoder_does_not_change(
+    target: PreTrainedModel,
+) -> None:
+    one = forerun.load(
+        target, method="ar", engine=EngineOptions(max_rows=3, guard=False), kv_memory=10**6
+    )
     assert one.options == EngineOptions(max_rows=3, guard=False, kv_memory=10**6)
     with pytest.raises(FrozenInstanceError):
         one.method = method("suffix")  # type: ignore[misc]
@@ -188,7 +222,12 @@ def test_a_bad_value_is_named() -> None:
 
 
 def test_numbers_of_numpy_are_numbers_and_a_stop_string_may_stand_alone() -> None:
-    numbers = {"seed": np.int64(3), "temperature": np.float32(0.5), "top_k": np.int32(4), "max_new_tokens": np.int64(2)}
+    numbers = {
+        "seed": np.int64(3),
+        "temperature": np.float32(0.5),
+        "top_k": np.int32(4),
+        "max_new_tokens": np.int64(2),
+    }
     params = SamplingParams(**numbers)
     assert (params.seed, params.top_k, params.max_new_tokens) == (3, 4, 2)
     wanted = [("a",)] * 3 + [()] * 2

@@ -50,7 +50,11 @@ def test_settings_out_of_range() -> None:
         ("ouroboros", {"guesses": -1}, "guesses must be an integer of at least 0, not -1"),
         ("lookahead", {"ngram": 1}, "ngram must be an integer of at least 2, not 1"),
         ("confidence", {"threshold": 1.5}, "threshold must be a number from 0 to 1, not 1.5"),
-        ("cumulative", {"threshold": float("nan")}, "threshold must be a number from 0 to 1, not nan"),
+        (
+            "cumulative",
+            {"threshold": float("nan")},
+            "threshold must be a number from 0 to 1, not nan",
+        ),
         ("cumulative", {"threshold": "0.3"}, "threshold must be a number from 0 to 1, not '0.3'"),
         ("svip", {"scale": -1.0}, "scale must be a number from 0 to 100, not -1.0"),
         ("adaedl", {"step": True}, "step must be a number from 0 to 1, not True"),
@@ -67,7 +71,10 @@ def test_settings_out_of_range() -> None:
         ("ar", {"gamma": 3}, "method 'ar' has no setting 'gamma'; it has none"),
     ):
         refuses(f"^{re.escape(message)}", method, BASELINES.get(name, name), **options)
-    assert method("pacer", block=None, threshold=None) == method("pacer") and method("pacer").needs_costs
+    assert (
+        method("pacer", block=None, threshold=None) == method("pacer")
+        and method("pacer").needs_costs
+    )
 
 
 OWN = '''
@@ -132,7 +139,10 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_method_from_outside_decodes(outside: str) -> None:
     greedy(method(outside, count=6))
     target = tiny("llama")
-    named, given = forerun.load(target, method=outside, count=3), forerun.load(target, method=Lookup(4))
+    named, given = (
+        forerun.load(target, method=outside, count=3),
+        forerun.load(target, method=Lookup(4)),
+    )
     assert named.method == method(outside, count=3) and given.method == Lookup(4)
     found, plain = (
         decoder.generate(PROMPTS[0], max_new_tokens=12, temperature=1.0, seed=3)
@@ -148,18 +158,39 @@ def test_the_command_line_takes_it(outside: str) -> None:
     hybrid: Any = method("hybrid", other=f"{outside}:count=2")
     assert hybrid._other() == method(outside, count=2)
     method_args = ("--method", outside, "--method-arg", "count=2")
-    done = run("generate", "def f(", "--target", "embedded", *method_args, "--json", "--max-new-tokens", "8")
+    done = run(
+        "generate",
+        "def f(",
+        "--target",
+        "embedded",
+        *method_args,
+        "--json",
+        "--max-new-tokens",
+        "8",
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["method"] == "again"
 
 
 def test_what_is_no_method_is_refused(outside: str) -> None:
     for name, options, message in (
-        ("nowhere", {}, "unknown method 'nowhere'; there are ar, sd, .*, and others as package.module:Class"),
-        ("no_such_module:Thing", {}, "the module 'no_such_module' cannot be imported: No module named"),
+        (
+            "nowhere",
+            {},
+            "unknown method 'nowhere'; there are ar, sd, .*, and others as package.module:Class",
+        ),
+        (
+            "no_such_module:Thing",
+            {},
+            "the module 'no_such_module' cannot be imported: No module named",
+        ),
         ("my_mistake:Thing", {}, "the module 'my_mistake' cannot be imported: invalid syntax"),
         ("my_methods:Nothing", {}, "the module 'my_methods' has no 'Nothing'"),
-        ("my_methods:NUMBER", {}, "'my_methods:NUMBER' is no method: it must be a frozen dataclass"),
+        (
+            "my_methods:NUMBER",
+            {},
+            "'my_methods:NUMBER' is no method: it must be a frozen dataclass",
+        ),
         ("my_methods:Bare", {}, "is no method: it must be a frozen dataclass and a subclass"),
         ("my_methods:Needy", {}, "method 'my_methods:Needy' needs its setting 'size'"),
         ("my_methods:Again", {"gamma": 3}, "has no setting 'gamma'; it has count"),
@@ -195,8 +226,16 @@ def test_copies_from_the_latest_longest_match() -> None:
     for tokens, room, draft in (
         ([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], 20, [4, 5, 6, 7, 8, 9]),
         ([1, 2, 3], 20, []),  # nothing stood here before
-        ([1, 2, 9, 4, 2, 7, 1, 2], 20, [9, 4, 2, 7, 1, 2]),  # the longer match, though a shorter one is nearer
-        ([5, 1, 5, 2, 5], 20, [2, 5, 2, 5, 2, 5]),  # the later of two matches; what follows is a period
+        (
+            [1, 2, 9, 4, 2, 7, 1, 2],
+            20,
+            [9, 4, 2, 7, 1, 2],
+        ),  # the longer match, though a shorter one is nearer
+        (
+            [5, 1, 5, 2, 5],
+            20,
+            [2, 5, 2, 5, 2, 5],
+        ),  # the later of two matches; what follows is a period
         ([7, 7, 7], 20, [7] * 6),
         ([7, 7, 7], 3, [7, 7]),
         ([7, 7, 7], 1, []),
@@ -205,7 +244,9 @@ def test_copies_from_the_latest_longest_match() -> None:
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 20), st.integers(1, 4))
-def test_indexing_token_by_token_equals_indexing_at_once(tokens: list[int], begin: int, ngram: int) -> None:
+def test_indexing_token_by_token_equals_indexing_at_once(
+    tokens: list[int], begin: int, ngram: int
+) -> None:
     drafter = LookupDrafter(6, ngram)
     assert piecemeal(drafter, tokens, begin) == proposed(tokens, ngram=ngram)
     assert not drafter._of

@@ -25,7 +25,10 @@ from forerun.server import worker
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_models(tmp_path_factory.mktemp("models"), make_decoder().tokenizer, target=models()[0]) / "target"
+    return (
+        save_models(tmp_path_factory.mktemp("models"), make_decoder().tokenizer, target=models()[0])
+        / "target"
+    )
 
 
 def asked(custom_id: str, url: str = COMPLETION, **body: Any) -> dict[str, Any]:
@@ -51,7 +54,11 @@ def test_a_bad_line_is_named() -> None:
         ({"custom_id": "a"}, "invalid_line", "method is missing"),
         ({"body": {}}, "invalid_line", "custom_id is missing"),
         ({**asked("a"), "method": "GET"}, "invalid_line", "must be POST, not 'GET'"),
-        (asked("a", "/v1/embeddings"), "invalid_line", "must be /v1/chat/completions or /v1/completions, not '/v1/emb"),
+        (
+            asked("a", "/v1/embeddings"),
+            "invalid_line",
+            "must be /v1/chat/completions or /v1/completions, not '/v1/emb",
+        ),
         ({**asked("a"), "body": []}, "invalid_line", "body must be an object"),
         (asked(""), "invalid_line", "custom_id must be a string"),
     ):
@@ -66,15 +73,26 @@ def test_defaults_fill_in_what_a_line_lacks() -> None:
         (asked("a", CHAT, max_tokens=None), {"max_tokens": 5, "seed": 2}),
     ):
         found = read_line(3, json.dumps(line).encode(), {}, {"max_tokens": 5, "seed": 2**62 - 1})
-        assert json.loads(found.body) == (wanted if "prompt" in line else line.get("body", line) | wanted)
+        assert json.loads(found.body) == (
+            wanted if "prompt" in line else line.get("body", line) | wanted
+        )
 
 
-def test_records_of_all_kinds_of_lines(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_of_all_kinds_of_lines(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     messages = [{"role": "user", "content": "the cat"}]
     source = save_lines(
         tmp_path / "in.jsonl",
         [
-            asked("chat \ud83d\ude00", CHAT, messages=messages, max_tokens=8, temperature=0, logprobs=True),
+            asked(
+                "chat \ud83d\ude00",
+                CHAT,
+                messages=messages,
+                max_tokens=8,
+                temperature=0,
+                logprobs=True,
+            ),
             {"prompt": "def add", "id": "plain", "max_tokens": 6, "temperature": 0},
             "",
             "not json",
@@ -90,17 +108,27 @@ def test_records_of_all_kinds_of_lines(model: Path, tmp_path: Path, capsys: pyte
     batch(source, out, **run)  # type: ignore[arg-type]
     found = {each["line"]: each for each in records(out)}
     assert len(records(out)) == len({each["id"] for each in found.values()}) == 9
-    status = {number: each["response"] and each["response"]["status_code"] for number, each in sorted(found.items())}
+    status = {
+        number: each["response"] and each["response"]["status_code"]
+        for number, each in sorted(found.items())
+    }
     assert status == {1: 200, 2: 200, 4: None, 5: 400, 6: None, 7: 200, 8: None, 9: 200, 10: 404}
     errors = {number: each["error"] for number, each in found.items() if each["error"] is not None}
     codes = {each["line"]: each["code"] for each in errors.values()}
     assert codes == {4: "invalid_json", 6: "duplicate_custom_id", 8: "duplicate_custom_id"}
     assert all(each["message"].startswith(f"line {number}: ") for number, each in errors.items())
     assert errors[6]["message"].endswith("custom_id 'plain' stands on line 2 already")
-    assert [found[number]["custom_id"] for number in (1, 2, 8)] == ["chat \U0001f600", "plain", None]
+    assert [found[number]["custom_id"] for number in (1, 2, 8)] == [
+        "chat \U0001f600",
+        "plain",
+        None,
+    ]
     assert found[1]["response"]["request_id"]
     body = {number: each["response"]["body"] for number, each in found.items() if each["response"]}
-    assert body[5]["error"]["param"] == "temperature" and body[10]["error"]["code"] == "model_not_found"
+    assert (
+        body[5]["error"]["param"] == "temperature"
+        and body[10]["error"]["code"] == "model_not_found"
+    )
 
     decoder = load(model, method="ar")
     chat, text = ChatCompletion.model_validate(body[1]), Completion.model_validate(body[2])
@@ -135,9 +163,21 @@ def test_a_seed_decides_what_is_said_and_rows_do_not(model: Path, tmp_path: Path
     texts = []
     for rows in (1, 5):
         out = tmp_path / f"out{rows}"
-        refuses("unknown dtype", batch, source, out, target=str(model), method="suffix", dtype="float12")
-        batch(source, out, target=str(model), method="suffix", seed=5, max_new_tokens=20, max_rows=rows)
-        texts.append({each["line"]: each["response"]["body"]["choices"][0]["text"] for each in records(out)})
+        refuses(
+            "unknown dtype", batch, source, out, target=str(model), method="suffix", dtype="float12"
+        )
+        batch(
+            source,
+            out,
+            target=str(model),
+            method="suffix",
+            seed=5,
+            max_new_tokens=20,
+            max_rows=rows,
+        )
+        texts.append(
+            {each["line"]: each["response"]["body"]["choices"][0]["text"] for each in records(out)}
+        )
     assert texts[0] == texts[1] and len(set(texts[0].values())) == 6
 
 
@@ -171,7 +211,9 @@ def test_what_failed_is_asked_again(
 ) -> None:
     prompts = [f"the cat {i}" for i in range(9)]
     prompts[2] = "!" * 100
-    source = save_lines(tmp_path / "in.jsonl", [*({"prompt": each, "max_tokens": 4} for each in prompts), "x"])
+    source = save_lines(
+        tmp_path / "in.jsonl", [*({"prompt": each, "max_tokens": 4} for each in prompts), "x"]
+    )
     out, run = tmp_path / "out", {"target": str(model), "method": "suffix", "max_rows": 2}
     with monkeypatch.context() as patch:
         patch.setattr(worker, "loaded", breaking)
@@ -182,7 +224,10 @@ def test_what_failed_is_asked_again(
             printed = capsys.readouterr()
             assert "10 lines: 8 answered, 0 refused, 1 bad, 1 failed" in printed.out
             assert "1 lines failed; run the same command again" in printed.err
-            assert "line 3 has no answer: " in caplog.text and "decoding failed: RuntimeError" in caplog.text
+            assert (
+                "line 3 has no answer: " in caplog.text
+                and "decoding failed: RuntimeError" in caplog.text
+            )
             assert sorted(each["line"] for each in records(out)) == [1, 2, 4, 5, 6, 7, 8, 9, 10]
             assert json.loads((out / "summary.json").read_text())["failed"] == 1
     batch(source, out, **run)  # type: ignore[arg-type]
@@ -219,12 +264,29 @@ def test_a_killed_job_goes_on(model: Path, tmp_path: Path) -> None:
     prompts = [f"for i in range({i}): print" for i in range(24)]
     lines = [asked(each, prompt=each, max_tokens=160, temperature=0) for each in prompts]
     source, out = save_lines(tmp_path / "in.jsonl", lines), tmp_path / "out"
-    command = [sys.executable, "-m", "forerun", "batch", str(source), str(out), "--target", str(model)]
+    command = [
+        sys.executable,
+        "-m",
+        "forerun",
+        "batch",
+        str(source),
+        str(out),
+        "--target",
+        str(model),
+    ]
     command += ["--method", "suffix", "--max-rows", "2", "--threads", "1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
         until(lambda: len(records(out)) >= 3 or process.poll() is not None, 600)
         assert process.poll() is None
-        refuses("another process is at this job", batch, source, out, target=str(model), method="suffix", max_rows=2)
+        refuses(
+            "another process is at this job",
+            batch,
+            source,
+            out,
+            target=str(model),
+            method="suffix",
+            max_rows=2,
+        )
         process.send_signal(signal.SIGKILL)
     before = records(out)
     assert 3 <= len(before) < len(prompts)
@@ -233,9 +295,16 @@ def test_a_killed_job_goes_on(model: Path, tmp_path: Path) -> None:
     batch(source, out, target=str(model), method="suffix")
     assert records(out)[: len(before)] == before and len(records(out)) == len(prompts)
     found = {each["custom_id"]: each["response"]["body"]["choices"][0] for each in records(out)}
-    for prompt, each in zip(prompts, load(model, method="ar").generate(prompts, max_new_tokens=160), strict=True):
-        assert (found[prompt]["text"], found[prompt]["finish_reason"]) == (each.text, each.finish_reason)
-    assert json.loads((out / "summary.json").read_text())["last_run"]["answered"] == len(prompts) - len(before)
+    for prompt, each in zip(
+        prompts, load(model, method="ar").generate(prompts, max_new_tokens=160), strict=True
+    ):
+        assert (found[prompt]["text"], found[prompt]["finish_reason"]) == (
+            each.text,
+            each.finish_reason,
+        )
+    assert json.loads((out / "summary.json").read_text())["last_run"]["answered"] == len(
+        prompts
+    ) - len(before)
 
 
 def test_inputs_and_folders_that_are_refused(tmp_path: Path) -> None:
@@ -266,13 +335,19 @@ def test_inputs_and_folders_that_are_refused(tmp_path: Path) -> None:
     refuses(r"job\.json is damaged", Folder, out, source, job)
 
 
-def test_mistakes_are_named_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_named_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for options, message in (
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"target": "./nothing"}, "no model folder './nothing' for the target"),
         ({}, r"forerun batch needs fastapi: pip install '\.\[serve\]'"),
     ):
         if not options:
-            monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: None if name == "fastapi" else name)
-        refuses(message, batch, save_lines(tmp_path / "in.jsonl", ["x"]), tmp_path / "out", **options)
+            monkeypatch.setattr(
+                "forerun.cli.options.find_spec", lambda name: None if name == "fastapi" else name
+            )
+        refuses(
+            message, batch, save_lines(tmp_path / "in.jsonl", ["x"]), tmp_path / "out", **options
+        )
         assert not (tmp_path / "out").exists()

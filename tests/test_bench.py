@@ -23,7 +23,14 @@ from forerun import ModelOptions
 from forerun.api import resolve
 from forerun.api.load import Decoder
 from forerun.bench import measure
-from forerun.bench.datasets import Prompt, check_datasets, front_of, read_prompts, stdlib_prompts, tokenised
+from forerun.bench.datasets import (
+    Prompt,
+    check_datasets,
+    front_of,
+    read_prompts,
+    stdlib_prompts,
+    tokenised,
+)
 from forerun.bench.measure import Loaded, Outcome, Run, bench, decoder_run, group_records
 from forerun.bench.models import load_decoders, load_prompts
 from forerun.bench.plan import Plan, Runner, parse_methods
@@ -53,18 +60,39 @@ def pair() -> Pair:
 @pytest.fixture(scope="module")
 def folder(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = save_models(tmp_path_factory.mktemp("bench"), target=pair[0], draft=pair[1])
-    save_lines(path / "own.jsonl", [*({"prompt": text} for text in PROMPTS), {"tokens": [5, 6, 7, 5, 6]}])
+    save_lines(
+        path / "own.jsonl", [*({"prompt": text} for text in PROMPTS), {"tokens": [5, 6, 7, 5, 6]}]
+    )
     return path
 
 
 def options(folder: Path, *more: str) -> list[str]:
-    return ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--threads", "1", *more]
+    return [
+        "--target",
+        str(folder / "target"),
+        "--draft",
+        str(folder / "draft"),
+        "--threads",
+        "1",
+        *more,
+    ]
 
 
 def test_a_run(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    arguments = options(folder, "--methods", "sd", "--methods", "suffix", "--json", "--out", str(out))
-    arguments += ["--dataset", str(folder / "own.jsonl"), "--batch", "3", "--rounds", "2", "--max-new-tokens", "12"]
+    arguments = options(
+        folder, "--methods", "sd", "--methods", "suffix", "--json", "--out", str(out)
+    )
+    arguments += [
+        "--dataset",
+        str(folder / "own.jsonl"),
+        "--batch",
+        "3",
+        "--rounds",
+        "2",
+        "--max-new-tokens",
+        "12",
+    ]
     arguments += ["--method-arg", "sd.gamma=3"]
     done = run(*arguments)
     assert (done.returncode, done.stderr) == (0, "")
@@ -80,10 +108,15 @@ def test_a_run(folder: Path, tmp_path: Path) -> None:
     assert methods["sd"]["draft_forwards"] > 0 and 0 <= methods["sd"]["overhead_share"] <= 1
     assert sum(methods["sd"]["time"].values()) == pytest.approx(1, abs=1e-3)
     assert printed["reference"] == "ar"
-    assert set(printed["datasets"]) == {"own.jsonl"} and printed["datasets"]["own.jsonl"]["prompts"] == 4
+    assert (
+        set(printed["datasets"]) == {"own.jsonl"}
+        and printed["datasets"]["own.jsonl"]["prompts"] == 4
+    )
     assert printed["arguments"]["methods"]["sd"] == {"gamma": 3}
     assert printed["arguments"]["target"] == "target"
-    assert {"commit", "cpu", "cores", "threads", "gpu", "torch", "transformers"} <= printed["versions"].keys()
+    assert {"commit", "cpu", "cores", "threads", "gpu", "torch", "transformers"} <= printed[
+        "versions"
+    ].keys()
     assert printed["date"].endswith(" UTC")
 
     lines = (out / "records.jsonl").read_text().splitlines()
@@ -93,13 +126,20 @@ def test_a_run(folder: Path, tmp_path: Path) -> None:
     assert {record.group for record in parsed[:3]} == {(0, "own.jsonl", 0)}
     assert parsed[0].prompts == ["1", "2", "3"] and parsed[3].prompts == ["4"]
     names = [record.method for record in parsed]
-    assert names[3:6] == names[1:3] + names[:1] and names[6:9] == names[2::-1]  # each is before and after each other
+    assert (
+        names[3:6] == names[1:3] + names[:1] and names[6:9] == names[2::-1]
+    )  # each is before and after each other
     assert {path.name for path in out.iterdir()} == {"records.jsonl", "results.json", "run.json"}
     assert printed["costs"]["target"] and printed["costs"]["draft"]
     assert all(str(folder) not in path.read_text() for path in out.iterdir())
     refused = run(*arguments)
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1) and "holds a run already" in refused.stderr
-    assert json.loads(run(*arguments, "--resume").stdout)["methods"] == methods  # nothing is left to measure
+    assert (refused.returncode, refused.stderr.count("\n")) == (
+        2,
+        1,
+    ) and "holds a run already" in refused.stderr
+    assert (
+        json.loads(run(*arguments, "--resume").stdout)["methods"] == methods
+    )  # nothing is left to measure
 
 
 def test_a_run_that_was_stopped_goes_on_and_no_other(folder: Path, tmp_path: Path) -> None:
@@ -107,7 +147,15 @@ def test_a_run_that_was_stopped_goes_on_and_no_other(folder: Path, tmp_path: Pat
     target, out = shutil.copytree(folder / "target", tmp_path / "target"), tmp_path / "out"
     records, claim, left = out / "records.jsonl", out / "run.json", [4]
     pair = {"target": str(target), "draft": str(folder / "draft")}
-    plan = Plan({"ar": AR(), "sd": SD(2)}, ("own.jsonl",), **pair, batch=3, rounds=3, max_new_tokens=8, temperature=1.0)
+    plan = Plan(
+        {"ar": AR(), "sd": SD(2)},
+        ("own.jsonl",),
+        **pair,
+        batch=3,
+        rounds=3,
+        max_new_tokens=8,
+        temperature=1.0,
+    )
     files = {"own.jsonl": read_prompts(folder / "own.jsonl")}
 
     def stop(line: str) -> None:
@@ -120,7 +168,10 @@ def test_a_run_that_was_stopped_goes_on_and_no_other(folder: Path, tmp_path: Pat
 
     def counts() -> list[tuple[Any, ...]]:
         parsed = map(parse, records.read_text().splitlines())
-        return [(each.group, each.prompts, each.method, replace(each.stats, seconds=0.0)) for each in parsed]
+        return [
+            (each.group, each.prompts, each.method, replace(each.stats, seconds=0.0))
+            for each in parsed
+        ]
 
     whole = bench(plan, files, out, resume=True)  # a folder without a run: it begins
     cells = counts()
@@ -129,9 +180,13 @@ def test_a_run_that_was_stopped_goes_on_and_no_other(folder: Path, tmp_path: Pat
         bench(plan, files, out, say=stop)
     lines = records.read_text().splitlines(keepends=True)
     assert len(lines) == 4 * 2 and not (out / "results.json").exists()
-    records.write_text("".join(lines[:7]) + lines[7][:50])  # killed while it wrote the fourth of six batches
+    records.write_text(
+        "".join(lines[:7]) + lines[7][:50]
+    )  # killed while it wrote the fourth of six batches
     stored = claim.read_text()
-    refused("out holds a run already: give --resume to go on with it, or another --out", resume=False)
+    refused(
+        "out holds a run already: give --resume to go on with it, or another --out", resume=False
+    )
     refused("out holds another run: seed was 0, not 5", replace(plan, seed=5))
     longer = replace(plan, methods={"ar": AR(), "sd": SD(7)})
     refused(r'out holds another run: methods\.sd was \{"gamma": 2\}, not ', longer)
@@ -157,15 +212,21 @@ def test_methods_of_others_run_beside_ours(folder: Path) -> None:
         seen.append((loaded.plan, [prompt.tokens for prompt in loaded.datasets["own.jsonl"]]))
         plain = decoder_run(Decoder(loaded.target.model, prefix_bytes=0), loaded.plan.params())
 
-        def other(prompts: Sequence[Sequence[int]], seeds: Sequence[int], warm_up: int | None = None) -> Outcome:
+        def other(
+            prompts: Sequence[Sequence[int]], seeds: Sequence[int], warm_up: int | None = None
+        ) -> Outcome:
             seen.append(warm_up)
-            tokens = [[*row[:2], row[2] + 1, *row[3:]] for row in plain(prompts, seeds, warm_up).tokens]
+            tokens = [
+                [*row[:2], row[2] + 1, *row[3:]] for row in plain(prompts, seeds, warm_up).tokens
+            ]
             return Outcome(tokens, 0.5, 9, 0)
 
         return other
 
     def runner_of(name: str, ours: Callable[[str], Method]) -> Runner | None:
-        return Runner(make, {"draft": ours("sd").gamma}, one_by_one=True) if name == "other" else None  # type: ignore[attr-defined]
+        return (
+            Runner(make, {"draft": ours("sd").gamma}, one_by_one=True) if name == "other" else None
+        )  # type: ignore[attr-defined]
 
     methods = parse_methods(["sd", "other"], ["sd.gamma=3"], None, {}, runner_of)
     refuses("unknown method 'another'", parse_methods, ["another"], [], None, {}, runner_of)
@@ -178,7 +239,11 @@ def test_methods_of_others_run_beside_ours(folder: Path) -> None:
     assert (other["exact_match"], other["tokens"], other["target_forwards"]) == (0.0, 20, 18)
     assert [found["methods"][name]["rows_one_by_one"] for name in ("sd", "other")] == [False, True]
     assert other["time"] is other["alpha"] is None and found["methods"]["sd"]["exact_match"] == 1.0
-    refuses("method 'other' needs a draft model", Plan, {"ar": AR(), "other": Runner(make, needs_draft=True)})
+    refuses(
+        "method 'other' needs a draft model",
+        Plan,
+        {"ar": AR(), "other": Runner(make, needs_draft=True)},
+    )
 
 
 def test_all_methods_decide_by_one_table_of_costs(folder: Path) -> None:
@@ -188,20 +253,35 @@ def test_all_methods_decide_by_one_table_of_costs(folder: Path) -> None:
 
 
 def test_tuning_names_the_value_of_the_best_median_speedup(folder: Path) -> None:
-    arguments = ["--tune", "sd.gamma=1,4", "--dataset", str(folder / "own.jsonl"), "--max-new-tokens", "8"]
+    arguments = [
+        "--tune",
+        "sd.gamma=1,4",
+        "--dataset",
+        str(folder / "own.jsonl"),
+        "--max-new-tokens",
+        "8",
+    ]
     done = run(*options(folder, *arguments, "--rounds", "1"))
     assert done.returncode == 0, done.stderr
     assert "sd.gamma=4" in done.stdout and "best by median speedup" in done.stdout
-    plan = Plan(parse_methods([], [], "sd.gamma=1,2,4", {}), draft="embedded", tune="sd.gamma=1,2,4")
+    plan = Plan(
+        parse_methods([], [], "sd.gamma=1,2,4", {}), draft="embedded", tune="sd.gamma=1,2,4"
+    )
     for best in (1, 2, 4):
         records = [record("ar", 100, number) for number in range(3)]
         for number, gamma in product(range(3), (1, 2, 4)):
             # The best is the fastest but once, when another is by far: its mean would be better.
-            records.append(record(f"sd.gamma={gamma}", 150 if gamma == best else 120 if number else 900, number))
+            records.append(
+                record(
+                    f"sd.gamma={gamma}", 150 if gamma == best else 120 if number else 900, number
+                )
+            )
         assert results(plan, {"d": FACTS}, records)["tuned"] == {"sd": {"gamma": best}}
 
 
-def test_shipped_settings_are_of_the_embedded_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_settings_are_of_the_embedded_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(resolve.FOLDERS, "embedded", tmp_path)
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").touch()
@@ -209,10 +289,16 @@ def test_shipped_settings_are_of_the_embedded_pair(tmp_path: Path, monkeypatch: 
     stored = {"greedy": {"sd": {"gamma": 7}}, "sampling": {"sd": {"gamma": 3}}}
     for default, sampling in (({}, SD()), ({"default": {"sampling": "sd"}}, SD(gamma=3))):
         (tmp_path / "tuned.json").write_text(json.dumps(stored | default))
-        assert resolve.shipped("embedded", None) == resolve.shipped("embedded", "embedded") == stored | default
+        assert (
+            resolve.shipped("embedded", None)
+            == resolve.shipped("embedded", "embedded")
+            == stored | default
+        )
         found = resolve.resolve("embedded", models=ModelOptions())
         assert (found.method, found.sampling_method, found.costs) == (SD(), sampling, None)
-    assert resolve.shipped("some/model", "embedded") == resolve.shipped("embedded", "some/model") == {}
+    assert (
+        resolve.shipped("some/model", "embedded") == resolve.shipped("embedded", "some/model") == {}
+    )
 
 
 MISTAKES = {
@@ -236,7 +322,9 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("command", MISTAKES)
-def test_mistakes_are_one_line_and_exit_2(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_one_line_and_exit_2(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "vocabulary.jsonl").write_text('{"tokens": [99999999]}\n')
     monkeypatch.chdir(tmp_path)
     done = commands.run(*command.split())
@@ -249,7 +337,10 @@ def test_files_without_prompts_are_refused(tmp_path: Path) -> None:
     for content, message in (
         ('{"prompt": "x"}\n{"prompt": \n', "own.jsonl, line 2: not JSON"),
         ('{"tokens": ' + "[" * 100_000 + "\n", "own.jsonl, line 1: not JSON"),
-        ('{"prompt": 3}\n', "own.jsonl, line 1: 'prompt' must be a string that is not empty, not 3"),
+        (
+            '{"prompt": 3}\n',
+            "own.jsonl, line 1: 'prompt' must be a string that is not empty, not 3",
+        ),
         ('{"prompt": "a\\ud800"}\n', "own.jsonl, line 1: 'prompt' has half of a surrogate pair"),
         ('{"tokens": [1, 2.5]}\n', "own.jsonl, line 1: 'tokens' must be a list of token ids"),
         ("\n", "own.jsonl has no prompts"),
@@ -261,15 +352,21 @@ def test_files_without_prompts_are_refused(tmp_path: Path) -> None:
 def test_public_datasets(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt") as file:
         file.write('{"task_id": "HumanEval/0", "prompt": "def f():"}\n')
-    (tmp_path / "gsm8k_test.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n{"question": "2?"}\n')
-    (tmp_path / "question.jsonl").write_text('{"question_id": 81, "category": "writing", "turns": ["a", "b"]}\n')
+    (tmp_path / "gsm8k_test.jsonl").write_text(
+        '{"question": "1 + 1?", "answer": "2"}\n{"question": "2?"}\n'
+    )
+    (tmp_path / "question.jsonl").write_text(
+        '{"question_id": 81, "category": "writing", "turns": ["a", "b"]}\n'
+    )
     for name, texts in (
         ("HumanEval.jsonl.gz", ["def f():"]),
         ("gsm8k_test.jsonl", ["Question: 1 + 1?\nAnswer:", "Question: 2?\nAnswer:"]),
         ("question.jsonl", ["a"]),
     ):
         check_datasets([name])
-        assert read_prompts(tmp_path / name) == [Prompt(str(number), text) for number, text in enumerate(texts, 1)]
+        assert read_prompts(tmp_path / name) == [
+            Prompt(str(number), text) for number, text in enumerate(texts, 1)
+        ]
     assert len(read_prompts(tmp_path / "gsm8k_test.jsonl", 1)) == 1
 
 
@@ -278,31 +375,53 @@ def test_long_prompts_lose_their_beginning(folder: Path) -> None:
     prompt = Prompt("a", tokens=(1, 2, 3, 4))
     for front in ((), (1,)):
         assert tokenised(prompt, None, 4, 10, front=front) == prompt
-    for most, front, kept in ((3, (), (2, 3, 4)), (3, (1,), (1, 3, 4)), (3, (9,), (2, 3, 4)), (1, (1,), (4,))):
+    for most, front, kept in (
+        (3, (), (2, 3, 4)),
+        (3, (1,), (1, 3, 4)),
+        (3, (9,), (2, 3, 4)),
+        (1, (1,), (4,)),
+    ):
         assert tokenised(prompt, None, most, 10, front=front) == Prompt("a", tokens=kept, cut=True)
     plan = Plan({"ar": AR()}, ("own.jsonl",), target=str(folder / "target"), max_new_tokens=90)
-    ((*prompts,),) = load_prompts(plan, {"own.jsonl": read_prompts(folder / "own.jsonl")})[0].values()
+    ((*prompts,),) = load_prompts(plan, {"own.jsonl": read_prompts(folder / "own.jsonl")})[
+        0
+    ].values()
     assert max(len(prompt.tokens or ()) for prompt in prompts) == 96 - 90
     assert [prompt.cut for prompt in prompts] == [True, False, True, False]
 
 
-@pytest.mark.parametrize(("template", "front"), [("E E $A", (0, 0)), ("$A E", ()), ("E $A E", (0,))])
-def test_what_a_tokenizer_puts_in_front_begins_every_prompt(template: str, front: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("template", "front"), [("E E $A", (0, 0)), ("$A E", ()), ("E $A E", (0,))]
+)
+def test_what_a_tokenizer_puts_in_front_begins_every_prompt(
+    template: str, front: tuple[int, ...]
+) -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer())
     template = template.replace("E", END_OF_TEXT)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=[(END_OF_TEXT, 0)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=template, special_tokens=[(END_OF_TEXT, 0)]
+    )
     assert front_of(tiny_tokenizer()) == () and front_of(tokenizer) == front
     (prompt,) = stdlib_prompts("stdlib-test", tokenizer, 12, 1)
     (bare,) = stdlib_prompts("stdlib-test", tiny_tokenizer(), 12 - len(front), 1)
     assert prompt.tokens == (*front, *(bare.tokens or ()))
     if front:
-        refuses("prompt_tokens must be more than", stdlib_prompts, "stdlib-test", tokenizer, len(front), 1)
+        refuses(
+            "prompt_tokens must be more than",
+            stdlib_prompts,
+            "stdlib-test",
+            tokenizer,
+            len(front),
+            1,
+        )
 
 
 def test_padded_vocabularies_are_fine(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "draft", tmp_path / "draft")
     config = json.loads((tmp_path / "draft" / "config.json").read_text())
-    (tmp_path / "draft" / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 20}))
+    (tmp_path / "draft" / "config.json").write_text(
+        json.dumps(config | {"vocab_size": config["vocab_size"] + 20})
+    )
     files = {"own.jsonl": [Prompt("1", tokens=(5, 6, 7))]}
     pair = {"target": str(folder / "target"), "draft": str(tmp_path / "draft")}
     plan = Plan({"sd": SD()}, ("own.jsonl",), max_new_tokens=8, **pair)
@@ -318,7 +437,10 @@ def test_padded_vocabularies_are_fine(folder: Path, tmp_path: Path) -> None:
 def test_stored_settings_give_way_to_given_ones() -> None:
     tuned = {"sd": {"gamma": 7}}
     assert parse_methods([], [], None, tuned) == {"ar": AR(), "sd": SD(7), "suffix": Suffix()}
-    assert list(parse_methods(["sd", "ar"], ["sd.gamma=2"], None, tuned).items()) == [("sd", SD(2)), ("ar", AR())]
+    assert list(parse_methods(["sd", "ar"], ["sd.gamma=2"], None, tuned).items()) == [
+        ("sd", SD(2)),
+        ("ar", AR()),
+    ]
 
 
 def record(method: str, rate: float, round: int = 0, batch: int = 0, dataset: str = "d") -> Record:
@@ -329,7 +451,11 @@ def record(method: str, rate: float, round: int = 0, batch: int = 0, dataset: st
 def test_speedups_are_paired() -> None:
     # Each round has a speed of its own: the ratio of the medians would be 1.
     rates = {"ar": [10.0, 100.0, 1000.0], "sd": [20.0, 100.0, 3000.0]}
-    records = [record(name, rate, number) for name, each in rates.items() for number, rate in enumerate(each)]
+    records = [
+        record(name, rate, number)
+        for name, each in rates.items()
+        for number, rate in enumerate(each)
+    ]
     found = summary(records)
     assert found["sd"]["speedup"] == 2.0 and found["sd"]["tokens_per_s"] == 100.0
     assert found["sd"]["exact_match"] == 0.0 and found["ar"]["exact_match"] == 1.0
@@ -337,10 +463,18 @@ def test_speedups_are_paired() -> None:
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((1.4, 3.0, 4.6))
     # Half the tokens in half the time are no speedup.
     short = record("suffix", 10)
-    found = summary([record("ar", 10), replace(short, stats=replace(short.stats, tokens=5, seconds=0.5))])
-    assert found["suffix"]["speedup"] == 1.0 and found["suffix"]["tokens_per_s"] == found["ar"]["tokens_per_s"]
+    found = summary(
+        [record("ar", 10), replace(short, stats=replace(short.stats, tokens=5, seconds=0.5))]
+    )
+    assert (
+        found["suffix"]["speedup"] == 1.0
+        and found["suffix"]["tokens_per_s"] == found["ar"]["tokens_per_s"]
+    )
     # Each dataset has its own, and all together have one.
-    records = [record(*each) for each in (("ar", 10), ("ar", 10, 0, 0, "e"), ("suffix", 20), ("suffix", 40, 0, 0, "e"))]
+    records = [
+        record(*each)
+        for each in (("ar", 10), ("ar", 10, 0, 0, "e"), ("suffix", 20), ("suffix", 40, 0, 0, "e"))
+    ]
     both = results(Plan(parse_methods(["suffix"], [], None, {})), {"d": FACTS, "e": FACTS}, records)
     assert [both["datasets"][name]["methods"]["suffix"]["speedup"] for name in "de"] == [2.0, 4.0]
     assert both["methods"]["suffix"]["speedup"] == 3.0 and json.loads(json.dumps(both)) == both
@@ -359,7 +493,9 @@ def test_prefill_is_part_of_the_time(pair: Pair, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(decoder.engine.target, "prefill", slow)
     run = decoder_run(decoder, SamplingParams(max_new_tokens=6, ignore_eos=True))
     outcome = run([(3, 4, 5), (6, 7)], [0, 1], None)
-    assert outcome.seconds == outcome.stats.seconds == 10.0 and outcome.stats.tokens_per_s == 12 / 10
+    assert (
+        outcome.seconds == outcome.stats.seconds == 10.0 and outcome.stats.tokens_per_s == 12 / 10
+    )
     steps = [[replace(each, seconds=0.5) for each in row] for row in outcome.steps]
     prompts = [Prompt("a"), Prompt("b")]
     (found,) = group_records((0, "d", 0), prompts, {"ar": replace(outcome, steps=steps)}, None)
@@ -370,7 +506,10 @@ def test_a_row_is_sampled_by_its_own_seed(pair: Pair) -> None:
     decoder = Decoder(pair[0], draft=pair[1], method=SD(2), guard=False, prefix_bytes=0)
     run = decoder_run(decoder, SamplingParams(max_new_tokens=8, temperature=1.0, ignore_eos=True))
     together = run([[3, 4], [5, 6, 7], [3, 4]], [7, 8, 9], None).tokens
-    assert together == [run([row], [seed], None).tokens[0] for row, seed in (([3, 4], 7), ([5, 6, 7], 8), ([3, 4], 9))]
+    assert together == [
+        run([row], [seed], None).tokens[0]
+        for row, seed in (([3, 4], 7), ([5, 6, 7], 8), ([3, 4], 9))
+    ]
     assert together[0] != together[2]
 
 
@@ -383,9 +522,14 @@ def test_a_prompt_that_comes_again_finds_no_phrases(pair: Pair) -> None:
     assert counts[0] == counts[1] > again
 
 
-def test_a_prompt_is_read_again_but_for_its_known_beginning(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_read_again_but_for_its_known_beginning(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder, prompt = Decoder(pair[0], draft=pair[1], method=SD(2), guard=False), list(range(5, 25))
-    run, prefill = decoder_run(decoder, SamplingParams(max_new_tokens=4, ignore_eos=True)), CausalLM.prefill
+    run, prefill = (
+        decoder_run(decoder, SamplingParams(max_new_tokens=4, ignore_eos=True)),
+        CausalLM.prefill,
+    )
     read = list[int]()
 
     def counting(self: CausalLM, *given: Any, **named: Any) -> Any:
@@ -409,17 +553,24 @@ def test_known_messages_of_a_conversation_are_counted_in_tokens(
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     monkeypatch.setattr(tokenizer, "chat_template", template)  # other tests share the tokenizer
-    talk = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "cat"))]
+    talk = [
+        {"role": role, "content": text}
+        for role, text in (("user", "a"), ("assistant", "b"), ("user", "cat"))
+    ]
     (prompt,) = read_prompts(save_lines(tmp_path / "talk.jsonl", [{"messages": talk, "known": 2}]))
     found = tokenised(prompt, tokenizer, None, len(tokenizer))
     assert tokenizer.decode(list(found.tokens[: found.known])) == "<user>a;<assistant>b;"
-    with pytest.raises(ValueError, match="'known' must be a number of messages before the last, not 3"):
+    with pytest.raises(
+        ValueError, match="'known' must be a number of messages before the last, not 3"
+    ):
         read_prompts(save_lines(tmp_path / "bad.jsonl", [{"messages": talk, "known": 3}]))
 
 
 def test_one_preemption_does_not_set_where_the_time_goes() -> None:
     plain = (0.2, 0.1, 0.6, 0.1, 0.7), (0.4, 0.2, 1.2, 0.2, 1.4), (0.1, 0.05, 0.3, 50.0, 0.4)
-    records = [replace(record("ar", 10, number), times=Times(*spent)) for number, spent in enumerate(plain)]
+    records = [
+        replace(record("ar", 10, number), times=Times(*spent)) for number, spent in enumerate(plain)
+    ]
     found = summary(records)["ar"]
     assert found["time"] == {"draft": 0.2, "policy": 0.1, "verify": 0.6, "rest": 0.1}
     assert found["overhead_share"] == 0.3
@@ -431,7 +582,9 @@ def step(tokens: int, tested: int, accepted: int, seconds: float, number: int = 
     shares = {"draft": 0.2, "policy": 0.1, "verify": 0.5, "forward": 0.6}
     counts = {"drafted": 3, "tested": tested, "accepted": accepted, "draft_forwards": 3}
     spent = {f"{part}_seconds": share * seconds for part, share in shares.items()}
-    return Step(0, number, 1, (1,) * tokens, ("draft",) * tokens, **counts, **spent, seconds=seconds)  # type: ignore[arg-type]
+    return Step(
+        0, number, 1, (1,) * tokens, ("draft",) * tokens, **counts, **spent, seconds=seconds
+    )  # type: ignore[arg-type]
 
 
 def test_statistics_add_up_and_a_step_of_a_batch_counts_once() -> None:
@@ -441,5 +594,7 @@ def test_statistics_add_up_and_a_step_of_a_batch_counts_once() -> None:
     long = [step(1, 1, 0, 1.0, number=7), step(1, 1, 0, 3.0, number=8)]
     spent = times([long[1:], [replace(each, id=1) for each in long]])
     assert spent.seconds == pytest.approx(4.0)
-    assert (spent.draft, spent.policy, spent.verify, spent.rest) == pytest.approx((0.8, 0.4, 2.0, 0.8))
+    assert (spent.draft, spent.policy, spent.verify, spent.rest) == pytest.approx(
+        (0.8, 0.4, 2.0, 0.8)
+    )
     assert spent.overhead_share == pytest.approx(0.4)

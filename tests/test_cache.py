@@ -41,7 +41,11 @@ class Pair:
     """A KVCache and the plain lists it should equal; every entry is a number that was never used before."""
 
     def __init__(self, width: int = DIM, context: int | None = None) -> None:
-        self.cache, self.lists, self.width = KVCache(LAYERS, context=context), dict[int, list[int]](), width
+        self.cache, self.lists, self.width = (
+            KVCache(LAYERS, context=context),
+            dict[int, list[int]](),
+            width,
+        )
         self.next = 1
 
     def add(self, id: int, reserve: int = 0) -> None:
@@ -64,7 +68,10 @@ class Pair:
         for number, layer in enumerate(self.cache.layers):
             states = entries(written, number).transpose(1, 2)
             keys, values = layer.update(states, -states[..., : self.width])
-            assert keys.shape == (size, HEADS, batch.end, DIM) and values.shape == (*keys.shape[:3], self.width)
+            assert keys.shape == (size, HEADS, batch.end, DIM) and values.shape == (
+                *keys.shape[:3],
+                self.width,
+            )
             for id, row in zip(counts, rows, strict=True):
                 assert self.cache._slots is not None or self.cache._start == len(self.lists[id])
                 same(keys[row], values[row], [*self.lists[id], *written[row].tolist()], number)
@@ -76,13 +83,18 @@ class Pair:
             self.lists[id] += [row[node] for node in path]
 
     def run(self, paths: dict[int, list[int]]) -> None:
-        self.commit(self.forward({id: path[-1] + 1 for id, path in paths.items()}), list(paths.values()))
+        self.commit(
+            self.forward({id: path[-1] + 1 for id, path in paths.items()}), list(paths.values())
+        )
 
     def check(self) -> None:
         assert sorted(self.cache.ids) == sorted(self.lists)
         for row, id in enumerate(self.cache.ids):
             length = len(self.lists[id])
-            assert self.cache.row(id) == row and self.cache.length(id) == self.cache.lengths[row] == length
+            assert (
+                self.cache.row(id) == row
+                and self.cache.length(id) == self.cache.lengths[row] == length
+            )
             for number, layer in enumerate(self.cache.layers if length else ()):
                 same(layer.keys[row], layer.values[row], self.lists[id], number)
 
@@ -138,7 +150,10 @@ def test_any_order_of_calls_equals_lists(data: st.DataObject) -> None:
                 if call == "commit":
                     # Paths may only hold nodes that the row had.
                     counts = [len(row) for row in written.values()]
-                    pair.commit(written, [sorted(data.draw(st.sets(st.integers(0, count - 1)))) for count in counts])
+                    pair.commit(
+                        written,
+                        [sorted(data.draw(st.sets(st.integers(0, count - 1)))) for count in counts],
+                    )
             elif call == "crop":
                 some = data.draw(st.lists(st.sampled_from(ids), unique=True), "rows")
                 lengths = [data.draw(st.integers(0, len(pair.lists[id]))) for id in some]
@@ -153,7 +168,10 @@ def test_any_order_of_calls_equals_lists(data: st.DataObject) -> None:
             elif call == "copy":
                 one, other = data.draw(st.sampled_from(ids)), next(fresh)
                 length = data.draw(st.integers(0, len(pair.lists[one])))
-                stored = [each and (each[0].clone(), each[1].clone()) for each in pair.cache.view(one, length)]
+                stored = [
+                    each and (each[0].clone(), each[1].clone())
+                    for each in pair.cache.view(one, length)
+                ]
                 pair.add(other)
                 pair.cache.copy_in(other, stored, length)
                 pair.lists[other] = pair.lists[one][:length]
@@ -182,7 +200,10 @@ def test_buffers_stay_where_they_are_within_what_was_reserved() -> None:
     pair.add(2, BLOCK)
     pair.run({2: [0, 4]})
     pair.check()
-    assert [layer.keys.data_ptr() for layer in pair.cache.layers] == places and pair.size == (1, 3 * BLOCK)
+    assert [layer.keys.data_ptr() for layer in pair.cache.layers] == places and pair.size == (
+        1,
+        3 * BLOCK,
+    )
 
 
 def test_buffers_grow_by_blocks_and_by_powers_of_two() -> None:
@@ -204,7 +225,9 @@ def test_growth_stays_within_the_budget() -> None:
     budget = 6 * BLOCK * (each := pair.cache.position_bytes)
 
     def fits(positions: int, rows: int | None = None) -> bool:
-        return pair.cache.fits(len(pair.cache.ids) if rows is None else rows, positions, budget, each)
+        return pair.cache.fits(
+            len(pair.cache.ids) if rows is None else rows, positions, budget, each
+        )
 
     for id in range(1, 6):
         assert fits(BLOCK)
@@ -224,7 +247,11 @@ def resident() -> int:
 
 
 def peak() -> int:
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    (line,) = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    ]
     return int(line.split()[1]) * 1024
 
 
@@ -238,7 +265,9 @@ def fill(cache: KVCache, id: int, count: int) -> None:
 
 
 # AddressSanitizer keeps freed memory for a while, so what is resident says nothing there.
-counts_memory = pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="memory of a sanitizer")
+counts_memory = pytest.mark.skipif(
+    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="memory of a sanitizer"
+)
 
 
 @counts_memory
@@ -273,7 +302,11 @@ def test_a_row_that_is_taken_is_nowhere_twice() -> None:
     other.add(5, 2000)
     other.take(5, one, 0, 1000)
     assert peak() - before < 0.05 * entries  # one group of 128
-    assert other.length(5) == 1000 and one.length(0) == 0 and bool((other.layers[3].keys[0, :, :1000] == 1).all())
+    assert (
+        other.length(5) == 1000
+        and one.length(0) == 0
+        and bool((other.layers[3].keys[0, :, :1000] == 1).all())
+    )
 
 
 @pytest.mark.skipif(not can_reserve(), reason="nothing is reserved here")
@@ -408,7 +441,9 @@ def models(kind: str) -> tuple[CausalLM, CausalLM]:
 
 def engine(kind: str) -> Engine:
     target, draft = models(kind)
-    return Decoder(target.fresh(), draft=draft.fresh(), method=method("sd", gamma=3), prefix_bytes=2**20).engine
+    return Decoder(
+        target.fresh(), draft=draft.fresh(), method=method("sd", gamma=3), prefix_bytes=2**20
+    ).engine
 
 
 REQUESTS = [([5, 6, 7, 5, 6], 12), (list(range(3, 60)), 20), ([9, 8, 7], 260), ([11, 12, 11], 9)]

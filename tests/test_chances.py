@@ -38,7 +38,13 @@ def parts_of(family: str) -> Parts:
     return Parts(target, prepare(draft), random_layer(model, draft), COSTS, head=head)
 
 
-METHODS: list[Method] = [SD(4), Suffix(), Pacer(), Hybrid(threshold=2.0, other="sd"), Lyanna(depth=3, width=2, nodes=5)]
+METHODS: list[Method] = [
+    SD(4),
+    Suffix(),
+    Pacer(),
+    Hybrid(threshold=2.0, other="sd"),
+    Lyanna(depth=3, width=2, nodes=5),
+]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "smollm3"])

@@ -54,12 +54,17 @@ def decoder(file: Path) -> Decoder:
 
 def test_a_prompt_is_what_the_template_makes(tmp_path: Path) -> None:
     begins = {"tokenizer.chat_template": "{{ bos_token }}" + TEMPLATE}
-    decoder = forerun.load(write(tmp_path / "m.gguf", small(), pre="pieces", metadata=begins), method="ar")
+    decoder = forerun.load(
+        write(tmp_path / "m.gguf", small(), pre="pieces", metadata=begins), method="ar"
+    )
     tokenizer: Any = decoder.tokenizer
     assert tokenizer("hello")["input_ids"][0] == tokenizer.bos_token_id  # it would put one in front
     ids = chat_prompt(tokenizer, [USER])
     assert ids.count(tokenizer.bos_token_id) == 1
-    assert decoder.chat([USER], max_new_tokens=4).tokens == decoder.generate(ids, max_new_tokens=4).tokens
+    assert (
+        decoder.chat([USER], max_new_tokens=4).tokens
+        == decoder.generate(ids, max_new_tokens=4).tokens
+    )
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     ids = chat_prompt(tokenizer, [{"role": "user", "content": parts}], SYSTEM["content"])
     assert ids == chat_prompt(tokenizer, [SYSTEM, {"role": "user", "content": "hel\nlo"}])
@@ -74,12 +79,24 @@ def test_messages_that_are_refused(decoder: Decoder) -> None:
         (["hello"], "message 1 must be {role, content}, not str"),
         ([USER, {"role": "user"}], "message 2 has no content"),
         ([{"content": "x"}], "message 1 has no role"),
-        ([USER | {"name": "Al"}], "message 1 has an unknown key 'name'; there are role and content"),
-        ([{"role": "wizard", "content": "x"}], "message 1 has the role 'wizard'; there are system, user, assistant"),
+        (
+            [USER | {"name": "Al"}],
+            "message 1 has an unknown key 'name'; there are role and content",
+        ),
+        (
+            [{"role": "wizard", "content": "x"}],
+            "message 1 has the role 'wizard'; there are system, user, assistant",
+        ),
         ([{"role": ["user"], "content": "x"}], "message 1 has the role ['user']; there are"),
         ([{"role": "user", "content": 3}], "the content of message 1 must be text, not int"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "message 1 has a part that is no text: 'image_url'"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "a part of message 1 must be text, not NoneType"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "message 1 has a part that is no text: 'image_url'",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text"}]}],
+            "a part of message 1 must be text, not NoneType",
+        ),
         ([{"role": "user", "content": "a\0"}], "the content of message 1 has a NUL character"),
         ([{"role": "user", "content": "a\ud800"}], "message 1 has half of a surrogate pair"),
         ([USER, ANSWER], "the last message is from the assistant; there is nothing to answer"),
@@ -92,10 +109,24 @@ def test_refusals_of_a_whole_chat(decoder: Decoder, monkeypatch: pytest.MonkeyPa
     tokenizer: Any = decoder.tokenizer
     refuses("a chat needs a tokenizer", chat_prompt, None, [USER])
     refuses("the model has no chat template", chat_prompt, tiny_tokenizer(), [USER])
-    refuses("there is a system prompt and a system message", chat_prompt, tokenizer, [SYSTEM, USER], "another")
+    refuses(
+        "there is a system prompt and a system message",
+        chat_prompt,
+        tokenizer,
+        [SYSTEM, USER],
+        "another",
+    )
     for name in ("tokenize", "chat_template", "add_generation_prompt", "conversation"):
-        refuses(f"'{name}' is no argument for the chat template", chat_prompt, tokenizer, [USER], **{name: None})
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('No system\n  prompts, please') }}")
+        refuses(
+            f"'{name}' is no argument for the chat template",
+            chat_prompt,
+            tokenizer,
+            [USER],
+            **{name: None},
+        )
+    monkeypatch.setattr(
+        tokenizer, "chat_template", "{{ raise_exception('No system\n  prompts, please') }}"
+    )
     message = "^the chat template refuses these messages: No system prompts, please$"
     refuses(message, chat_prompt, tokenizer, [USER])
     assert turn_ends(tokenizer) == frozenset()
@@ -109,20 +140,30 @@ def test_chat_is_generate_on_the_rendered_prompt(decoder: Decoder) -> None:
     assert [each.tokens for each in many] == [each.tokens for each in wanted]
     one = decoder.chat(conversations[0], SamplingParams(max_new_tokens=12), system="the")
     assert one.tokens == wanted[0].tokens
-    streamed = "".join(chunk.text for chunk in decoder.stream_chat(conversations[0], system="the", max_new_tokens=12))
+    streamed = "".join(
+        chunk.text
+        for chunk in decoder.stream_chat(conversations[0], system="the", max_new_tokens=12)
+    )
     assert streamed == one.text
 
 
-def test_an_answer_ends_where_the_template_ends_a_turn(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_ends_where_the_template_ends_a_turn(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert turn_ends(decoder.tokenizer) == {END}
-    monkeypatch.setattr(decoder.target.model.generation_config, "eos_token_id", None)  # a checkpoint that says nothing
+    monkeypatch.setattr(
+        decoder.target.model.generation_config, "eos_token_id", None
+    )  # a checkpoint that says nothing
     length = len(chat_prompt(decoder.tokenizer, [USER])) + 3
 
     def end_there(ids: Any, scores: Any) -> Any:
         only_end = torch.full_like(scores, -torch.inf).index_fill_(-1, torch.tensor([END]), 0.0)
         return scores if ids.shape[1] < length else only_end
 
-    how: dict[str, Any] = {"max_new_tokens": 9, "logits_processor": LogitsProcessorList([end_there])}
+    how: dict[str, Any] = {
+        "max_new_tokens": 9,
+        "logits_processor": LogitsProcessorList([end_there]),
+    }
     found = decoder.chat([USER], **how)
     assert (len(found.tokens), found.tokens[-1], found.finish_reason) == (4, END, "stop")
     assert "<|im_end|>" not in found.text
@@ -143,7 +184,9 @@ def test_progress_counts_the_tokens_that_were_read(decoder: Decoder) -> None:
     assert seen == [(len(prompt) + 2, len(prompt) + 3)]
 
 
-def test_one_answer(file: Path, decoder: Decoder, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_answer(
+    file: Path, decoder: Decoder, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = decoder.chat([USER], system="the", max_new_tokens=8)
     options: Any = {"target": str(file), "system": "the", "max_new_tokens": 8}
     chat("hello", **options)
@@ -156,7 +199,11 @@ def test_one_answer(file: Path, decoder: Decoder, capsys: Any, monkeypatch: pyte
 
 def test_mistakes_on_the_command_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for prompt, options, message in (
-        ("x", {"target": "embedded"}, "the embedded model has no chat template; `forerun fetch smollm2` gets one"),
+        (
+            "x",
+            {"target": "embedded"},
+            "the embedded model has no chat template; `forerun fetch smollm2` gets one",
+        ),
         ("", {}, "the prompt is empty"),
         ("x", {"method": "sd"}, "needs a draft model"),
         ("x", {"system": "\0"}, "has a NUL character"),
@@ -183,7 +230,10 @@ def test_turns_follow_each_other(talk: Any, capsys: Any) -> None:
     assert "cut at 6 tokens" in err and len(err.splitlines()) == 1
     talk.take("the")
     wanted = talk.decoder.chat([*first, {"role": "user", "content": "the"}], max_new_tokens=6).text
-    assert talk.messages[2:] == [{"role": "user", "content": "the"}, {"role": "assistant", "content": wanted}]
+    assert talk.messages[2:] == [
+        {"role": "user", "content": "the"},
+        {"role": "assistant", "content": wanted},
+    ]
     talk.take("/undo")
     assert talk.messages == first
     talk.take(" /etc is a folder")
@@ -192,7 +242,10 @@ def test_turns_follow_each_other(talk: Any, capsys: Any) -> None:
     assert talk.messages == []
     talk.take("/system the low")
     talk.take("hello")
-    assert talk.messages[1]["content"] == talk.decoder.chat([USER], system="the low", max_new_tokens=6).text
+    assert (
+        talk.messages[1]["content"]
+        == talk.decoder.chat([USER], system="the low", max_new_tokens=6).text
+    )
     talk.take("/system")
     assert talk.system == "the low" and capsys.readouterr().err.endswith("system prompt: the low\n")
     talk.take("/system none")
@@ -218,7 +271,10 @@ def test_turns_follow_each_other(talk: Any, capsys: Any) -> None:
 def test_each_answer_has_a_seed(talk: Any) -> None:
     talk.params = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3)
     answers = []
-    for who in (talk, Talk(talk.decoder, talk.params)):  # and the whole conversation can be had again
+    for who in (
+        talk,
+        Talk(talk.decoder, talk.params),
+    ):  # and the whole conversation can be had again
         for command in ("hello", "/undo", "hello"):
             who.take(command)
             answers.append([*who.messages])
@@ -227,15 +283,21 @@ def test_each_answer_has_a_seed(talk: Any) -> None:
 
 def test_tokens_are_tinted_and_nothing_steers_the_terminal() -> None:
     pieces = [("Grüße", "draft"), (" \x1b[2Jthere", "bonus")]
-    chunk = SimpleNamespace(text="Grüße \x1b[2Jthere", pieces=pieces, step=None, finish_reason="stop", tool_calls=[])
-    console = Console(force_terminal=True, file=io.StringIO(), color_system="standard", soft_wrap=True)
+    chunk = SimpleNamespace(
+        text="Grüße \x1b[2Jthere", pieces=pieces, step=None, finish_reason="stop", tool_calls=[]
+    )
+    console = Console(
+        force_terminal=True, file=io.StringIO(), color_system="standard", soft_wrap=True
+    )
     answer = Answer()
     answer.write((each for each in [chunk]), console, Reading())
     assert console.file.getvalue() == "\x1b[32mGrüße\x1b[0m [2Jthere"
     assert answer.text == chunk.text and answer.finish_reason == "stop"
 
 
-def test_an_interrupt_keeps_what_was_written(talk: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_keeps_what_was_written(
+    talk: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     talk.params = SamplingParams(max_new_tokens=40)
     stream, count = Decoder.stream_chat, 20
 
@@ -273,7 +335,16 @@ def test_a_conversation_in_a_terminal(file: Path) -> None:
     if not pid:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.environ |= {"TERM": "dumb", "INPUTRC": "/dev/null"}
-        command = [sys.executable, "-m", "forerun", "chat", "--target", str(file), "--max-new-tokens", "8"]
+        command = [
+            sys.executable,
+            "-m",
+            "forerun",
+            "chat",
+            "--target",
+            str(file),
+            "--max-new-tokens",
+            "8",
+        ]
         os.execv(sys.executable, command)
     seen, end = b"", time.monotonic() + 250
 
@@ -298,7 +369,9 @@ def test_a_conversation_in_a_terminal(file: Path) -> None:
         if prompt:
             wait(prompt)
         else:
-            time.sleep(0.5)  # Python does not see a signal that comes while readline is at a key until the next key
+            time.sleep(
+                0.5
+            )  # Python does not see a signal that comes while readline is at a key until the next key
         os.write(terminal, typed)
         for text in shown:
             wait(text)
@@ -309,10 +382,14 @@ def test_a_conversation_in_a_terminal(file: Path) -> None:
 
 def test_data_sets_of_conversations(file: Path, tmp_path: Path, decoder: Decoder) -> None:
     path = tmp_path / "talks.jsonl"
-    path.write_text(json.dumps({"messages": [SYSTEM, USER]}) + "\n" + json.dumps({"prompt": "hello"}) + "\n")
+    path.write_text(
+        json.dumps({"messages": [SYSTEM, USER]}) + "\n" + json.dumps({"prompt": "hello"}) + "\n"
+    )
     files = {str(path): read_prompts(path)}
     assert files[str(path)][0] == Prompt("1", messages=(SYSTEM, USER))
-    rendered, message = (tuple(chat_prompt(decoder.tokenizer, each)) for each in ([SYSTEM, USER], [USER]))
+    rendered, message = (
+        tuple(chat_prompt(decoder.tokenizer, each)) for each in ([SYSTEM, USER], [USER])
+    )
     for is_chat in (False, True):
         plan = Plan({"ar": AR()}, (str(path),), target=str(file), chat=is_chat)
         ((first, second),) = load_prompts(plan, files)[0].values()
@@ -326,7 +403,9 @@ def test_conversations_are_not_cut(decoder: Decoder) -> None:
     prompt = Prompt("a", messages=(USER,))
     size = len(chat_prompt(decoder.tokenizer, [USER]))
     assert tokenised(prompt, decoder.tokenizer, size, 320).tokens is not None
-    with pytest.raises(ValueError, match=f"prompt 'a' has {size} tokens as a chat; there is room for {size - 1}"):
+    with pytest.raises(
+        ValueError, match=f"prompt 'a' has {size} tokens as a chat; there is room for {size - 1}"
+    ):
         tokenised(prompt, decoder.tokenizer, size - 1, 320)
     with pytest.raises(ValueError, match="prompt 'b': the model has no chat template"):
         tokenised(Prompt("b", text="x"), tiny_tokenizer(), None, 320, chat=True)

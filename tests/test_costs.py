@@ -35,13 +35,17 @@ def test_costs_are_measured_for_what_is_there() -> None:
     both, alone = measure_costs(target, draft), measure_costs(target)
     # How often it samples depends on the clock: what a user samples next, on every rank of a split target, may not.
     assert torch.equal(torch.get_rng_state(), before)
-    assert set(both.target) == set(both.draft) == {1, 2, 4, 8, 16, 32}  # 64 tokens have room for 32 behind 32
+    assert (
+        set(both.target) == set(both.draft) == {1, 2, 4, 8, 16, 32}
+    )  # 64 tokens have room for 32 behind 32
     assert all(ms > 0 for ms in [*both.target.values(), *both.draft.values()])
     assert alone.draft == {} and set(alone.target) == set(both.target)
     refuses("context of 64 is full after 64 tokens", measure_costs, target, context=64)
 
 
-def test_costs_are_measured_once_and_for_methods_that_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_measured_once_and_for_methods_that_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FORERUN_HOME", str(tmp_path))
     measure = Mock(return_value=COSTS)
     monkeypatch.setattr("forerun.api.build.measure_costs", measure)
@@ -91,21 +95,35 @@ def test_a_table_is_made_convex_from_below(table: dict[int, float]) -> None:
     assert list(found) == list(table) and all(found[n] <= table[n] + 1e-9 for n in at)
     slopes = [(found[n] - found[m]) / (n - m) for m, n in pairwise(at)]
     assert all(-1e-9 <= before <= after + 1e-6 for before, after in pairwise([0.0, *slopes]))
-    corners = [n for n, before, after in zip(at[1:-1], slopes, slopes[1:], strict=False) if after > before + 1e-3]
+    corners = [
+        n
+        for n, before, after in zip(at[1:-1], slopes, slopes[1:], strict=False)
+        if after > before + 1e-3
+    ]
     for n in [at[0], *corners, at[-1]]:
         assert found[n] == pytest.approx(min(table[m] for m in at if m >= n))
-    assert convex({1: 50.0, 2: 55.0, 4: 77.0, 8: 82.0, 16: 127.0})[4] == pytest.approx(50 + 3 * 32 / 7)
+    assert convex({1: 50.0, 2: 55.0, 4: 77.0, 8: 82.0, 16: 127.0})[4] == pytest.approx(
+        50 + 3 * 32 / 7
+    )
 
 
 def test_greedy_decoding_and_sampling_have_methods_of_their_own() -> None:
     target = tiny("llama", 3, vocab=len(tiny_tokenizer()))
     decoder = Decoder(target, None, noisy_copy(target, 0.02), Suffix(2.0), False, SD(2))
-    assert decoder.method_for(greedy=True) == Suffix(2.0) and decoder.method_for(greedy=False) == SD(2)
+    assert decoder.method_for(greedy=True) == Suffix(2.0) and decoder.method_for(
+        greedy=False
+    ) == SD(2)
     greedy = decoder.generate([5, 6, 7], max_new_tokens=12)
     drawn = decoder.generate([5, 6, 7], max_new_tokens=12, temperature=1.0, seed=1)
     assert greedy.stats.draft_forwards == 0 and drawn.stats.draft_forwards > 0
     assert max(each.drafted for each in drawn.steps) == 2
-    refuses("method 'sd' needs a draft model", Decoder, decoder.target, method=AR(), sampling_method=SD(2))
+    refuses(
+        "method 'sd' needs a draft model",
+        Decoder,
+        decoder.target,
+        method=AR(),
+        sampling_method=SD(2),
+    )
 
 
 def test_the_embedded_pair_has_costs_of_its_own() -> None:
@@ -118,9 +136,16 @@ def test_the_embedded_pair_has_costs_of_its_own() -> None:
 
 NEAR = {1: 10.0, 2: 10.5, 4: 12.0, 8: 16.0}
 FAR = Costs(
-    {1: 18.0, 2: 22.5, 4: 32.0, 8: 52.0}, {1: 3.0}, context=8192 + 256, chained=2.5, chained_sampled=2.8, judging=0.1
+    {1: 18.0, 2: 22.5, 4: 32.0, 8: 52.0},
+    {1: 3.0},
+    context=8192 + 256,
+    chained=2.5,
+    chained_sampled=2.8,
+    judging=0.1,
 )
-BY_CONTEXT = Costs(NEAR, {1: 1.0}, context=256, chained=0.5, chained_sampled=0.8, judging=0.1, far=FAR)
+BY_CONTEXT = Costs(
+    NEAR, {1: 1.0}, context=256, chained=0.5, chained_sampled=0.8, judging=0.1, far=FAR
+)
 
 
 def test_costs_between_two_contexts_are_on_a_line_and_go_on_with_it() -> None:
@@ -128,8 +153,14 @@ def test_costs_between_two_contexts_are_on_a_line_and_go_on_with_it() -> None:
     assert BY_CONTEXT.at(8192 + 256).target == pytest.approx(FAR.target)
     half, beyond = BY_CONTEXT.at(4096 + 256), BY_CONTEXT.at(16_384 + 256)
     assert half.target == pytest.approx({1: 14.0, 2: 16.5, 4: 22.0, 8: 34.0})
-    assert beyond.verify(8) == pytest.approx(16 + 2 * 36) and beyond.drafting(1) == pytest.approx(4.5)
-    assert half.draft == {1: 2.0} and half.chained == 1.5 and half.chained_sampled == pytest.approx(1.8)
+    assert beyond.verify(8) == pytest.approx(16 + 2 * 36) and beyond.drafting(1) == pytest.approx(
+        4.5
+    )
+    assert (
+        half.draft == {1: 2.0}
+        and half.chained == 1.5
+        and half.chained_sampled == pytest.approx(1.8)
+    )
     assert half.far is None and half.context == 4096 + 256 and half.at(9999) is half
     assert BY_CONTEXT.at(4096 + 300) is half  # the same table for all contexts near it
     assert COSTS.at(9999) is COSTS  # nothing is known of long texts
@@ -138,7 +169,9 @@ def test_costs_between_two_contexts_are_on_a_line_and_go_on_with_it() -> None:
 def test_a_rows_context_counts_for_the_row_alone() -> None:
     """What two rows take beside a short text is twice what one does, and not what two tokens of one row do."""
     two = BY_CONTEXT.at(4096 + 256, 2)
-    assert two.verify(2) == pytest.approx(10.5 + 2 * 4) and two.verify(4) == pytest.approx(12 + 2 * 6)
+    assert two.verify(2) == pytest.approx(10.5 + 2 * 4) and two.verify(4) == pytest.approx(
+        12 + 2 * 6
+    )
     assert two.drafting(2) == pytest.approx(1 + 2) and two.drafting(1) == 1.5  # fused
     many = BY_CONTEXT.at(4096 + 256, 100)
     assert many.verify(100) == pytest.approx(BY_CONTEXT.verify(100) + 100 * 4)
@@ -151,8 +184,15 @@ def test_sampling_adds_the_same_at_any_context() -> None:
 
 
 @given(st.integers(0, 40_000), st.integers(1, 9), st.floats(0.5, 2.0))
-def test_a_long_table_that_noise_made_cheaper_makes_nothing_so(context: int, rows: int, share: float) -> None:
-    costs = Costs(NEAR, {}, context=256, far=Costs({n: ms * share for n, ms in NEAR.items()}, {}, context=8192))
+def test_a_long_table_that_noise_made_cheaper_makes_nothing_so(
+    context: int, rows: int, share: float
+) -> None:
+    costs = Costs(
+        NEAR,
+        {},
+        context=256,
+        far=Costs({n: ms * share for n, ms in NEAR.items()}, {}, context=8192),
+    )
     long = costs.at(context, rows)
     assert all(long.verify(n) >= costs.verify(n) - 1e-6 for n in range(rows, 40))
     table = long.target
@@ -164,23 +204,38 @@ def test_costs_by_context_are_kept_and_damaged_ones_refused() -> None:
     found = json.loads(json.dumps(asdict(BY_CONTEXT)))
     assert costs_of(found) == BY_CONTEXT and costs_of(found).far == FAR
     refuses("must be of more than 9000", costs_of, found | {"context": 9000})
-    refuses("target must be above 0", costs_of, found | {"far": found["far"] | {"target": {"1": 0}}})
+    refuses(
+        "target must be above 0", costs_of, found | {"far": found["far"] | {"target": {"1": 0}}}
+    )
 
 
 def test_forwards_are_measured_at_two_contexts() -> None:
     target, draft = (Decoder(tiny("llama", seed, context=2048)).target for seed in (0, 1))
     costs = measure_costs(target, draft)
-    assert costs.context == 256 and costs.far is not None and costs.far.context == long_context(target, draft) == 1024
-    assert set(costs.far.target) == set(costs.far.draft) == {1, 2, 4, 8, 16} and costs.far.far is None
+    assert (
+        costs.context == 256
+        and costs.far is not None
+        and costs.far.context == long_context(target, draft) == 1024
+    )
+    assert (
+        set(costs.far.target) == set(costs.far.draft) == {1, 2, 4, 8, 16} and costs.far.far is None
+    )
     assert costs.far.judging == costs.judging and costs.at(1024).verify(1) >= costs.verify(1)
-    assert measure_costs(Decoder(tiny("llama", context=64)).target).far is None  # one length is all there is
+    assert (
+        measure_costs(Decoder(tiny("llama", context=64)).target).far is None
+    )  # one length is all there is
 
 
 def sequence(count: int) -> Sequence:
     return Sequence(Request([1] * count, 99), context=10**6)
 
 
-STEEP = Costs({1: 10.0, 16: 11.0}, {1: 1.0}, context=256, far=Costs({1: 20.0, 16: 300.0}, {1: 1.0}, context=8192))
+STEEP = Costs(
+    {1: 10.0, 16: 11.0},
+    {1: 1.0},
+    context=256,
+    far=Costs({1: 20.0, 16: 300.0}, {1: 1.0}, context=8192),
+)
 
 
 def test_long_texts_shorten_drafts() -> None:
@@ -195,7 +250,9 @@ def test_long_texts_shorten_drafts() -> None:
     assert suffixes._least(1, 8192) > 2 * suffixes._least(1, 256)
     balance = Balance(STEEP, SD())
     found = Draft.chain(1, [2, 3, 4])
-    assert balance.saved(True, found, 2.5, 1, 100)[0] > 0 > balance.saved(True, found, 2.5, 1, 8192)[0]
+    assert (
+        balance.saved(True, found, 2.5, 1, 100)[0] > 0 > balance.saved(True, found, 2.5, 1, 8192)[0]
+    )
     assert balance.spent(True, 2, 3, context=8192) > 5 * balance.spent(True, 2, 3)
 
 

@@ -54,15 +54,26 @@ class Native:
         self.caches = self.layers.cache(self.cache)
 
     def call(self, function: str, request: ctypes.Structure, **arrays: Any) -> int:
-        kept = {name: np.asarray(each, None if hasattr(each, "dtype") else np.int32) for name, each in arrays.items()}
+        kept = {
+            name: np.asarray(each, None if hasattr(each, "dtype") else np.int32)
+            for name, each in arrays.items()
+        }
         for name, array in kept.items():
             setattr(request, name, array.ctypes.data)
         return run(function, ctypes.byref(self.rotated.model), self.caches, ctypes.byref(request))
 
-    def forward(self, tokens: Sequence[int], row: Sequence[int], slot: Sequence[int], **more: Any) -> np.ndarray:
-        more = {"position": slot, "length": [each + 1 for each in slot], "asked": range(len(row))} | more
+    def forward(
+        self, tokens: Sequence[int], row: Sequence[int], slot: Sequence[int], **more: Any
+    ) -> np.ndarray:
+        more = {
+            "position": slot,
+            "length": [each + 1 for each in slot],
+            "asked": range(len(row)),
+        } | more
         more |= {"tokens": tokens} if "states" not in more else {}
-        logits = np.full((len(more["asked"]), VOCABULARY + len(more.get("extra", ()))), np.nan, dtype=np.float32)
+        logits = np.full(
+            (len(more["asked"]), VOCABULARY + len(more.get("extra", ()))), np.nan, dtype=np.float32
+        )
         batch = BatchArgument(n=len(row), asks=len(logits), extras=len(more.get("extra", ())))
         if paths := more.get("paths"):
             batch.path = max(map(len, paths))
@@ -72,7 +83,9 @@ class Native:
         return logits
 
     def one_by_one(self, tokens: Sequence[int], row: int = 0, start: int = 0) -> np.ndarray:
-        return np.concatenate([self.forward([token], [row], [start + k]) for k, token in enumerate(tokens)])
+        return np.concatenate(
+            [self.forward([token], [row], [start + k]) for k, token in enumerate(tokens)]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -114,20 +127,30 @@ def test_chunks_neighbours_threads_and_variants_change_no_bit(data: st.DataObjec
     done, found = [0, 0], [np.empty((0, VOCABULARY), np.float32)] * 2
     for last in (False, False, False, False, True):
         least = [len(text) if last else at for at, text in zip(done, texts, strict=True)]
-        ends = [data.draw(st.integers(at, len(text))) for at, text in zip(least, texts, strict=True)]
+        ends = [
+            data.draw(st.integers(at, len(text))) for at, text in zip(least, texts, strict=True)
+        ]
         entries = [(row, slot) for row in (0, 1) for slot in range(done[row], ends[row])]
         done = ends
         if not entries:
             continue
         which, slots = zip(*entries, strict=True)
         logits = native.forward([texts[row][at] for row, at in entries], which, slots)
-        found = [np.concatenate([own, logits[np.array(which) == row]]) for row, own in enumerate(found)]
+        found = [
+            np.concatenate([own, logits[np.array(which) == row]]) for row, own in enumerate(found)
+        ]
     assert all(np.array_equal(own, one) for own, one in zip(found, alone, strict=True))
 
 
 @settings(max_examples=25, deadline=None)
-@given(parents=st.lists(st.integers(-1, 20), min_size=1, max_size=20), length=st.integers(0, 20), data=st.data())
-def test_nodes_of_a_tree_have_the_bits_of_their_paths(parents: list[int], length: int, data: st.DataObject) -> None:
+@given(
+    parents=st.lists(st.integers(-1, 20), min_size=1, max_size=20),
+    length=st.integers(0, 20),
+    data=st.data(),
+)
+def test_nodes_of_a_tree_have_the_bits_of_their_paths(
+    parents: list[int], length: int, data: st.DataObject
+) -> None:
     native = Native(tiny(data.draw(st.sampled_from(["llama", "mistral", "smollm3"]))), "bfloat16")
     before, tokens = some_tokens(length, 3), some_tokens(len(parents), 4)
     trail: list[list[int]] = []
@@ -152,7 +175,9 @@ def test_nodes_of_a_tree_have_the_bits_of_their_paths(parents: list[int], length
 
 def test_keys_and_values_are_cut_at_the_largest_half_and_nan_stays() -> None:
     model = tiny("qwen2")
-    values = np.array([1e6, -1e6, 65519.0, np.nan, 1e-7, -3e-8, 1.0009765625 + 2**-12, 6.1e-5], np.float32)
+    values = np.array(
+        [1e6, -1e6, 65519.0, np.nan, 1e-7, -3e-8, 1.0009765625 + 2**-12, 6.1e-5], np.float32
+    )
     with torch.no_grad():
         model.model.layers[0].self_attn.v_proj.bias[:8] = torch.from_numpy(values)
     native = Native(model, "bfloat16")
@@ -164,16 +189,31 @@ def test_keys_and_values_are_cut_at_the_largest_half_and_nan_stays() -> None:
 
 
 FORWARDS = [{name: [value]} for name in ("tokens", "extra") for value in (-1, VOCABULARY)]
-FORWARDS += [{"row": [4]}, {"slot": [CAPACITY]}, {"position": [CAPACITY]}, {"length": [0]}, {"length": [CAPACITY + 1]}]
+FORWARDS += [
+    {"row": [4]},
+    {"slot": [CAPACITY]},
+    {"position": [CAPACITY]},
+    {"length": [0]},
+    {"length": [CAPACITY + 1]},
+]
 FORWARDS += [{"paths": [[CAPACITY]]}, {"asked": [1]}]
-CHAINS = [{"count": 0}, {"pending": [VOCABULARY]}, {"most": CAPACITY + 1}, {"row": 4}, {"length": -1}]
+CHAINS = [
+    {"count": 0},
+    {"pending": [VOCABULARY]},
+    {"most": CAPACITY + 1},
+    {"row": 4},
+    {"length": -1},
+]
 
 
 def test_what_does_not_fit_is_refused(small: Native) -> None:
     for wrong in FORWARDS:
         with pytest.raises(RuntimeError, match="sizes that do not fit"):
             small.forward(**{"tokens": [0], "row": [0], "slot": [0], **wrong})
-    room = {"drafted": np.empty(CAPACITY + 1, np.int32), "probabilities": np.empty(CAPACITY + 1, np.float32)}
+    room = {
+        "drafted": np.empty(CAPACITY + 1, np.int32),
+        "probabilities": np.empty(CAPACITY + 1, np.float32),
+    }
 
     def chain(pending: Sequence[int] = (1,), **wrong: int) -> int:
         asked = {"row": 0, "length": 0, "count": 1, "most": 3, "turn": 1, "top_p": 1} | wrong
@@ -192,7 +232,9 @@ def test_busy_loops_and_several_callers_do_not_stop_it(small: Native) -> None:
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
         with ThreadPoolExecutor(3) as callers:
-            found = list(callers.map(lambda row: small.forward(text, [row] * 30, range(30)), range(3)))
+            found = list(
+                callers.map(lambda row: small.forward(text, [row] * 30, range(30)), range(3))
+            )
     finally:
         for other in others:
             other.kill()
@@ -215,18 +257,26 @@ def test_a_fork_starts_threads_of_its_own(small: Native) -> None:
 
 CROSS, QEMU = "aarch64-linux-gnu-gcc", ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")
 LACKS_CROSS = not (shutil.which(CROSS) and shutil.which("qemu-aarch64"))
-needs_cross = pytest.mark.skipif(LACKS_CROSS, reason="needs a cross compiler for aarch64 and qemu-user")
+needs_cross = pytest.mark.skipif(
+    LACKS_CROSS, reason="needs a cross compiler for aarch64 and qemu-user"
+)
 
 
-def compiled(folder: Path, driver: str, compiler: str, machine: str, flags: Sequence[str] = ()) -> str:
+def compiled(
+    folder: Path, driver: str, compiler: str, machine: str, flags: Sequence[str] = ()
+) -> str:
     build(folder / "libforerun.so", compiler, machine, tuple(flags))
     source, found = Path(__file__).parent / "drivers" / f"{driver}.c", folder / "driver"
     link = [str(folder / "libforerun.so"), "-Wl,-rpath,$ORIGIN"]
-    subprocess.run([compiler, "-O1", *flags, f"-I{HERE}", str(source), "-o", str(found), *link], check=True)
+    subprocess.run(
+        [compiler, "-O1", *flags, f"-I{HERE}", str(source), "-o", str(found), *link], check=True
+    )
     return str(found)
 
 
-def driven(folder: Path, compiler: str, machine: str, flags: Sequence[str], start: Sequence[str] = ()) -> set[bytes]:
+def driven(
+    folder: Path, compiler: str, machine: str, flags: Sequence[str], start: Sequence[str] = ()
+) -> set[bytes]:
     """What the driver writes for each variant, by 1 and by 3 threads."""
     program, found = compiled(folder, "forward", compiler, machine, flags), set()
     for variant in VARIANTS.get(machine or platform.machine(), ["plain"]):
@@ -241,7 +291,9 @@ def driven(folder: Path, compiler: str, machine: str, flags: Sequence[str], star
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", ["-fsanitize=address,undefined", "-fsanitize=thread"])
-def test_sanitizers_find_nothing_and_every_variant_gives_the_same_bits(tmp_path: Path, flags: str) -> None:
+def test_sanitizers_find_nothing_and_every_variant_gives_the_same_bits(
+    tmp_path: Path, flags: str
+) -> None:
     assert len(driven(tmp_path, "cc", "", [flags, "-O1", "-g", "-w"])) == 1
 
 

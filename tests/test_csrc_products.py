@@ -20,7 +20,15 @@ from forerun.csrc.library import library, variants
 FORMATS = [type.name for type in TYPES]
 FLOATS = {"F16", "BF16", "F32"}
 # Where the float16 fields of a block are, in float16 units.
-HALVES = {"Q4_K": (0, 1), "Q5_K": (0, 1), "Q6_K": (104,), "Q4_0": (0,), "Q4_1": (0, 1), "Q5_0": (0,), "Q5_1": (0, 1)}
+HALVES = {
+    "Q4_K": (0, 1),
+    "Q5_K": (0, 1),
+    "Q6_K": (104,),
+    "Q4_0": (0,),
+    "Q4_1": (0, 1),
+    "Q5_0": (0,),
+    "Q5_1": (0, 1),
+}
 HALVES |= {"Q8_0": (0,), "Q3_K": (54,), "Q2_K": (40, 41)}
 
 
@@ -78,7 +86,13 @@ def rounded(x):
 def cases(draw):
     name = draw(st.sampled_from(FORMATS))
     inputs = step(name) * draw(st.integers(1, 40 if step(name) < 256 else 5))
-    return name, draw(st.integers(1, 35)), inputs, draw(st.integers(1, 40)), draw(st.integers(0, 2**32 - 1))
+    return (
+        name,
+        draw(st.integers(1, 35)),
+        inputs,
+        draw(st.integers(1, 40)),
+        draw(st.integers(0, 2**32 - 1)),
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -94,7 +108,9 @@ def test_panels_hold_the_files_values_and_take_at_most_a_twentieth_more(name, in
         assert same_bits(some.numpy(), expected[[10, 3]])
     values = np.zeros(inputs, dtype=np.float32)
     for row, wanted in zip(rows, expected, strict=True):
-        assert not library().fr_values(FORMATS.index(name), row.ctypes.data, row.nbytes, inputs, values.ctypes.data)
+        assert not library().fr_values(
+            FORMATS.index(name), row.ctypes.data, row.nbytes, inputs, values.ctypes.data
+        )
         assert same_bits(values, wanted)
     assert library().fr_unpack(ctypes.byref(matrix.argument), 11, values.ctypes.data) == -1
     if name not in FLOATS | {"Q3_K", "Q2_K"}:
@@ -127,10 +143,14 @@ def test_a_row_has_the_same_bits_beside_any_others(case, data):
     matrix = packed(name, random_rows(name, outputs, inputs, seed))
     x = np.random.default_rng(seed).standard_normal((rows, inputs), dtype=np.float32)
     row = data.draw(st.integers(0, rows - 1))
-    other = np.random.default_rng(seed + 1).standard_normal((data.draw(st.integers(1, 16)), inputs), dtype=np.float32)
+    other = np.random.default_rng(seed + 1).standard_normal(
+        (data.draw(st.integers(1, 16)), inputs), dtype=np.float32
+    )
     at = data.draw(st.integers(0, len(other) - 1))
     other[at] = x[row]
-    for one, two in zip(products(matrix, x).values(), products(matrix, other).values(), strict=True):
+    for one, two in zip(
+        products(matrix, x).values(), products(matrix, other).values(), strict=True
+    ):
         assert same_bits(one[row], two[at])
 
 
@@ -157,13 +177,17 @@ def in_the_written_order(name, rows, x):
     """The products, float by float as the head of products.c has them."""
     block, size = gguf.GGML_QUANT_SIZES[kind(name)]
     units = rows.reshape(len(rows), -1, size)
-    halves = [units[:, :, 2 * at : 2 * at + 2].copy().view(np.float16)[:, :, 0] for at in HALVES[name]]
+    halves = [
+        units[:, :, 2 * at : 2 * at + 2].copy().view(np.float16)[:, :, 0] for at in HALVES[name]
+    ]
     d, m = (np.repeat(each.astype(np.float32), block // 32, 1) for each in (halves * 2)[:2])
     codes, least = with_halves(name, rows, (1, 0)[: len(halves)]), None
     if len(halves) == 2:
         least = with_halves(name, rows, (0, 1))
     if name in ("Q4_K", "Q5_K"):
-        scales = gguf.quants.Q4_K.get_scale_min(units[:, :, 4:16].reshape(-1, 12))[0].reshape(len(rows), -1)
+        scales = gguf.quants.Q4_K.get_scale_min(units[:, :, 4:16].reshape(-1, 12))[0].reshape(
+            len(rows), -1
+        )
         codes = codes / np.maximum(scales, 1)[:, :, None]
         d, m = d * scales.astype(np.float32), m * least[:, :, 0]
     blocks = x.reshape(len(x), -1, 32)
@@ -174,7 +198,11 @@ def in_the_written_order(name, rows, x):
         by = scale[:, b, None]
         f = fma((q[:, b].astype(np.float64) @ codes[:, b].T).astype(np.float32) * by, d[:, b], f)
         if name == "Q2_K":
-            f = fma((32 * (q[:, b].astype(np.float64) @ least[:, b].T)).astype(np.float32) * by, m[:, b] / 32, f)
+            f = fma(
+                (32 * (q[:, b].astype(np.float64) @ least[:, b].T)).astype(np.float32) * by,
+                m[:, b] / 32,
+                f,
+            )
         elif least is not None:
             f = fma(by * q[:, b].sum(1, keepdims=True), m[:, b], f)
     return f
@@ -235,7 +263,11 @@ def test_sizes_that_do_not_fit_are_refused(name):
 
     assert pack() == 0
     panels[:] = 0
-    wrongs = {"size": (rows.nbytes - 1, 0), "outputs": (9, 0, -8, 2**31 - 1), "number": (-1, len(FORMATS))}
+    wrongs = {
+        "size": (rows.nbytes - 1, 0),
+        "outputs": (9, 0, -8, 2**31 - 1),
+        "number": (-1, len(FORMATS)),
+    }
     for name, values in (wrongs | {"inputs": (2 * inputs, inputs - 1, 0, -inputs)}).items():
         for value in values:
             assert pack(**{name: value}) == -1, (name, value)
@@ -259,5 +291,7 @@ def test_neon_and_plain_on_aarch64_give_the_same_bits(tmp_path):
         expected = products(packed(name, weights), x)["plain"].tobytes()
         for variant in ("plain", "neon"):
             command = [*QEMU, program, variant, *map(str, (number, 13, inputs, 5, weights.nbytes))]
-            done = subprocess.run(command, input=weights.tobytes() + x.tobytes(), capture_output=True, check=True)
+            done = subprocess.run(
+                command, input=weights.tobytes() + x.tobytes(), capture_output=True, check=True
+            )
             assert done.stdout == expected, (name, variant)

@@ -15,10 +15,22 @@ DRIVER = Path(__file__).parent / "drivers" / "pool.c"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [["-Wall", "-Wextra", "-Werror"], ["-fsanitize=thread", "-g"]])
-def test_threads_become_fewer_while_jobs_wait_and_come_back(tmp_path: Path, flags: list[str]) -> None:
+def test_threads_become_fewer_while_jobs_wait_and_come_back(
+    tmp_path: Path, flags: list[str]
+) -> None:
     """The driver makes up time and cores, and includes the source."""
     program = str(tmp_path / "pool")
-    command = ["cc", "-std=gnu11", "-O1", *flags, f"-I{HERE}", str(DRIVER), "-o", program, "-lpthread"]
+    command = [
+        "cc",
+        "-std=gnu11",
+        "-O1",
+        *flags,
+        f"-I{HERE}",
+        str(DRIVER),
+        "-o",
+        program,
+        "-lpthread",
+    ]
     subprocess.run(command, check=True)
     done = subprocess.run([program], capture_output=True, text=True)
     assert not done.returncode and not done.stderr, done.stderr

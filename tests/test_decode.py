@@ -13,8 +13,25 @@ import toys
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from toys import DRAFT, PROMPT, TARGET, TableLM, decode, fit, noisy_copy, random_table, sampled, tiny, tokens_of
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from toys import (
+    DRAFT,
+    PROMPT,
+    TARGET,
+    TableLM,
+    decode,
+    fit,
+    noisy_copy,
+    random_table,
+    sampled,
+    tiny,
+    tokens_of,
+)
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation import logits_process as hf
 
 from benchmarks.baselines.entropy import SVIP, AdaEDL
@@ -79,7 +96,10 @@ class Remembered(LogitsProcessor):
     making the same of them again."""
 
     def __init__(self, *processors: LogitsProcessor) -> None:
-        self.processors, self.made = LogitsProcessorList(processors), dict[tuple[bytes, bytes], Tensor]()
+        self.processors, self.made = (
+            LogitsProcessorList(processors),
+            dict[tuple[bytes, bytes], Tensor](),
+        )
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
         rows = []
@@ -100,7 +120,9 @@ PROCESSORS: dict[str, LogitsProcessorList | None] = {
 }
 
 
-def fits(drafter: Drafter, processors: LogitsProcessorList | None = None, table: Tensor = TARGET) -> float:
+def fits(
+    drafter: Drafter, processors: LogitsProcessorList | None = None, table: Tensor = TARGET
+) -> float:
     """p-value of the joint distribution of the first output tokens, many sequences at once."""
     return fit(sampled(lambda: drafter, 2000, 1, processors, TableLM(table)), processors=processors)
 
@@ -175,7 +197,11 @@ class DropsTheLast(ChainDrafter):
 def test_a_policy_that_stops_after_a_token_keeps_the_distribution(points: str | None) -> None:
     """And one that drops the token, if all drafts are point masses."""
     policy = StopWhenUnsure(0.4)
-    drafter = ChainDrafter(TableLM(DRAFT), policy) if points is None else DropsTheLast(TableLM(DRAFT), policy, points)
+    drafter = (
+        ChainDrafter(TableLM(DRAFT), policy)
+        if points is None
+        else DropsTheLast(TableLM(DRAFT), policy, points)
+    )
     assert fits(drafter) > FITS
 
 
@@ -188,12 +214,18 @@ def test_dropping_a_token_that_was_looked_at_breaks_the_distribution(points: str
 PROMPTS = [[0], [1, 2, 3], [3, 3], [2, 0, 1, 2, 0, 1, 2]]
 
 
-@pytest.mark.parametrize(("draft", "gamma"), [("always", 3), ("always", 5), ("never", 3), ("sometimes", 3)])
+@pytest.mark.parametrize(
+    ("draft", "gamma"), [("always", 3), ("always", 5), ("never", 3), ("sometimes", 3)]
+)
 def test_tau_of_drafts_that_agree_always_never_and_sometimes(draft: str, gamma: int) -> None:
     target = random_table(8, 5)
-    table = {"always": target, "never": -target, "sometimes": target + 0.7 * random_table(8, 6)}[draft]
+    table = {"always": target, "never": -target, "sometimes": target + 0.7 * random_table(8, 6)}[
+        draft
+    ]
     drafter = ChainDrafter(TableLM(table), FixedLength(gamma))
-    rows = decode(TableLM(target), drafter, [Request(prompt, 4 * (gamma + 1)) for prompt in PROMPTS])
+    rows = decode(
+        TableLM(target), drafter, [Request(prompt, 4 * (gamma + 1)) for prompt in PROMPTS]
+    )
     stats, origins = stats_of(rows), {step.origins for row in rows for step in row[:-1]}
     if draft == "always":
         assert (stats.tau, stats.alpha, stats.utilisation) == (gamma + 1, 1.0, 1.0)
@@ -214,7 +246,11 @@ def check_steps(rows: abc.Sequence[abc.Sequence[Step]]) -> None:
             assert len(step.rejected) == step.drafted - step.accepted
             ends = [origin for origin in step.origins if origin in ("correction", "bonus")]
             if len(step.tokens) == step.accepted + 1:
-                assert ends == [step.origins[-1]] == ["correction" if step.tested > step.accepted else "bonus"]
+                assert (
+                    ends
+                    == [step.origins[-1]]
+                    == ["correction" if step.tested > step.accepted else "bonus"]
+                )
             else:  # cut, which only the end of a sequence may do
                 assert step is own[-1] and len(step.tokens) <= step.accepted and not ends
 
@@ -243,7 +279,9 @@ class EndsWith(StoppingCriteria):
         return torch.tensor([tuple(row[-2:].tolist()) == self.pair for row in input_ids])
 
 
-def cut(prompt: abc.Sequence[int], output: abc.Sequence[int], eos: int, pair: tuple[int, int]) -> tuple[list[int], str]:
+def cut(
+    prompt: abc.Sequence[int], output: abc.Sequence[int], eos: int, pair: tuple[int, int]
+) -> tuple[list[int], str]:
     """What is left of plain output, and why it ends."""
     for count, token in enumerate(output, 1):
         if token == eos or (*prompt, *output[:count])[-2:] == pair:
@@ -263,10 +301,17 @@ def test_ends_inside_a_chunk_cut_where_plain_decoding_stops(data: st.DataObject)
         cut(prompt, tokens_of(steps)[:limit], eos, pair)
         for prompt, steps, limit in zip(PROMPTS, plain, limits, strict=True)
     ]
-    ends: dict[str, Any] = {"eos": frozenset({eos}), "criteria": StoppingCriteriaList([EndsWith(pair)])}
+    ends: dict[str, Any] = {
+        "eos": frozenset({eos}),
+        "criteria": StoppingCriteriaList([EndsWith(pair)]),
+    }
     for method in (AR(), SD(gamma), Lookup(gamma, 2)):
-        drafter = method.build(Parts(TableLM(target), TableLM(target + noise * random_table(size, 99))))
-        requests = [Request(prompt, limit, **ends) for prompt, limit in zip(PROMPTS, limits, strict=True)]
+        drafter = method.build(
+            Parts(TableLM(target), TableLM(target + noise * random_table(size, 99)))
+        )
+        requests = [
+            Request(prompt, limit, **ends) for prompt, limit in zip(PROMPTS, limits, strict=True)
+        ]
         rows = decode(TableLM(target), drafter, requests)
         # Rows end at different times here; each must be what it is alone.
         assert [(tokens_of(row), row[-1].finish_reason) for row in rows] == expected

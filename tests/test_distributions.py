@@ -29,7 +29,13 @@ METHOD_SETTINGS = {
     "lyanna with branches": {"depth": 3, "reuse": "both"},
     "lyanna with trees of branches": {"depth": 3, "width": 2, "nodes": 5, "reuse": "both"},
     "pacer-lyanna": {"depth": 3, "nodes": 4, "block": 2},
-    "pacer-lyanna with trees from old states": {"depth": 3, "width": 2, "nodes": 5, "reuse": "free", "least": 1},
+    "pacer-lyanna with trees from old states": {
+        "depth": 3,
+        "width": 2,
+        "nodes": 5,
+        "reuse": "free",
+        "least": 1,
+    },
     "eagle chain": {"depth": 3},
     "eagle": {"depth": 3, "width": 2, "nodes": 5},
     "pacer-eagle": {"depth": 3, "nodes": 4},
@@ -51,7 +57,9 @@ def target() -> PreTrainedModel:
 def joint(config: str) -> Tensor:
     """[V] * JOINT: the exact distribution of the first tokens, by transformers' forwards and processors."""
     settings = GenerationConfig(do_sample=True, max_new_tokens=JOINT, top_k=0, **CONFIGS[config])
-    return joint_distribution(target(), PROMPT, JOINT, CausalLM(target()).processors(settings, len(PROMPT)))
+    return joint_distribution(
+        target(), PROMPT, JOINT, CausalLM(target()).processors(settings, len(PROMPT))
+    )
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -62,13 +70,21 @@ def test_sampled_tokens_follow_the_targets_distribution(name: str, config: str) 
     model, draft = target(), noisy_copy(target(), 0.05)
     parts = parts_of(name, model, draft, hot=5)
     if name == "eagle3":
-        parts["head"] = HiddenLM(random_eagle3(CausalLM(model), draft_vocab_size=5), CausalLM(model))
+        parts["head"] = HiddenLM(
+            random_eagle3(CausalLM(model), draft_vocab_size=5), CausalLM(model)
+        )
     chosen = method(name.removesuffix("3"), **settings)
     decoder = Decoder(model, None, draft, chosen, False, max_rows=250, **parts)
     decoder.engine.chunk_seconds = 100.0  # no clock says who joins when
-    torch.manual_seed(5)  # with a seed of its own a sequence would be sampled the same, whatever is drafted
-    rows = decoder.generate([PROMPT] * ROWS, max_new_tokens=JOINT + 2, ignore_eos=True, **CONFIGS[config])
+    torch.manual_seed(
+        5
+    )  # with a seed of its own a sequence would be sampled the same, whatever is drafted
+    rows = decoder.generate(
+        [PROMPT] * ROWS, max_new_tokens=JOINT + 2, ignore_eos=True, **CONFIGS[config]
+    )
     assert p_value([row.tokens[:JOINT] for row in rows], joint(config)) > FITS
     # The machinery was at work: drafts were tested, and some were accepted and some not.
-    tested, accepted = (sum(getattr(row.stats, each) for row in rows) for each in ("tested", "accepted"))
+    tested, accepted = (
+        sum(getattr(row.stats, each) for row in rows) for each in ("tested", "accepted")
+    )
     assert 0 < accepted < tested

@@ -21,7 +21,12 @@ def trees(draw: st.DrawFn, sampled: bool = False) -> Draft:
             tokens.append(token)
             parents.append(parent)
     count = draw(st.integers(0, len(tokens) - 1)) if sampled else 0
-    return Draft(tokens, parents, torch.rand(count, 8) if count else None, [f"o{i}" for i in range(len(tokens))])
+    return Draft(
+        tokens,
+        parents,
+        torch.rand(count, 8) if count else None,
+        [f"o{i}" for i in range(len(tokens))],
+    )
 
 
 def texts(draft: Draft) -> list[tuple[int, ...]]:
@@ -35,7 +40,9 @@ def test_paths_depths_children_and_masks_agree(draft: Draft) -> None:
         assert path[0] == 0 and path[-1] == node
         assert [draft.parents[below] for below in path[1:]] == path[:-1]
         assert draft.depths[node] == len(path) - 1
-        assert draft.children[node] == [child for child in range(len(draft)) if draft.parents[child] == node]
+        assert draft.children[node] == [
+            child for child in range(len(draft)) if draft.parents[child] == node
+        ]
         assert draft.mask()[node].nonzero().flatten().tolist() == path  # it sees nothing else
     assert draft.is_chain == (sorted(draft.depths) == draft.depths == list(range(len(draft))))
     assert draft.drafted == len(draft) - 1
@@ -44,11 +51,15 @@ def test_paths_depths_children_and_masks_agree(draft: Draft) -> None:
 @given(trees(sampled=True), trees())
 def test_merge_is_the_union_of_paths(left: Draft, right: Draft) -> None:
     merged = left.merge(right)
-    assert sorted(texts(merged)) == sorted(set(texts(left)) | set(texts(right)))  # a list: nothing is there twice
+    assert sorted(texts(merged)) == sorted(
+        set(texts(left)) | set(texts(right))
+    )  # a list: nothing is there twice
     # Distributions belong to nodes by number, so this tree's nodes must stay where they are, in front.
     assert merged.tokens[: len(left)] == left.tokens and merged.parents[: len(left)] == left.parents
     assert merged.q is left.q and merged.sampled == left.sampled
-    origin = dict(zip(texts(right), right.origins, strict=True)) | dict(zip(texts(left), left.origins, strict=True))
+    origin = dict(zip(texts(right), right.origins, strict=True)) | dict(
+        zip(texts(left), left.origins, strict=True)
+    )
     assert merged.origins == [origin[text] for text in texts(merged)]
     for node in range(len(left)):  # own children are tested first
         assert merged.children[node][: len(left.children[node])] == left.children[node]
@@ -58,7 +69,11 @@ def test_merge_is_the_union_of_paths(left: Draft, right: Draft) -> None:
 def test_chain(tokens: list[int], sampled: bool) -> None:
     q = torch.rand(len(tokens), 10) if sampled and tokens else None
     draft = Draft.chain(3, tokens, q, origin="phrase")
-    assert draft.is_chain and draft.tokens == [3, *tokens] and draft.path(len(tokens)) == list(range(len(tokens) + 1))
+    assert (
+        draft.is_chain
+        and draft.tokens == [3, *tokens]
+        and draft.path(len(tokens)) == list(range(len(tokens) + 1))
+    )
     assert draft.sampled == (len(tokens) if q is not None else 0)
     assert draft.mask().equal(torch.ones(len(draft), len(draft)).tril().bool())
     assert set(draft.origins[1:]) <= {"phrase"}
@@ -70,7 +85,14 @@ def test_chain(tokens: list[int], sampled: bool) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "parents", "sampled"),
-    [([1, 2], [-1, 1], 0), ([1, 2], [-1, -1], 0), ([1], [0], 0), ([1, 2], [-1], 0), ([], [], 0), ([1, 2], [-1, 0], 2)],
+    [
+        ([1, 2], [-1, 1], 0),
+        ([1, 2], [-1, -1], 0),
+        ([1], [0], 0),
+        ([1, 2], [-1], 0),
+        ([], [], 0),
+        ([1, 2], [-1, 0], 2),
+    ],
 )
 def test_what_is_no_tree_is_refused(tokens: list[int], parents: list[int], sampled: int) -> None:
     with pytest.raises(AssertionError):

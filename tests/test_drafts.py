@@ -25,10 +25,14 @@ from forerun.train.rollout import FIELDS, roll_out
 from forerun.train.texts import Conversation, Texts
 
 WINDOW: Any = {"prompt": 16, "output": 40}  # of text
-RECIPE = Recipe(sequences=12, anchors=5, depth=6, sampled_depth=4, steps=6, batch=8, held=0.5, **WINDOW)
+RECIPE = Recipe(
+    sequences=12, anchors=5, depth=6, sampled_depth=4, steps=6, batch=8, held=0.5, **WINDOW
+)
 
 
-def conversation(prompt: list[int], answer: list[int], temperature: float = 0.0, split: str = "train") -> Conversation:
+def conversation(
+    prompt: list[int], answer: list[int], temperature: float = 0.0, split: str = "train"
+) -> Conversation:
     text = tiny_tokenizer().decode(answer, skip_special_tokens=True)
     return Conversation("?", prompt, answer, text, temperature, "own", split)
 
@@ -39,19 +43,29 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def models_of(pair: tuple[str, str]) -> list[CausalLM]:
-    return [CausalLM(load_model(folder, part)) for folder, part in zip(pair, ("target", "draft"), strict=True)]
+    return [
+        CausalLM(load_model(folder, part))
+        for folder, part in zip(pair, ("target", "draft"), strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
 def chats(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Conversations of different lengths, answered by the target; each other one at temperature 1."""
-    folder, decoder = tmp_path_factory.mktemp("chats"), Decoder(load_model(pair[0], "target"), method=AR())
+    folder, decoder = (
+        tmp_path_factory.mktemp("chats"),
+        Decoder(load_model(pair[0], "target"), method=AR()),
+    )
     for split, count in (("train", 24), ("validation", 10)):
         rows = []
         for at in range(count):
             prompt = [5 + (at * 7 + i) % 20 for i in range(3 + at % 5)]
-            params = SamplingParams(max_new_tokens=3 + 2 * at, temperature=float(at % 2), seed=at, ignore_eos=True)
-            rows.append(conversation(prompt, decoder.generate(prompt, params).tokens, float(at % 2), split))
+            params = SamplingParams(
+                max_new_tokens=3 + 2 * at, temperature=float(at % 2), seed=at, ignore_eos=True
+            )
+            rows.append(
+                conversation(prompt, decoder.generate(prompt, params).tokens, float(at % 2), split)
+            )
         save(rows, folder, split)
     return folder
 
@@ -67,25 +81,46 @@ def answers(texts: Texts) -> list[tuple[list[int], list[int]]]:
 
 
 def test_which_conversations_are_used(chats: Path) -> None:
-    few, every = (of_conversations(chats, replace(RECIPE, sequences=n, held=h)) for n, h in ((8, 0.5), (1000, 1.0)))
-    sizes = [{kind: [len(part) for part in parts] for kind, parts in each.items()} for each in (few, every)]
+    few, every = (
+        of_conversations(chats, replace(RECIPE, sequences=n, held=h))
+        for n, h in ((8, 0.5), (1000, 1.0))
+    )
+    sizes = [
+        {kind: [len(part) for part in parts] for kind, parts in each.items()}
+        for each in (few, every)
+    ]
     assert sizes[0] == {"greedy": [4, 2], "sampling": [4, 2]}
     # All that are long enough: 1, 5 and 9 tokens of a draft have no place in the shortest ones.
     assert sizes[1] == {"greedy": [11, 4], "sampling": [12, 5]}
     for kind, parts in (*few.items(), *every.items()):
         for split, texts in zip(("train", "validation"), parts, strict=True):
-            rows = [json.loads(line) for line in (chats / f"{split}.jsonl").read_text().splitlines()]
-            wanted = [(row["prompt"], row["answer"]) for row in rows if row["temperature"] == float(kind != "greedy")]
-            assert all(each in wanted and len(each[1]) >= (6 if kind == "greedy" else 4) for each in answers(texts))
+            rows = [
+                json.loads(line) for line in (chats / f"{split}.jsonl").read_text().splitlines()
+            ]
+            wanted = [
+                (row["prompt"], row["answer"])
+                for row in rows
+                if row["temperature"] == float(kind != "greedy")
+            ]
+            assert all(
+                each in wanted and len(each[1]) >= (6 if kind == "greedy" else 4)
+                for each in answers(texts)
+            )
             assert torch.equal(texts.ends, texts.ends.sort().values)
 
 
 @pytest.mark.parametrize("count", [5, None])
 @pytest.mark.parametrize("greedy", [True, False])
-def test_anchors_never_leave_an_answer(greedy: bool, count: int | None, pair: tuple[str, str], chats: Path) -> None:
+def test_anchors_never_leave_an_answer(
+    greedy: bool, count: int | None, pair: tuple[str, str], chats: Path
+) -> None:
     depth = 6 if greedy else 4
-    texts = of_conversations(chats, replace(RECIPE, sequences=1000))["greedy" if greedy else "sampling"][0]
-    drafts = roll_out(*models_of(pair), texts, count, depth, Sampler(greedy), torch.Generator().manual_seed(0))
+    texts = of_conversations(chats, replace(RECIPE, sequences=1000))[
+        "greedy" if greedy else "sampling"
+    ][0]
+    drafts = roll_out(
+        *models_of(pair), texts, count, depth, Sampler(greedy), torch.Generator().manual_seed(0)
+    )
     seen, places = set(zip(drafts["rows"].tolist(), drafts["anchors"].tolist(), strict=True)), []
     for row, (prompt, answer) in enumerate(answers(texts)):
         places.append(len(answer) - depth + 1)  # of a draft in the answer
@@ -109,13 +144,20 @@ def test_rows_do_not_depend_on_longer_neighbours(pair: tuple[str, str], chats: P
 
 
 def train(
-    pair: tuple[str, str], out: Path, chats: Path | None, recipe: Recipe = RECIPE, draft: str | None = None, **more: Any
+    pair: tuple[str, str],
+    out: Path,
+    chats: Path | None,
+    recipe: Recipe = RECIPE,
+    draft: str | None = None,
+    **more: Any,
 ) -> None:
     train_pre_verifier(make_run(pair[0], out, chats, **more), draft or pair[1], recipe)
 
 
 @pytest.mark.parametrize("on_text", [False, True])
-def test_a_layer_learns_resumes_and_loads(on_text: bool, pair: tuple[str, str], chats: Path, tmp_path: Path) -> None:
+def test_a_layer_learns_resumes_and_loads(
+    on_text: bool, pair: tuple[str, str], chats: Path, tmp_path: Path
+) -> None:
     """From conversations, or from what the target says after text."""
     given = None if on_text else chats
     train(pair, tmp_path / "whole", given)
@@ -134,10 +176,14 @@ def test_a_layer_learns_resumes_and_loads(on_text: bool, pair: tuple[str, str], 
     train(pair, tmp_path / "resumed", given, say=said.append)
     assert sum(line.startswith("drafts of") for line in said) == 3
     assert said[-2].startswith("warning: an AUC below 0.6 or fewer than 200 held-out drafts (")
-    assert f"generate --target {pair[0]} --draft {pair[1]} --method pacer --pre-verifier " in said[-1]
+    assert (
+        f"generate --target {pair[0]} --draft {pair[1]} --method pacer --pre-verifier " in said[-1]
+    )
     models = models_of(pair)
     layers = [load_pre_verifier(tmp_path / out, *models) for out in ("whole", "resumed")]
-    for (name, one), (_, two) in zip(layers[0].state_dict().items(), layers[1].state_dict().items(), strict=True):
+    for (name, one), (_, two) in zip(
+        layers[0].state_dict().items(), layers[1].state_dict().items(), strict=True
+    ):
         assert torch.equal(one, two), name
     assert layers[0].greedy_traces.any() and layers[0].drawn_traces[:, :4].any()
     recipe = layers[0].config.recipe
@@ -155,7 +201,11 @@ def test_a_layer_learns_resumes_and_loads(on_text: bool, pair: tuple[str, str], 
 
 def test_refusals(pair: tuple[str, str], chats: Path, tmp_path: Path) -> None:
     rows = [conversation([1] * 260, [5] * 40, float(at % 2)) for at in range(4)]
-    changed = {"long": rows, "text": [replace(rows[0], text="others")], "ids": [replace(rows[0], answer=[49151])]}
+    changed = {
+        "long": rows,
+        "text": [replace(rows[0], text="others")],
+        "ids": [replace(rows[0], answer=[49151])],
+    }
     for name, own in changed.items():
         for split in ("train", "validation"):
             save(own, tmp_path / name, split)
@@ -163,14 +213,38 @@ def test_refusals(pair: tuple[str, str], chats: Path, tmp_path: Path) -> None:
         save_models(tmp_path, **{name: tiny(architecture, vocab=len(tiny_tokenizer()) + more)})
     for folder, recipe, message, *draft in (
         (tmp_path, RECIPE, "no conversations in"),
-        (chats, replace(RECIPE, depth=90), "has no greedy answer of 90 tokens in its train conversations"),
-        (chats, replace(RECIPE, sequences=3), "sequences must be at least 4, two greedy and two sampled, not 3"),
-        (tmp_path / "long", RECIPE, "the longest conversation is 300 tokens, more than the target's context of 256"),
+        (
+            chats,
+            replace(RECIPE, depth=90),
+            "has no greedy answer of 90 tokens in its train conversations",
+        ),
+        (
+            chats,
+            replace(RECIPE, sequences=3),
+            "sequences must be at least 4, two greedy and two sampled, not 3",
+        ),
+        (
+            tmp_path / "long",
+            RECIPE,
+            "the longest conversation is 300 tokens, more than the target's context of 256",
+        ),
         (tmp_path / "text", RECIPE, "are of a model with other tokens than"),
         (tmp_path / "ids", RECIPE, "are of a model with other tokens than"),
-        (None, replace(RECIPE, output=400), "a window is 416 tokens, more than the target's context of 256"),
+        (
+            None,
+            replace(RECIPE, output=400),
+            "a window is 416 tokens, more than the target's context of 256",
+        ),
         (None, RECIPE, "the draft sees 16 tokens back", "windowed"),
         (None, RECIPE, "embeddings must be of one size", "padded"),
     ):
-        refuses(message, train, pair, tmp_path / "out", folder, recipe, str(tmp_path / draft[0]) if draft else None)
+        refuses(
+            message,
+            train,
+            pair,
+            tmp_path / "out",
+            folder,
+            recipe,
+            str(tmp_path / draft[0]) if draft else None,
+        )
     assert not (tmp_path / "out").exists()

@@ -46,7 +46,9 @@ from forerun.sampling.sampler import Sampler
 TOKENS = [5, 6, 7, 8, 9, 1, 2, 3, 60, 11]
 PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]
 CAPTURE = (2, 0, 1)  # as the heads have it: after all layers of a toy, none and one
-NEITHER = pytest.mark.skipif(find_spec("speculators") is None, reason="speculators is not installed")
+NEITHER = pytest.mark.skipif(
+    find_spec("speculators") is None, reason="speculators is not installed"
+)
 REFERENCES = [Plain, pytest.param(Speculators, marks=NEITHER)]
 
 
@@ -78,15 +80,23 @@ def test_states_after_layers(architecture: str) -> None:
     """Of a prompt, read in chunks and found in the prefix store, and of the nodes of trees in a batch."""
     target = prepare(few_bits("llama")) if architecture == "in C" else CausalLM(tiny(architecture))
     assert isinstance(target.backend, QuantisedForward) == (architecture == "in C")
-    target, wanted, close = target.fresh(2**20), states_of(target, TOKENS), {"rtol": 1e-4, "atol": 1e-4}
+    target, wanted, close = (
+        target.fresh(2**20),
+        states_of(target, TOKENS),
+        {"rtol": 1e-4, "atol": 1e-4},
+    )
     for run in (9, 0):
         assert sum(target.prefill(TOKENS[:-1], 4, capture=CAPTURE)) == run
         torch.testing.assert_close(target.prompt_hidden, wanted[:-1], **close)
         target.forget_prompt()
     join_all(target, {3: TOKENS[:7], 8: TOKENS[:2]}, 4, capture=CAPTURE)
-    found = target.forward([3, 8], [Draft([2, 9, 3, 60], [-1, 0, 0, 2]), Draft.chain(7, [8])], CAPTURE).hidden
+    found = target.forward(
+        [3, 8], [Draft([2, 9, 3, 60], [-1, 0, 0, 2]), Draft.chain(7, [8])], CAPTURE
+    ).hidden
     assert found is not None
-    torch.testing.assert_close(found[0][[0, 2, 3]], states_of(target, [*TOKENS[:7], 2, 3, 60])[7:], **close)
+    torch.testing.assert_close(
+        found[0][[0, 2, 3]], states_of(target, [*TOKENS[:7], 2, 3, 60])[7:], **close
+    )
     torch.testing.assert_close(found[1], wanted[2:4], **close)
     list(target.prefill([], 4, capture=CAPTURE))
     assert target.prompt_hidden is not None and target.prompt_hidden.shape == (0, wanted.shape[1])
@@ -109,7 +119,9 @@ def test_states_in_c(family: str, bits: str) -> None:
     list(target.prefill(tokens, 300, capture="head"))
     last, first, _ = found[7].chunk(3, -1)
     torch.testing.assert_close(model.model.norm(last), target.prompt_hidden, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(first, model.get_input_embeddings()(torch.tensor(tokens)), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        first, model.get_input_embeddings()(torch.tensor(tokens)), rtol=1e-3, atol=1e-4
+    )
     with pytest.raises(RuntimeError, match="sizes that do not fit"):
         list(target.prefill([1], 1, capture=(3,)))
 
@@ -131,7 +143,9 @@ def test_logits_are_those_of_speculators(form: str, reference: type[Any], tmp_pa
         head.add(4)
         own = []
         for end in (1, 2, 3, 5):
-            state = head.extend([4], [features[head.length(4) : end]], [TOKENS[head.length(4) + 1 : end + 1]])
+            state = head.extend(
+                [4], [features[head.length(4) : end]], [TOKENS[head.length(4) + 1 : end + 1]]
+            )
             found, drafted = [head.logits(state)[0]], TOKENS[end + 1 : end + 5]
             for k, token in enumerate(drafted):
                 seen = torch.ones(1, 1, k + 1, dtype=torch.bool)
@@ -147,13 +161,19 @@ def test_logits_are_those_of_speculators(form: str, reference: type[Any], tmp_pa
 def test_both_layouts_say_the_same(tmp_path: Path) -> None:
     target = CausalLM(tiny("llama"))
     layouts = "speculators", "original"
-    heads = [load_head(save_eagle3(tmp_path / layout, target, layout), target) for layout in layouts]
+    heads = [
+        load_head(save_eagle3(tmp_path / layout, target, layout), target) for layout in layouts
+    ]
     one, other = (head.state_dict() for head in heads)
     assert one.keys() == other.keys() and all(map(torch.equal, one.values(), other.values()))
     assert heads[0].capture == heads[1].capture == CAPTURE
     deep = CausalLM(few_bits("llama", num_hidden_layers=7))
     folder = save_eagle3(tmp_path / "deep", deep, "original")
-    assert load_head(changed(folder, eagle_config=None), deep).capture == (2, 3, 4)  # low, middle and high
+    assert load_head(changed(folder, eagle_config=None), deep).capture == (
+        2,
+        3,
+        4,
+    )  # low, middle and high
 
 
 class Watched(EagleDrafter):
@@ -163,13 +183,19 @@ class Watched(EagleDrafter):
 
     def propose(self, seqs: Any) -> Proposal:
         found = super().propose(seqs)
-        self.proposed += [(list(seq.tokens), draft) for seq, draft in zip(seqs, found.drafts, strict=True)]
+        self.proposed += [
+            (list(seq.tokens), draft) for seq, draft in zip(seqs, found.drafts, strict=True)
+        ]
         return found
 
 
 @pytest.mark.parametrize("reference", REFERENCES)
-@pytest.mark.parametrize("settings", [Eagle(depth=4), Eagle(depth=3, width=2, nodes=5)], ids=["chain", "tree"])
-def test_the_engine_drafts_what_speculators_says(settings: Eagle, reference: type[Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "settings", [Eagle(depth=4), Eagle(depth=3, width=2, nodes=5)], ids=["chain", "tree"]
+)
+def test_the_engine_drafts_what_speculators_says(
+    settings: Eagle, reference: type[Any], tmp_path: Path
+) -> None:
     """In every step of a batch, after texts whose tokens were accepted and rejected, greedy and sampled."""
     target = CausalLM(tiny("llama"))
     folder = save_eagle3(tmp_path, target)
@@ -187,12 +213,19 @@ def test_the_engine_drafts_what_speculators_says(settings: Eagle, reference: typ
         paths: list[list[list[int]]] = [[[]]]
 
         def logits(
-            k: int, tokens: Tensor, at: Tensor, text: Any = text, features: Any = features, paths: Any = paths
+            k: int,
+            tokens: Tensor,
+            at: Tensor,
+            text: Any = text,
+            features: Any = features,
+            paths: Any = paths,
         ) -> Tensor:
             if k:
                 own = zip(tokens[0].tolist(), at[0].tolist(), strict=True)
                 paths.append([[*paths[-1][parent], token] for token, parent in own])
-            return torch.stack([theirs.logits(features, text[1:], path)[-1] for path in paths[-1]])[None]
+            return torch.stack([theirs.logits(features, text[1:], path)[-1] for path in paths[-1]])[
+                None
+            ]
 
         limit = max(draft.depths)
         search = searching(logits, theirs.hot, settings.width, drafter.nodes)
@@ -220,11 +253,20 @@ def test_equality_on_real_models(architecture: str, way: str, tmp_path: Path) ->
     decoder = Decoder(model, None, None, WAYS[way], False, head=folder, costs=COSTS)
     ar = Decoder(model, method=method("ar"))
     for prompts in (PROMPTS[1:2], PROMPTS[:2], PROMPTS, PROMPTS * 4):
-        plain, done = (each.generate(prompts, max_new_tokens=24, ignore_eos=True) for each in (ar, decoder))
+        plain, done = (
+            each.generate(prompts, max_new_tokens=24, ignore_eos=True) for each in (ar, decoder)
+        )
         assert [row.tokens for row in done] == [row.tokens for row in plain]
         assert sum(row.stats.drafted for row in done) > 0
-    sampled: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.1, "seed": 3, "ignore_eos": True}
-    assert decoder.generate(PROMPTS[0], **sampled).tokens == ar.generate(PROMPTS[0], **sampled).tokens
+    sampled: dict[str, Any] = {
+        "max_new_tokens": 12,
+        "temperature": 1.1,
+        "seed": 3,
+        "ignore_eos": True,
+    }
+    assert (
+        decoder.generate(PROMPTS[0], **sampled).tokens == ar.generate(PROMPTS[0], **sampled).tokens
+    )
 
 
 @pytest.mark.parametrize("bits", ["int4", "int8", "float32"])
@@ -236,7 +278,9 @@ def test_targets_in_c(bits: str, tmp_path: Path) -> None:
     folder = save_eagle3(tmp_path, target)
     decoder = Decoder(target, None, None, Eagle(depth=3, width=2, nodes=5), False, head=folder)
     ar = Decoder(target, method=method("ar"))
-    plain, done = (each.generate(PROMPTS, max_new_tokens=24, ignore_eos=True) for each in (ar, decoder))
+    plain, done = (
+        each.generate(PROMPTS, max_new_tokens=24, ignore_eos=True) for each in (ar, decoder)
+    )
     assert [row.tokens for row in done] == [row.tokens for row in plain] and done[0].stats.drafted
 
 
@@ -247,9 +291,19 @@ ODD = [*range(1, VOCAB, 2)]
 
 def successor(folder: Path, target: CausalLM, *, is_mapped: bool = True) -> Path:
     """A head that foresees it: its features tell the last token but one, and each of its states the next one."""
-    sizes = {"intermediate_size": SIZE, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": SIZE}
-    save_eagle3(folder, target, **sizes, draft_vocab_size=len(ODD), eagle_aux_hidden_state_layer_ids=[1, 0])
-    path, following = folder / "model.safetensors", moves(dict(zip(ODD, [*ODD[1:], ODD[0]], strict=True)))
+    sizes = {
+        "intermediate_size": SIZE,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": SIZE,
+    }
+    save_eagle3(
+        folder, target, **sizes, draft_vocab_size=len(ODD), eagle_aux_hidden_state_layer_ids=[1, 0]
+    )
+    path, following = (
+        folder / "model.safetensors",
+        moves(dict(zip(ODD, [*ODD[1:], ODD[0]], strict=True))),
+    )
     weights = {name: each * 0 + ("norm" in name) for name, each in load_file(path).items()}
     weights["fc.weight"][:, SIZE:] = following
     norm = SIZE**0.5  # the largest number of a normed state
@@ -262,7 +316,9 @@ def successor(folder: Path, target: CausalLM, *, is_mapped: bool = True) -> Path
     return folder
 
 
-@pytest.mark.parametrize("settings", [Eagle(depth=5), Eagle(depth=5, width=2, nodes=20), PacerEagle(depth=5)])
+@pytest.mark.parametrize(
+    "settings", [Eagle(depth=5), Eagle(depth=5, width=2, nodes=20), PacerEagle(depth=5)]
+)
 def test_every_token_is_foreseen(settings: Eagle, tmp_path: Path) -> None:
     """But not by a head whose tokens are not mapped to the target's."""
     target = model(cycle(ODD))
@@ -276,7 +332,9 @@ def test_every_token_is_foreseen(settings: Eagle, tmp_path: Path) -> None:
     for done in run(successor(tmp_path / "right", CausalLM(target))):
         assert done.stats.acceptance_by_position == (1.0,) * 5 and done.stats.tau > 5
     wrong = run(successor(tmp_path / "wrong", CausalLM(target), is_mapped=False))
-    assert all(done.stats.tau < 2 if settings.width > 1 else done.stats.accepted == 0 for done in wrong)
+    assert all(
+        done.stats.tau < 2 if settings.width > 1 else done.stats.accepted == 0 for done in wrong
+    )
 
 
 # What is refused, and how heads are given.
@@ -293,16 +351,27 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "gelu"}, "its layer has hidden_act 'gelu'"),
     ({"model_type": "mistral"}, "its layer is of the type 'mistral'; it must be llama or qwen3"),
     ({"model_type": "llama", "sliding_window": 8}, "its layer has sliding_window 8"),
-    ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'dynamic'"),
-    ({"intermediate_size": 40}, r"by its config.json layers.0.mlp.\w+.weight is .*, and in its file"),
-    ({"model_type": "qwen3"}, r"its weights do not fit its configuration \(layers.0.self_attn.k_norm.weight\)"),
+    (
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "rope_type 'dynamic'",
+    ),
+    (
+        {"intermediate_size": 40},
+        r"by its config.json layers.0.mlp.\w+.weight is .*, and in its file",
+    ),
+    (
+        {"model_type": "qwen3"},
+        r"its weights do not fit its configuration \(layers.0.self_attn.k_norm.weight\)",
+    ),
     ({"vocab_size": 65}, "t2d"),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG)
 @pytest.mark.parametrize("layout", ["speculators", "original"])
-def test_heads_of_other_forms(layout: str, wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_heads_of_other_forms(
+    layout: str, wrong: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     target = CausalLM(tiny("llama"))
     folder = save_eagle3(tmp_path, target, layout)
     settings = json.loads((folder / "config.json").read_text())
@@ -316,8 +385,18 @@ def test_heads_of_other_targets(tmp_path: Path) -> None:
     small = CausalLM(tiny("llama", vocab=50))
     ids = "eagle_aux_hidden_state_layer_ids"
     for name, maker, settings, message in (
-        ("vocabulary", small, {}, "belongs to another target: it reads 96 numbers and has a vocabulary of 50, where "),
-        ("size", CausalLM(few_bits("llama", vocab_size=64)), {}, "it reads 192 numbers and has a vocabulary of 64"),
+        (
+            "vocabulary",
+            small,
+            {},
+            "belongs to another target: it reads 96 numbers and has a vocabulary of 50, where ",
+        ),
+        (
+            "size",
+            CausalLM(few_bits("llama", vocab_size=64)),
+            {},
+            "it reads 192 numbers and has a vocabulary of 64",
+        ),
         ("layers", target, {ids: [2, 3, 1]}, r"after \[2, 3, 1\] layers; its target has 2"),
         ("none", target, {ids: []}, "its target has 2"),
         ("twice", target, {ids: [1, 1, 2]}, "its target has 2"),
@@ -325,8 +404,12 @@ def test_heads_of_other_targets(tmp_path: Path) -> None:
         folder = save_eagle3(tmp_path / name, maker, **settings)
         refuses(message, load_head, folder, target)
     folder = save_eagle3(tmp_path / "narrow", target, hidden_size=16, target_hidden_size=32)
-    refuses("has no embeddings, and this target's have 32 numbers, not 16", load_head, folder, target)
-    folder = save_eagle3(tmp_path / "own", target, hidden_size=16, target_hidden_size=32, embedding=True)
+    refuses(
+        "has no embeddings, and this target's have 32 numbers, not 16", load_head, folder, target
+    )
+    folder = save_eagle3(
+        tmp_path / "own", target, hidden_size=16, target_hidden_size=32, embedding=True
+    )
     HiddenLM(load_head(folder, target), target).add(0)
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"d2t": weights["d2t"] + 64}, folder / "model.safetensors")
@@ -335,18 +418,30 @@ def test_heads_of_other_targets(tmp_path: Path) -> None:
 
 def test_other_drafters_are_refused_before_the_target_is_loaded(tmp_path: Path) -> None:
     target = CausalLM(tiny("llama"))
-    folder, allowed = save_eagle3(tmp_path / "head", target), "--head takes a head of `forerun train lyanna`, or an "
+    folder, allowed = (
+        save_eagle3(tmp_path / "head", target),
+        "--head takes a head of `forerun train lyanna`, or an ",
+    )
     for kind in ("dflash", "mtp", "peagle", "eagle"):
         changed(folder, speculators_model_type=kind)
-        with pytest.raises(ValueError, match=f"is a model of the type '{kind}' of speculators: {allowed}"):
+        with pytest.raises(
+            ValueError, match=f"is a model of the type '{kind}' of speculators: {allowed}"
+        ):
             forerun.load("no-such/model", head=folder)
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"]}))
+    (tmp_path / "other" / "config.json").write_text(
+        json.dumps({"architectures": ["DFlashDraftModel"]})
+    )
     with pytest.raises(ValueError, match=f"is of the architecture 'DFlashDraftModel': {allowed}"):
         forerun.load("no-such/model", head=tmp_path / "other")
     pickled = save_eagle3(tmp_path / "pickled", target, "original")
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    refuses(r"pickled weights \(pytorch_model.bin\), which may run code", forerun.load, "no-such/model", head=pickled)
+    refuses(
+        r"pickled weights \(pytorch_model.bin\), which may run code",
+        forerun.load,
+        "no-such/model",
+        head=pickled,
+    )
     (pickled / "pytorch_model.bin").unlink()
     refuses(r"there is no model\.safetensors", load_head, pickled, target)
     save_models(tmp_path, model=tiny("llama"))
@@ -362,17 +457,33 @@ def test_a_head_alone_names_its_method(layout: str, tmp_path: Path) -> None:
     target = CausalLM(tiny("llama", vocab=len(tiny_tokenizer())))
     folder = save_eagle3(tmp_path / "head", target, layout, draft_vocab_size=len(tiny_tokenizer()))
     decoder = forerun.load(tmp_path / "target", head=folder)
-    assert decoder.method == Eagle() and decoder.head is not None and decoder.head.capture == CAPTURE
+    assert (
+        decoder.method == Eagle() and decoder.head is not None and decoder.head.capture == CAPTURE
+    )
     assert decoder.generate("the cat", max_new_tokens=9, ignore_eos=True).stats.drafted
-    assert forerun.load(tmp_path / "target", head=folder, width=2, depth=3).method == Eagle(depth=3, width=2)
+    assert forerun.load(tmp_path / "target", head=folder, width=2, depth=3).method == Eagle(
+        depth=3, width=2
+    )
     with pytest.raises(ValueError, match="of the kind 'eagle'; the method needs 'lyanna'"):
         forerun.load(tmp_path / "target", head=folder, method="lyanna")
-    arguments = ["--target", str(tmp_path / "target"), "--head", str(folder), "--max-new-tokens", "9"]
+    arguments = [
+        "--target",
+        str(tmp_path / "target"),
+        "--head",
+        str(folder),
+        "--max-new-tokens",
+        "9",
+    ]
     done = run_cli("generate", "the cat", *arguments, "--method", "pacer-eagle")
     assert done.returncode == 0, done.stderr
     changed(folder, speculators_model_type="dflash")
     done = run_cli("generate", "the cat", *arguments)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1 and "'dflash'" in done.stderr
+    assert (
+        done.returncode == 2
+        and done.stdout == ""
+        and done.stderr.count("\n") == 1
+        and "'dflash'" in done.stderr
+    )
 
 
 def test_costs_and_shared_embeddings(tmp_path: Path) -> None:

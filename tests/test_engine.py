@@ -15,8 +15,26 @@ import torch
 from eagle3_heads import random_eagle3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import VOCAB, TableLM, decode, drain, noisy_copy, parts_of, random_table, refuses, take_step, tiny, tokens_of
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from toys import (
+    VOCAB,
+    TableLM,
+    decode,
+    drain,
+    noisy_copy,
+    parts_of,
+    random_table,
+    refuses,
+    take_step,
+    tiny,
+    tokens_of,
+)
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation import logits_process as hf
 
 from forerun import Decoder
@@ -102,7 +120,16 @@ def leftovers(thing: object, seen: set[int] | None = None) -> list[str]:
     return found
 
 
-KEPT = ("rows", "ids", "lengths", "states", "_states", "_rows", "features", "old")  # what is kept by sequence
+KEPT = (
+    "rows",
+    "ids",
+    "lengths",
+    "states",
+    "_states",
+    "_rows",
+    "features",
+    "old",
+)  # what is kept by sequence
 
 
 @given(data=st.data())
@@ -115,12 +142,18 @@ def test_a_request_is_given_what_it_is_given_alone(name: str, data: st.DataObjec
         greedy = data.draw(st.booleans())
         sampler = Sampler(greedy, PROCESSORS[data.draw(st.integers(0, 2))])
         eos = frozenset(data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=2)))
-        seed, stream = None if greedy else data.draw(st.integers(0, 3)), data.draw(st.integers(0, 2))
+        seed, stream = (
+            None if greedy else data.draw(st.integers(0, 3)),
+            data.draw(st.integers(0, 2)),
+        )
         prompt, new = data.draw(st.sampled_from(PROMPTS)), data.draw(st.integers(1, 20))
         requests.append(Request(prompt, new, sampler, eos, seed=seed, stream=stream))
         arrivals.append(data.draw(st.integers(0, 12)))
     # After that number of steps; those that still wait can be aborted too.
-    aborts = {index: data.draw(st.integers(0, 8)) for index in data.draw(st.sets(st.integers(0, len(requests) - 1)))}
+    aborts = {
+        index: data.draw(st.integers(0, 8))
+        for index in data.draw(st.sets(st.integers(0, len(requests) - 1)))
+    }
     wanted = [alone(name, request) for request in requests]
     engine = engine_of(name)
     engine.max_rows = data.draw(st.integers(1, 5))
@@ -164,7 +197,9 @@ class Panic(BaseException):
 class Fails(LogitsProcessor, StoppingCriteria):
     """A user's processor or criterion that raises after `length` tokens; without an error it leaves none to sample."""
 
-    def __init__(self, length: int, error: type[BaseException] | None, is_criterion: bool = False) -> None:
+    def __init__(
+        self, length: int, error: type[BaseException] | None, is_criterion: bool = False
+    ) -> None:
         self.length, self.error, self.is_criterion = length, error, is_criterion
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -183,7 +218,9 @@ def failing(prompt: abc.Sequence[int], how: str = "processor", greedy: bool = Tr
     return Request(prompt, 20, Sampler(greedy, processors), criteria=criteria, seed=1)
 
 
-FAILURES = [(name, how) for name in METHODS for how in ("processor", "criterion", "nothing to sample")]
+FAILURES = [
+    (name, how) for name in METHODS for how in ("processor", "criterion", "nothing to sample")
+]
 FAILURES += [("sd", "panic in a processor"), ("sd", "panic in a criterion")]
 
 
@@ -194,7 +231,9 @@ def test_an_exception_of_a_user_ends_that_request_alone(name: str, how: str) -> 
     engine = engine_of(name)
     first = engine.add(good[0])
     bad = [engine.add(failing(PROMPTS[4], how, False))]
-    if how != "nothing to sample":  # greedy decoding takes a token all the same, as transformers does
+    if (
+        how != "nothing to sample"
+    ):  # greedy decoding takes a token all the same, as transformers does
         bad.append(engine.add(failing(PROMPTS[3], how)))
     second = engine.add(good[1])
     steps = drain(engine)
@@ -209,7 +248,9 @@ def test_an_exception_of_a_user_ends_that_request_alone(name: str, how: str) -> 
 @given(data=st.data())
 @settings(max_examples=10)
 @pytest.mark.parametrize("name", NAMES)
-def test_what_goes_wrong_once_undoes_the_step_and_costs_nobody_anything(name: str, data: st.DataObject) -> None:
+def test_what_goes_wrong_once_undoes_the_step_and_costs_nobody_anything(
+    name: str, data: st.DataObject
+) -> None:
     """Interrupts and failures anywhere, with aborts, a processor that raises and sampled rows beside."""
     requests = [
         Request(PROMPTS[0], 12),
@@ -224,7 +265,10 @@ def test_what_goes_wrong_once_undoes_the_step_and_costs_nobody_anything(name: st
     ids = [engine.add(request) for request in requests[:2]]
     aborted, bad = engine.add(Request(PROMPTS[4], 20)), engine.add(failing(PROMPTS[3]))
     ids += [engine.add(request) for request in requests[2:]]
-    error, after = data.draw(st.sampled_from([None, RuntimeError(), Panic()])), data.draw(st.integers(0, 5))
+    error, after = (
+        data.draw(st.sampled_from([None, RuntimeError(), Panic()])),
+        data.draw(st.integers(0, 5)),
+    )
     place = data.draw(st.sampled_from(CALLS if error else [*CALLS, *OTHER_CALLS]))
     if error is None:
         interrupt_once(*part(engine, place), after)
@@ -240,7 +284,9 @@ def test_what_goes_wrong_once_undoes_the_step_and_costs_nobody_anything(name: st
     # Drafters begin anew, so sampled tokens may use other random numbers where drafts depend on what was before.
     for id, request, tokens in zip(ids, requests, wanted, strict=True):
         found = tokens_of(steps[id])
-        assert found == tokens if request.sampler.greedy or name == "ar" else len(found) == len(tokens), place
+        assert (
+            found == tokens if request.sampler.greedy or name == "ar" else len(found) == len(tokens)
+        ), place
     assert {steps[id][-1].finish_reason for id in ids} == {"length"}
     assert [steps[id][-1].finish_reason for id in (aborted, bad)] == ["abort", "error"]
     assert_empty(engine)
@@ -254,7 +300,11 @@ def test_what_is_undone_is_no_output_to_learn_from(monkeypatch: pytest.MonkeyPat
     steps: dict[int, list[Step]] = {}
     with pytest.raises(KeyboardInterrupt):
         drain(engine, steps)
-    assert len(drain(engine, steps)[id]) == 3 and set(reasons[:-1]) == {None} and reasons[-1] == "length"
+    assert (
+        len(drain(engine, steps)[id]) == 3
+        and set(reasons[:-1]) == {None}
+        and reasons[-1] == "length"
+    )
 
 
 def interrupt_once(owner: Any, name: str, after: int) -> None:
@@ -272,7 +322,15 @@ def interrupt_once(owner: Any, name: str, after: int) -> None:
 
 CALLS = ["target.forward", "target.commit", "target.prefill", "target.join"]
 CALLS += ["drafter.admit", "drafter.propose", "drafter.observe"]
-OTHER_CALLS = ["target.drop", "target.park", "drafter.drop", "_leave", "_admit", "_leave_aborted", "_observe"]
+OTHER_CALLS = [
+    "target.drop",
+    "target.park",
+    "drafter.drop",
+    "_leave",
+    "_admit",
+    "_leave_aborted",
+    "_observe",
+]
 
 
 def part(engine: Engine, place: str) -> tuple[Any, str]:
@@ -283,23 +341,33 @@ def part(engine: Engine, place: str) -> tuple[Any, str]:
 class Breaking:
     """A method of an engine's part that raises where it is called for a sequence, or for any, up to `times` times."""
 
-    def __init__(self, owner: Any, name: str, error: BaseException, id: int | None = None, times: int = 2**31) -> None:
+    def __init__(
+        self, owner: Any, name: str, error: BaseException, id: int | None = None, times: int = 2**31
+    ) -> None:
         self.call, self.error, self.id, self.times = getattr(owner, name), error, id, times
         self.calls = 0
         setattr(owner, name, self)
 
     def __call__(self, ids: Any, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        if self.times and (self.id is None or self.id in [getattr(each, "id", each) for each in ids]):
+        if self.times and (
+            self.id is None or self.id in [getattr(each, "id", each) for each in ids]
+        ):
             self.times -= 1
             raise self.error
         return self.call(ids, *args, **kwargs)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("of one"), Panic("of one")], ids=["exception", "panic"])
-@pytest.mark.parametrize("place", ["target.forward", "target.commit", "drafter.propose", "drafter.observe"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("of one"), Panic("of one")], ids=["exception", "panic"]
+)
+@pytest.mark.parametrize(
+    "place", ["target.forward", "target.commit", "drafter.propose", "drafter.observe"]
+)
 @pytest.mark.parametrize("name", ["ar", "sd", "hybrid", "pacer-ouroboros", "lyanna"])
-def test_who_makes_steps_fail_is_found_and_ended_alone(name: str, place: str, error: BaseException) -> None:
+def test_who_makes_steps_fail_is_found_and_ended_alone(
+    name: str, place: str, error: BaseException
+) -> None:
     requests = [Request(PROMPTS[i], 20) for i in (0, 2, 3, 4, 1)]  # the last one waits for a row
     wanted = [alone(name, request) for request in requests]
     engine = engine_of(name)
@@ -314,7 +382,9 @@ def test_who_makes_steps_fail_is_found_and_ended_alone(name: str, place: str, er
     last, found = steps[bad][-1], [tokens_of(steps[id]) for id in ids]
     assert last.finish_reason == "error" and last.error is error and last.tokens == ()
     assert found == [*wanted[:2], wanted[2][: len(found[2])], *wanted[3:]]
-    assert {steps[id][-1].finish_reason for id in ids if id != bad} == {"length"} and broken.times == 2**31 - 2
+    assert {steps[id][-1].finish_reason for id in ids if id != bad} == {
+        "length"
+    } and broken.times == 2**31 - 2
     assert_empty(engine)
 
 
@@ -349,11 +419,15 @@ def test_a_failure_that_comes_and_goes_ends_nobody() -> None:
     assert engine.target.prefilled <= 4 * sum(map(len, PROMPTS)) + 4 * 12 * len(PROMPTS)
 
 
-def test_a_text_that_cannot_be_kept_is_no_fault_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_cannot_be_kept_is_no_fault_of_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     requests = [Request(prompt, 9) for prompt in PROMPTS[:3]]
     wanted = [alone("sd", request) for request in requests]
     engine = Engine(engine_of("sd").target.fresh(2**20), PlainDrafter())
-    monkeypatch.setattr(PrefixStore, "put", lambda *args, **options: (_ for _ in ()).throw(MemoryError()))
+    monkeypatch.setattr(
+        PrefixStore, "put", lambda *args, **options: (_ for _ in ()).throw(MemoryError())
+    )
     ids = [engine.add(request) for request in requests]
     found: dict[int, list[Step]] = {}
     take_step(engine, found)
@@ -414,7 +488,8 @@ def test_what_progress_raises_is_raised_once() -> None:
 def test_threads_that_share_a_decoder_get_their_own_output() -> None:
     made = opened("sd")
     options: list[dict[str, Any]] = [
-        {"max_new_tokens": 6 + 3 * i} | ({"temperature": 1.0, "seed": i} if i % 2 else {}) for i in range(8)
+        {"max_new_tokens": 6 + 3 * i} | ({"temperature": 1.0, "seed": i} if i % 2 else {})
+        for i in range(8)
     ]
     wanted = [made.generate(PROMPTS[i % 5], **options[i]).tokens for i in range(8)]
     found: list[list[list[int]]] = [[] for _ in range(8)]
@@ -461,10 +536,15 @@ def test_a_prefix_that_requests_share_is_computed_once() -> None:
     wanted = [plain.generate(prompt, max_new_tokens=8).tokens for prompt in prompts]
     for prefix_bytes in (2**26, 0):  # without a store the prompt before is known all the same
         draft = noisy_copy(target, 0.03)
-        made = Decoder(target, draft=draft, method=method("sd"), guard=False, prefix_bytes=prefix_bytes)
+        made = Decoder(
+            target, draft=draft, method=method("sd"), guard=False, prefix_bytes=prefix_bytes
+        )
         assert [row.tokens for row in made.generate(prompts, max_new_tokens=8)] == wanted
         before = made.engine.target.prefilled
-        assert all(600 < each.prefilled <= 1.2 * 600 for each in (made.engine.target, made.engine.drafter.model))
+        assert all(
+            600 < each.prefilled <= 1.2 * 600
+            for each in (made.engine.target, made.engine.drafter.model)
+        )
         # Several sequences of one prompt need one prefill, or with a store none.
         rows = made.generate([prompts[0]] * 5, max_new_tokens=8, temperature=1.0, seed=3)
         assert len({tuple(row.tokens) for row in rows}) == 5
@@ -475,15 +555,22 @@ def test_a_prefix_that_requests_share_is_computed_once() -> None:
     turn = [*PROMPTS[2], *made.generate(PROMPTS[2], max_new_tokens=30).tokens, 5, 6]
     before = [each.prefilled for each in models]
     assert made.generate(turn, max_new_tokens=8).tokens == alone("ar", Request(turn, 8))
-    of_target, of_draft = (each.prefilled - count for each, count in zip(models, before, strict=True))
+    of_target, of_draft = (
+        each.prefilled - count for each, count in zip(models, before, strict=True)
+    )
     assert of_target <= 4 and of_draft < 15
 
 
 def test_the_kv_budget_holds_and_a_request_that_can_never_fit_is_refused() -> None:
     target = tiny("llama", context=2048)
-    wanted = [Decoder(target, method=method("ar")).generate(prompt, max_new_tokens=60).tokens for prompt in PROMPTS]
+    wanted = [
+        Decoder(target, method=method("ar")).generate(prompt, max_new_tokens=60).tokens
+        for prompt in PROMPTS
+    ]
     position = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, their size, bytes
-    made = Decoder(target, draft=noisy_copy(target, 0.03), method=method("sd"), kv_memory=2 * 256 * position)
+    made = Decoder(
+        target, draft=noisy_copy(target, 0.03), method=method("sd"), kv_memory=2 * 256 * position
+    )
     engine = made.engine
     ids = [engine.add(Request(prompt, 60)) for prompt in PROMPTS]
     steps: dict[int, list[Step]] = {}
@@ -508,7 +595,13 @@ def test_the_queue_is_bounded_and_served_in_order() -> None:
             ids.append(engine.add(Request([1, 2], 2)))
     assert list(first) == ids
     for name in ("max_rows", "max_queue", "kv_memory"):
-        refuses(f"{name} must be at least 1, not 0", Engine, TableLM(random_table(8, 1)), PlainDrafter(), **{name: 0})
+        refuses(
+            f"{name} must be at least 1, not 0",
+            Engine,
+            TableLM(random_table(8, 1)),
+            PlainDrafter(),
+            **{name: 0},
+        )
 
 
 def test_a_long_prompt_does_not_hold_up_those_that_run() -> None:
@@ -519,7 +612,9 @@ def test_a_long_prompt_does_not_hold_up_those_that_run() -> None:
     seen, before = [running], engine.target.prefilled
     while engine.busy and seen[-1] == running:
         seen += [step.id for step in engine.step()]
-        assert engine.target.prefilled - before <= 256  # a chunk, of which the first is not measured yet
+        assert (
+            engine.target.prefilled - before <= 256
+        )  # a chunk, of which the first is not measured yet
         before = engine.target.prefilled
     assert seen[-1] == long and len(seen) > 6
 
@@ -551,7 +646,11 @@ def test_one_thread_steps_for_all_and_goes_on_after_steps_that_fail(failing: int
     asked = [Request(prompt, 9 + i) for i, prompt in enumerate(PROMPTS[:3])]
     wanted = [tokens_of(steps) for steps in decode(CausalLM(tiny("llama")), PlainDrafter(), asked)]
     session, done = Session(Engine(CausalLM(tiny("llama")), PlainDrafter())), threading.Event()
-    left, advance, failures = [ZeroDivisionError()] * failing, session.engine.advance, list[BaseException]()
+    left, advance, failures = (
+        [ZeroDivisionError()] * failing,
+        session.engine.advance,
+        list[BaseException](),
+    )
 
     def fails() -> None:
         if left:

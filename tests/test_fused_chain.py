@@ -10,7 +10,12 @@ import pytest
 import torch
 from families import tiny
 from toys import BASELINES, COSTS, join_all, p_value, random_layer, rows_of
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from forerun import Decoder
 from forerun.backends.chain import FusedChain, fused_chain
@@ -59,7 +64,9 @@ def begun(model: CausalLM, rows: int = 1) -> CausalLM:
     return model
 
 
-def rolled(model: CausalLM, pending: list[int], count: int, id: int = 0) -> tuple[list[int], list[float]]:
+def rolled(
+    model: CausalLM, pending: list[int], count: int, id: int = 0
+) -> tuple[list[int], list[float]]:
     """The same tokens and their probabilities, one by one."""
     tokens, probs = list[int](), list[float]()
     for _ in range(count):
@@ -89,14 +96,21 @@ def at_once(
 
 
 def kept(model: CausalLM, id: int) -> list[torch.Tensor]:
-    return [each.clone() for pair in model.cache.view(id, model.length(id)) if pair is not None for each in pair]
+    return [
+        each.clone()
+        for pair in model.cache.view(id, model.length(id))
+        if pair is not None
+        for each in pair
+    ]
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """How each call of a chain samples (None: it does not)."""
     found, call = list[Any](), FusedChain.__call__
-    monkeypatch.setattr(FusedChain, "__call__", lambda *given: found.append(given[-1]) or call(*given))
+    monkeypatch.setattr(
+        FusedChain, "__call__", lambda *given: found.append(given[-1]) or call(*given)
+    )
     return found
 
 
@@ -110,7 +124,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ("mistral", "int8", False),
     ],
 )
-def test_tokens_keys_and_values_are_those_of_roll(name: str, kind: str, hot: bool, pending: list[int]) -> None:
+def test_tokens_keys_and_values_are_those_of_roll(
+    name: str, kind: str, hot: bool, pending: list[int]
+) -> None:
     one, other = (begun(small(name, kind, hot), 3) for _ in range(2))
     for _ in range(2):  # the second draft begins where the first one ended
         wanted, _ = rolled(one, pending, 6, 2)
@@ -137,14 +153,18 @@ def test_tokens_of_the_text_are_drafted_beside_the_hot_ones() -> None:
     assert drafts == [rolled(other, [4], 1)[0] for _ in range(12)]
 
 
-@pytest.mark.parametrize("how", [None, ChainSampling(WARM, torch.full((6,), 0.5, dtype=torch.float64))])
+@pytest.mark.parametrize(
+    "how", [None, ChainSampling(WARM, torch.full((6,), 0.5, dtype=torch.float64))]
+)
 def test_it_ends_where_the_bounds_say(how: ChainSampling | None) -> None:
     tokens, probs, probabilities = at_once(begun(small()), how=how)
     if probs is None:
         best, highest = rolled(begun(small()), [7], 6)
         assert tokens == best and probabilities == pytest.approx(highest, rel=1e-3)
     else:
-        assert probabilities == [float(own[token]) for own, token in zip(probs, tokens, strict=True)]
+        assert probabilities == [
+            float(own[token]) for own, token in zip(probs, tokens, strict=True)
+        ]
 
     def count(**bounds: Any) -> int:
         found = at_once(begun(small()), how=how, **bounds)
@@ -160,7 +180,9 @@ def test_it_ends_where_the_bounds_say(how: ChainSampling | None) -> None:
     assert count(least=probabilities[low] * 1.0001) == low + 1
     assert count(ends=(tokens[2], 1)) == tokens.index(tokens[2]) + 1
     many = range(40, 130)
-    assert count(ends=many) == next((place for place, token in enumerate(tokens, 1) if token in many), 6)
+    assert count(ends=many) == next(
+        (place for place, token in enumerate(tokens, 1) if token in many), 6
+    )
 
 
 def test_it_does_nothing_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,11 +192,16 @@ def test_it_does_nothing_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> Non
     with_head(biased, HotHead(rows_of(weight, bias), len(weight), torch.arange(9)))
     assert biased.fused_draft is None
     # With padding in its embedding it might draft what the target lacks.
-    monkeypatch.setattr(FusedChain, "__call__", lambda *_: pytest.fail("it may draft what the target lacks"))
+    monkeypatch.setattr(
+        FusedChain, "__call__", lambda *_: pytest.fail("it may draft what the target lacks")
+    )
     draft = small()
     assert draft.fused_draft is not None
     chain: Any = SimpleNamespace(depth=3, seq=SimpleNamespace(id=0))
-    assert ChainDrafter(draft, FixedLength(2), draft.vocab_size - 4)._at_once(chain, Within(Bounds(6))) is None
+    assert (
+        ChainDrafter(draft, FixedLength(2), draft.vocab_size - 4)._at_once(chain, Within(Bounds(6)))
+        is None
+    )
 
 
 def test_copies_have_buffers_of_their_own() -> None:
@@ -209,7 +236,10 @@ def test_a_cache_that_grows_and_other_threads() -> None:
         ("pacer", {"block": 2, "most": 7, "threshold": 0.3}, {}),
         ("pacer", {"block": 3, "most": 8, "threshold": 0.3}, {}),
         *[("sd", {"gamma": 3}, {"temperature": 0.8, "seed": seed}) for seed in (None, 4)],
-        *[("pacer", {"block": 2, "most": 7, "threshold": 0.47}, {"temperature": 0.8, "seed": s}) for s in (None, 4)],
+        *[
+            ("pacer", {"block": 2, "most": 7, "threshold": 0.47}, {"temperature": 0.8, "seed": s})
+            for s in (None, 4)
+        ],
     ],
 )
 def test_methods_draft_the_same(
@@ -232,16 +262,25 @@ def test_methods_draft_the_same(
         decoder = Decoder(small(), None, small(hot=hot), chosen, guard=False, costs=COSTS, **parts)
         torch.manual_seed(8)
         found = [decoder.generate(PROMPT, max_new_tokens=40, ignore_eos=True, **asked, **more)]
-        found += decoder.generate([PROMPT, PROMPT[2:]], max_new_tokens=20, ignore_eos=True, **asked, **more)
-        return [[(step.tokens, step.origins, step.drafted, step.accepted) for step in each.steps] for each in found]
+        found += decoder.generate(
+            [PROMPT, PROMPT[2:]], max_new_tokens=20, ignore_eos=True, **asked, **more
+        )
+        return [
+            [(step.tokens, step.origins, step.drafted, step.accepted) for step in each.steps]
+            for each in found
+        ]
 
     nucleus = {"top_p": 0.9} if asked else {}
     once, done = decoded(**nucleus), len(calls)
     assert done > (8 if asked else 0) and any(step[3] for each in once for step in each)
-    assert {each and each.numbers is None for each in calls} == {bool(asked["seed"]) if asked else None}
+    assert {each and each.numbers is None for each in calls} == {
+        bool(asked["seed"]) if asked else None
+    }
     lengths = {step[2] for each in once for step in each}
     if name == "pacer":  # blocks, of which some end a draft and some do not
-        assert {options["block"], 2 * options["block"]} & lengths and max(lengths) > options["block"]
+        assert {options["block"], 2 * options["block"]} & lengths and max(lengths) > options[
+            "block"
+        ]
     if asked:  # what is not of these two settings goes token by token
         assert any(step[2] for each in decoded(top_k=5) for step in each) and len(calls) == done
     monkeypatch.setattr(ChainDrafter, "_at_once", lambda *_: None)
@@ -250,7 +289,10 @@ def test_methods_draft_the_same(
 
 def test_costs_know_what_a_token_of_a_chain_takes() -> None:
     costs = measure_costs(small(), small(hot=True))
-    assert 0 < costs.drafting(1) == costs.chained and costs.sampled.drafting(1) == costs.chained_sampled > 0
+    assert (
+        0 < costs.drafting(1) == costs.chained
+        and costs.sampled.drafting(1) == costs.chained_sampled > 0
+    )
     assert costs.drafting(2) > 0 and measure_costs(small(), CausalLM(tiny("llama"))).chained == 0
     # What drafts phrases runs no chain.
     method_costs = method("pacer-ouroboros").costs(Parts(small(), costs=costs), "greedy", 1)
@@ -273,13 +315,19 @@ def probabilities_by(logits: torch.Tensor, sampling: SamplingDistribution) -> to
     return scores.softmax(-1)
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, SamplingDistribution(1.4), WARM, SamplingDistribution(1.0, 1e-6)])
+@pytest.mark.parametrize(
+    "sampling", [PLAIN, SamplingDistribution(1.4), WARM, SamplingDistribution(1.0, 1e-6)]
+)
 @pytest.mark.parametrize("hot", [False, True])
-def test_drafts_are_sampled_from_the_given_distributions(sampling: SamplingDistribution, hot: bool) -> None:
+def test_drafts_are_sampled_from_the_given_distributions(
+    sampling: SamplingDistribution, hot: bool
+) -> None:
     """Each token stands where its number falls in the distribution that transformers makes of the model's logits."""
     numbers = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for _ in range(4):
-        tokens, probs, _ = at_once(begun(small(hot=hot)), [7, 31], how=ChainSampling(sampling, numbers))
+        tokens, probs, _ = at_once(
+            begun(small(hot=hot)), [7, 31], how=ChainSampling(sampling, numbers)
+        )
         assert probs is not None and len(tokens) == 6
         other, before = begun(small(hot=hot)), [7, 31]
         # Where a token stands among tokens is C's to say: hot tokens have an order of their own.
@@ -296,12 +344,20 @@ def test_drafts_are_sampled_from_the_given_distributions(sampling: SamplingDistr
         numbers = torch.rand(6, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("sampling", "scale", "more"), [(PLAIN, 1, 0), (WARM, 1, 0), (PLAIN, 6, 0), (PLAIN, 6, 60)])
+@pytest.mark.parametrize(
+    ("sampling", "scale", "more"), [(PLAIN, 1, 0), (WARM, 1, 0), (PLAIN, 6, 0), (PLAIN, 6, 60)]
+)
 @pytest.mark.parametrize("hot", [False, True])
-def test_a_seed_drafts_its_streams_tokens(sampling: SamplingDistribution, scale: float, more: int, hot: bool) -> None:
+def test_a_seed_drafts_its_streams_tokens(
+    sampling: SamplingDistribution, scale: float, more: int, hot: bool
+) -> None:
     """The tokens of `forerun.sampling.seeded`, the improbable ones, which run as one, included; a target may have
     `more`."""
-    model = small(hot=True, change=lambda weight: weight.mul_(scale), tokens=None if hot else torch.arange(130))
+    model = small(
+        hot=True,
+        change=lambda weight: weight.mul_(scale),
+        tokens=None if hot else torch.arange(130),
+    )
     same, low = [], []
     for number in range(200):
         streams = [SeededStream(5, number).at(position) for position in range(4)]
@@ -321,7 +377,11 @@ def test_a_seed_drafts_its_streams_tokens(sampling: SamplingDistribution, scale:
 @pytest.mark.parametrize("hot", [False, True])
 def test_output_of_sampled_calls_follows_the_targets_distribution(hot: bool) -> None:
     """Three tokens, of which two are drafted with other probabilities, or one where the rule ends the draft."""
-    model, sampling, joint = begun(small()), SamplingDistribution(0.3, 0.5), torch.zeros(130, 130, 130)
+    model, sampling, joint = (
+        begun(small()),
+        SamplingDistribution(0.3, 0.5),
+        torch.zeros(130, 130, 130),
+    )
     tokens = torch.arange(3, 120, 3) if hot else torch.arange(130)
     noise = torch.Generator().manual_seed(1)
 
@@ -344,7 +404,12 @@ def test_output_of_sampled_calls_follows_the_targets_distribution(hot: bool) -> 
     chosen = method("cumulative", threshold=0.25)
     decoder = Decoder(small(), draft=draft, method=chosen, guard=False)
     torch.manual_seed(3)
-    asked = {"max_new_tokens": 3, "temperature": sampling.temperature, "top_p": sampling.top_p, "ignore_eos": True}
+    asked = {
+        "max_new_tokens": 3,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "ignore_eos": True,
+    }
     found = [decoder.generate(PROMPT, **asked) for _ in range(1500)]
     assert p_value([each.tokens for each in found], joint) > 1e-4
     drafts = [(step.drafted, step.accepted) for each in found for step in each.steps]
@@ -365,8 +430,18 @@ def test_a_sampler_has_a_distribution_or_none() -> None:
         return Sampler(greedy, LogitsProcessorList(processors) if processors else None).distribution
 
     assert [of(), of(warm)] == [SamplingDistribution(), SamplingDistribution(0.5)]
-    assert [of(best), of(warm, best)] == [SamplingDistribution(1.0, 0.9), SamplingDistribution(0.5, 0.9)]
-    assert of(best, warm) is of(few) is of(warm, few) is of(warm, greedy=True) is of(greedy=True) is None
+    assert [of(best), of(warm, best)] == [
+        SamplingDistribution(1.0, 0.9),
+        SamplingDistribution(0.5, 0.9),
+    ]
+    assert (
+        of(best, warm)
+        is of(few)
+        is of(warm, few)
+        is of(warm, greedy=True)
+        is of(greedy=True)
+        is None
+    )
 
 
 def test_numbers_that_are_not_needed_are_still_to_come() -> None:
@@ -375,7 +450,9 @@ def test_numbers_that_are_not_needed_are_still_to_come() -> None:
     drafter = ChainDrafter(draft, FixedLength(4))
     begun(draft)
     sampler = Sampler(False)
-    seq = EngineSequence(Request([*PROMPT, 7], 20, sampler, generator=source, eos=frozenset(range(0, 120, 10))), 0)
+    seq = EngineSequence(
+        Request([*PROMPT, 7], 20, sampler, generator=source, eos=frozenset(range(0, 120, 10))), 0
+    )
     chain = Chain(seq, 9)
     assert drafter._at_once(chain, Within(Bounds(9))) is not None
     assert 0 < len(chain.tokens) < 9 and len(chain.q) == len(chain.tokens)

@@ -56,12 +56,18 @@ def test_matrices_keep_their_values(tmp_path: Path, kind: str, tied: bool) -> No
         module = model.get_submodule(name)
         assert isinstance(module, StoredLinear) and isinstance(module.stored, Panels)
         assert module.stored.type == Type[kind]
-        torch.testing.assert_close(module.stored.floats(), linear.weight.detach(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            module.stored.floats(), linear.weight.detach(), rtol=1e-6, atol=1e-7
+        )
     embedding = model.model.embed_tokens
     assert isinstance(embedding, StoredEmbedding)
     tokens = torch.arange(ggufs.VOCAB)
-    torch.testing.assert_close(embedding(tokens), expected.model.embed_tokens(tokens), rtol=0, atol=1e-6)
-    assert all(parameter.dtype == torch.float32 and parameter.ndim == 1 for parameter in model.parameters())
+    torch.testing.assert_close(
+        embedding(tokens), expected.model.embed_tokens(tokens), rtol=0, atol=1e-6
+    )
+    assert all(
+        parameter.dtype == torch.float32 and parameter.ndim == 1 for parameter in model.parameters()
+    )
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *OWN])
@@ -95,7 +101,9 @@ def test_formats_that_the_library_does_not_know_are_stored_anew(tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "bfloat16"])
 @pytest.mark.parametrize("file", ["F32", "Q4_1", "Q8_0", "Q5_0"])
-def test_weights_that_were_asked_for(tmp_path: Path, kind: str, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_were_asked_for(
+    tmp_path: Path, kind: str, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gguf_file, "_CHUNK", 64 * 10)  # rows come in several parts
     original = ggufs.small(tie_word_embeddings=False)
     path = ggufs.write(tmp_path / "a.gguf", original, file, types={"output.weight": "Q5_0"})
@@ -103,33 +111,60 @@ def test_weights_that_were_asked_for(tmp_path: Path, kind: str, file: str, monke
     kept = (file, kind) in (("Q4_1", "int4"), ("Q8_0", "int8"))
     if kept:
         assert note == "a.gguf: 1 Q5_0 matrix stored anew in 8 bits"
-    assert note is not None and (kept or f"14 {file} matrices" in note or f"15 {file} matrices" in note)
+    assert note is not None and (
+        kept or f"14 {file} matrices" in note or f"15 {file} matrices" in note
+    )
     for name, linear in linears(ggufs.rounded(original, file, {"output.weight": "Q5_0"})).items():
         own = FORMATS["int8" if kind == "int4" and name == "lm_head" else kind]
-        wanted = linear.weight.detach() if kept and name != "lm_head" else Rows.quantised(linear.weight, own).floats()
-        torch.testing.assert_close(model.get_submodule(name).stored.floats(), wanted, rtol=1e-6, atol=1e-7)
+        wanted = (
+            linear.weight.detach()
+            if kept and name != "lm_head"
+            else Rows.quantised(linear.weight, own).floats()
+        )
+        torch.testing.assert_close(
+            model.get_submodule(name).stored.floats(), wanted, rtol=1e-6, atol=1e-7
+        )
 
 
 def test_a_head_keeps_eight_bits_of_its_values_unless_the_file_has_four(tmp_path: Path) -> None:
-    for file, own in (("F32", Type.Q8_0), ("Q5_0", Type.Q8_0), ("Q8_0", Type.Q8_0), ("Q4_0", Type.Q4_0)):
+    for file, own in (
+        ("F32", Type.Q8_0),
+        ("Q5_0", Type.Q8_0),
+        ("Q8_0", Type.Q8_0),
+        ("Q4_0", Type.Q4_0),
+    ):
         model, _ = load_gguf(ggufs.write(tmp_path / "a.gguf", ggufs.small(), file), "int4")
         assert model.lm_head.stored.type == own
-        assert model.model.layers[0].self_attn.q_proj.stored.type == (own if file == "Q4_0" else Type.Q4_1)
+        assert model.model.layers[0].self_attn.q_proj.stored.type == (
+            own if file == "Q4_0" else Type.Q4_1
+        )
 
 
 def test_floats_beside_blocks(tmp_path: Path) -> None:
     original = ggufs.small()
-    types = {"token_embd.weight": "F16", "blk.0.ffn_up.weight": "F32", "blk.1.attn_q.weight": "BF16"}
+    types = {
+        "token_embd.weight": "F16",
+        "blk.0.ffn_up.weight": "F32",
+        "blk.1.attn_q.weight": "BF16",
+    }
     model, note = load_gguf(ggufs.write(tmp_path / "a.gguf", original, "Q8_0", types=types))
     assert note is None
     layers = model.model.layers
-    assert torch.equal(layers[0].mlp.up_proj.stored.floats(), original.model.layers[0].mlp.up_proj.weight)
+    assert torch.equal(
+        layers[0].mlp.up_proj.stored.floats(), original.model.layers[0].mlp.up_proj.weight
+    )
     own = original.model.layers[1].self_attn.q_proj.weight
     assert torch.equal(layers[1].self_attn.q_proj.stored.floats(), own.bfloat16().float())
     half = original.model.embed_tokens.weight.half().float()
     assert torch.equal(model.model.embed_tokens(torch.arange(ggufs.VOCAB)), half)
     assert torch.equal(model.lm_head.stored.floats(), half)
-    refuses("unknown weights 'int3'; there are float32, bfloat16, int8, int4", load_model, "", "target", weights="int3")
+    refuses(
+        "unknown weights 'int3'; there are float32, bfloat16, int8, int4",
+        load_model,
+        "",
+        "target",
+        weights="int3",
+    )
     path = ggufs.write(tmp_path / "a.gguf", ggufs.small(intermediate_size=80), "F16")
     refuses(r"blk\.0\.ffn_down\.weight has 80 inputs.*choose bfloat16", load_gguf, path, "int4")
     load_gguf(path, "bfloat16")
@@ -140,8 +175,21 @@ def test_configuration(tmp_path: Path) -> None:
     metadata = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.padding_token_id": 5}
     path = ggufs.write(tmp_path / "a.gguf", original, "F16", metadata=metadata)
     config = gguf_config(open_gguf(path))
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-    for name in (*sizes, "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "bos_token_id"):
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "head_dim",
+    )
+    for name in (
+        *sizes,
+        "num_key_value_heads",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "bos_token_id",
+    ):
         assert getattr(config, name) == getattr(original.config, name), name
     assert config.model_type == "qwen3" and config.rms_norm_eps == pytest.approx(1e-5)
     assert config.rope_parameters["rope_theta"] == 5000 and config.pad_token_id == 5
@@ -152,8 +200,15 @@ def test_configuration(tmp_path: Path) -> None:
     plain = gguf_config(open_gguf(ggufs.write(path, original, "F16", tokenizer=False)))
     assert (plain.bos_token_id, plain.eos_token_id, plain.pad_token_id) == (None, None, None)
     model = ggufs.small(rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
-    older = open_gguf(ggufs.write(path, model, "F16"))  # without the size of a head and the rotation
-    for key in ("attention.key_length", "attention.value_length", "rope.freq_base", "rope.dimension_count"):
+    older = open_gguf(
+        ggufs.write(path, model, "F16")
+    )  # without the size of a head and the rotation
+    for key in (
+        "attention.key_length",
+        "attention.value_length",
+        "rope.freq_base",
+        "rope.dimension_count",
+    ):
         older.fields.pop(f"llama.{key}")
     config = gguf_config(older)
     assert (config.head_dim, config.rope_parameters["rope_theta"]) == (16, 10000)
@@ -163,16 +218,25 @@ def test_rotations_and_windows(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
     metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F32", metadata=metadata)
-    torch.testing.assert_close(logits(load_gguf(path)[0]), logits(ggufs.small(rope_parameters=rope)), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        logits(load_gguf(path)[0]), logits(ggufs.small(rope_parameters=rope)), rtol=0, atol=1e-5
+    )
     # Llama 3.1 has its factors as a tensor.
-    rope = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+    }
     rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaled, plain = ggufs.small(rope_parameters=rope), ggufs.small()
     factors = (plain.model.rotary_emb.inv_freq / scaled.model.rotary_emb.inv_freq).numpy()
     assert factors.max() > 2
     path = ggufs.write(path, plain, "F32", tensors={"rope_freqs.weight": factors})
     for kind in (None, "float32"):
-        torch.testing.assert_close(logits(load_gguf(path, kind)[0]), logits(scaled), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            logits(load_gguf(path, kind)[0]), logits(scaled), rtol=0, atol=1e-5
+        )
     # A sliding window makes a Mistral.
     path = ggufs.write(path, plain, "F32", metadata={"llama.attention.sliding_window": 16})
     model, expected = load_gguf(path)[0], logits(plain)
@@ -203,22 +267,52 @@ def test_pieces(tmp_path: Path) -> None:
     tokenizer = gguf_tokenizer(path)
     ids = tokenizer(" the low</s>\u00e9")["input_ids"]
     accented = ["<0xC3>", "<0xA9>"]
-    assert tokenizer.convert_ids_to_tokens(ids) == ["<s>", "▁", "▁the", "▁", "l", "ow", "</s>", "▁", *accented]
+    assert tokenizer.convert_ids_to_tokens(ids) == [
+        "<s>",
+        "▁",
+        "▁the",
+        "▁",
+        "l",
+        "ow",
+        "</s>",
+        "▁",
+        *accented,
+    ]
     assert tokenizer.decode(ids, skip_special_tokens=True) == " the low \u00e9"
     assert tokenizer.eos_token_id == 2
-    path = ggufs.write(path, ggufs.small(), pre="pieces", metadata={"tokenizer.ggml.add_space_prefix": False})
+    path = ggufs.write(
+        path, ggufs.small(), pre="pieces", metadata={"tokenizer.ggml.add_space_prefix": False}
+    )
     assert gguf_tokenizer(path).tokenize("the low") == ["t", "he", "▁", "l", "ow"]
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "tekken", "pieces"])
+@pytest.mark.parametrize(
+    "pre", ["gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "tekken", "pieces"]
+)
 def test_tokens_equal_those_of_llama_cpp(tmp_path: Path, pre: str) -> None:
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F16", pre=pre)
     theirs, ours = llama_cpp.Llama(str(path), vocab_only=True, verbose=False), gguf_tokenizer(path)
     generator = np.random.default_rng(0)
-    letters = [*"abtheLOW 12 3 \n\t'.,/_", "\u00e9", "\u00c0", "\u6771", "\u2003", "the", " the", "<|im_end|>", "it's"]
+    letters = [
+        *"abtheLOW 12 3 \n\t'.,/_",
+        "\u00e9",
+        "\u00c0",
+        "\u6771",
+        "\u2003",
+        "the",
+        " the",
+        "<|im_end|>",
+        "it's",
+    ]
     texts = ["".join(generator.choice(letters, 60)) for _ in range(60)]
-    for text in [*texts, "  12 the", " def f(x):\n    return x[3:]  + 1234.5\r\n\n", " ", "IT'S we'LL"]:
+    for text in [
+        *texts,
+        "  12 the",
+        " def f(x):\n    return x[3:]  + 1234.5\r\n\n",
+        " ",
+        "IT'S we'LL",
+    ]:
         expected = theirs.tokenize(text.encode(), add_bos=pre == "pieces", special=True)
         assert ours(text)["input_ids"] == expected, text
 
@@ -239,7 +333,10 @@ def test_tokenizers_that_cannot_be_had(tmp_path: Path) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"tokenizer": False}, "it has no tokenizer"),
         ({"pre": "new"}, "pre-tokenizer is 'new'; known are default, gpt-2, smollm"),
-        ({"metadata": {"tokenizer.ggml.eos_token_id": 400}}, "eos_token_id is 400; there are 320 tokens"),
+        (
+            {"metadata": {"tokenizer.ggml.eos_token_id": 400}},
+            "eos_token_id is 400; there are 320 tokens",
+        ),
         ({"metadata": {"tokenizer.ggml.model": "abc"}}, "of kind 'abc'; known are gpt2, llama"),
     ]
     for changes, message in refused:
@@ -252,7 +349,10 @@ def test_files_with_the_same_tokenizer(tmp_path: Path, monkeypatch: pytest.Monke
         return ggufs.write(tmp_path / name, ggufs.small(), "F16", **changes)
 
     first, same = file("a.gguf"), file("b.gguf", metadata={"tokenizer.ggml.eos_token_id": 3})
-    others = file("c.gguf", pre="qwen2"), file("d.gguf", metadata={"tokenizer.ggml.add_bos_token": True})
+    others = (
+        file("c.gguf", pre="qwen2"),
+        file("d.gguf", metadata={"tokenizer.ggml.add_bos_token": True}),
+    )
     assert open_gguf(first).has_tokenizer_of(open_gguf(same))
     assert not any(open_gguf(first).has_tokenizer_of(open_gguf(other)) for other in others)
     tokenizer = gguf_tokenizer(first)
@@ -266,7 +366,9 @@ def test_files_with_the_same_tokenizer(tmp_path: Path, monkeypatch: pytest.Monke
     assert tokenizer.backend_tokenizer.token_to_id("more") is None
 
 
-def test_a_header_is_read_once_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_is_read_once_until_the_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F16")
     assert open_gguf(path) is not open_gguf(path)  # it may be being written
     monkeypatch.setattr(gguf_file, "time", lambda: time.time() + 10)
@@ -277,7 +379,9 @@ def test_a_header_is_read_once_until_the_file_changes(tmp_path: Path, monkeypatc
 
 
 def test_what_a_file_needs_is_shown_without_torch(tmp_path: Path) -> None:
-    path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "Q4_1", types={"token_embd.weight": "Q8_0"})
+    path = ggufs.write(
+        tmp_path / "a.gguf", ggufs.small(), "Q4_1", types={"token_embd.weight": "Q8_0"}
+    )
     code = (
         "import sys; from forerun.cli.info import file_facts; "
         f"print([file_facts({str(path)!r}), 'torch' in sys.modules])"
@@ -285,20 +389,40 @@ def test_what_a_file_needs_is_shown_without_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     facts, has_torch = ast.literal_eval(done.stdout)
     assert not has_torch
-    assert facts["weights"] == open_gguf(path).bytes_by_type and list(facts["weights"]) == ["Q4_1", "Q8_0", "F32"]
-    assert facts["kv_bytes_per_token"] == 2 * 2 * 16 * 2 * 2  # layers, heads, their size, keys and values, float16
+    assert facts["weights"] == open_gguf(path).bytes_by_type and list(facts["weights"]) == [
+        "Q4_1",
+        "Q8_0",
+        "F32",
+    ]
+    assert (
+        facts["kv_bytes_per_token"] == 2 * 2 * 16 * 2 * 2
+    )  # layers, heads, their size, keys and values, float16
     assert facts["kv_bytes_at_full_context"] == ggufs.CONTEXT * facts["kv_bytes_per_token"]
-    assert facts["bytes_at_full_context"] == facts["weight_bytes"] + facts["kv_bytes_at_full_context"]
+    assert (
+        facts["bytes_at_full_context"] == facts["weight_bytes"] + facts["kv_bytes_at_full_context"]
+    )
     assert not any(name.startswith("draft") for name in facts)
     # Floats of any kind take the memory of float32.
-    half, whole = (open_gguf(ggufs.write(tmp_path / f"{kind}.gguf", ggufs.small(), kind)) for kind in ("F16", "F32"))
-    assert half.memory == whole.memory == sum(whole.bytes_by_type.values()) > sum(half.bytes_by_type.values())
+    half, whole = (
+        open_gguf(ggufs.write(tmp_path / f"{kind}.gguf", ggufs.small(), kind))
+        for kind in ("F16", "F32")
+    )
+    assert (
+        half.memory
+        == whole.memory
+        == sum(whole.bytes_by_type.values())
+        > sum(half.bytes_by_type.values())
+    )
     assert half.kv_bytes == 2 * 2 * 16 * 2 * 4  # as above, in float32
 
 
-def test_what_a_files_draft_needs_is_shown_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_files_draft_needs_is_shown_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "Q4_1")
-    monkeypatch.setattr("forerun.cli.info.own_draft", lambda model: str(path) if model == "big" else None)
+    monkeypatch.setattr(
+        "forerun.cli.info.own_draft", lambda model: str(path) if model == "big" else None
+    )
     monkeypatch.setattr("forerun.cli.info.locate", lambda model, part: path)
     facts = file_facts("big")
     assert facts["draft_kv_bytes_per_token"] == facts["kv_bytes_per_token"] == 256
@@ -317,8 +441,14 @@ def refused(path: Path) -> str:
 def test_contents_that_do_not_fit(tmp_path: Path) -> None:
     for changes, words in (
         ({"split.count": 3}, "one of 3 shards"),
-        ({"general.architecture": "falcon"}, "architecture is 'falcon'; known are llama, qwen2, qwen3, smollm3"),
-        ({"llama.block_count": 4_000_000_000}, "tensors of 2 layers; llama.block_count is 4000000000"),
+        (
+            {"general.architecture": "falcon"},
+            "architecture is 'falcon'; known are llama, qwen2, qwen3, smollm3",
+        ),
+        (
+            {"llama.block_count": 4_000_000_000},
+            "tensors of 2 layers; llama.block_count is 4000000000",
+        ),
         ({"llama.block_count": 0}, "llama.block_count is 0; it must be above 0"),
         ({"llama.embedding_length": "many"}, "llama.embedding_length is 'many', which is no int"),
         ({"llama.embedding_length": 96}, "the sizes in the metadata need"),
@@ -327,7 +457,10 @@ def test_contents_that_do_not_fit(tmp_path: Path) -> None:
         ({"llama.attention.value_length": 8}, "llama.attention.value_length is 8; only 16"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8; only 16"),
         ({"llama.rope.freq_base": math.nan}, "llama.rope.freq_base is nan"),
-        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "its rotation is scaled ('yarn', 4)"),
+        (
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0},
+            "its rotation is scaled ('yarn', 4)",
+        ),
         ({"llama.expert_count": 8}, "it has llama.expert_count, which is not supported"),
         ({"tokenizer.ggml.eos_token_id": 1000}, "eos_token_id is 1000; there are 320 tokens"),
         ({"qwen2.attention.sliding_window": 16}, "for llama only"),
@@ -335,7 +468,10 @@ def test_contents_that_do_not_fit(tmp_path: Path) -> None:
         ({"token_embd.weight": None}, "it has no tensor token_embd.weight"),
         ({"blk.1.attn_norm.weight": np.ones(63, np.float32)}, "blk.1.attn_norm.weight is [63]"),
         ({"blk.0.ffn_up.weight": np.ones((64, 64), np.float32)}, "need [96, 64]"),
-        ({"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}, "a tensor blk.0.attn_q_norm.weight, which Llama"),
+        (
+            {"blk.0.attn_q_norm.weight": np.ones(16, np.float32)},
+            "a tensor blk.0.attn_q_norm.weight, which Llama",
+        ),
         ({"rope_freqs.weight": np.zeros(8, np.float32)}, "rope_freqs.weight must be above 0"),
     ):
         model = ggufs.small("qwen2" if "qwen2.attention.sliding_window" in changes else "llama")
@@ -367,7 +503,9 @@ def damaged(whole: bytes, header: int, generator: np.random.Generator) -> bytes:
     if generator.random() < 0.1:
         return whole[: int(generator.integers(len(whole)))]
     changed = bytearray(whole)
-    for place in generator.choice(np.r_[0:800, header - 1000 : header], int(generator.integers(1, 4))):
+    for place in generator.choice(
+        np.r_[0:800, header - 1000 : header], int(generator.integers(1, 4))
+    ):
         width = int(generator.choice([1, 4, 8]))
         number = HOSTILE[int(generator.integers(len(HOSTILE)))] % 2 ** (8 * width)
         changed[place : place + width] = number.to_bytes(width, "little")
@@ -381,10 +519,16 @@ def test_damaged_files(tmp_path: Path) -> None:
     made = [
         ggufs.write(tmp_path / "a.gguf", ggufs.small(num_hidden_layers=1), "Q4_1"),
         ggufs.write(tmp_path / "b.gguf", wide, "Q6_K"),
-        ggufs.write(tmp_path / "c.gguf", ggufs.small("qwen3", tie_word_embeddings=False), "Q8_0", pre="pieces"),
+        ggufs.write(
+            tmp_path / "c.gguf",
+            ggufs.small("qwen3", tie_word_embeddings=False),
+            "Q8_0",
+            pre="pieces",
+        ),
     ]
     files = [
-        (path.read_bytes(), min(int(each.data_offset) for each in open_gguf(path).tensors.values())) for path in made
+        (path.read_bytes(), min(int(each.data_offset) for each in open_gguf(path).tensors.values()))
+        for path in made
     ]
     seed = int(os.environ.get("FORERUN_FUZZ_SEED", 0))
     generator, found, ran, path = np.random.default_rng(seed), set(), 0, tmp_path / "damaged.gguf"

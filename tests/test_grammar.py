@@ -58,7 +58,9 @@ def letters() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
 
 
-def compiled(form: dict[str, Any], tokenizer: Any, ends: Iterable[int] = (0,), start: int = 0) -> Any:
+def compiled(
+    form: dict[str, Any], tokenizer: Any, ends: Iterable[int] = (0,), start: int = 0
+) -> Any:
     return grammar.compiled(formats.form_of(form), tokenizer, frozenset(ends))(start)
 
 
@@ -68,7 +70,11 @@ def of_letters(start: int = len(PROMPT)) -> Any:
 
 def follows(text: str) -> list[int]:
     """The tokens that may follow a text of the language: from its words alone."""
-    found = [token for token, name in enumerate(NAMES) if name and any(w.startswith(text + name) for w in LANGUAGE)]
+    found = [
+        token
+        for token, name in enumerate(NAMES)
+        if name and any(w.startswith(text + name) for w in LANGUAGE)
+    ]
     return found + [END] * (text in LANGUAGE)
 
 
@@ -129,10 +135,16 @@ DRAFTERS = {
 }
 
 
-def outcomes(drafter: Drafter, sampler: Any = Sampler, stops: bool = True, rows: int = ROWS) -> list[list[int]]:
+def outcomes(
+    drafter: Drafter, sampler: Any = Sampler, stops: bool = True, rows: int = ROWS
+) -> list[list[int]]:
     """The first tokens of many sampled sequences, filled up with end tokens."""
     own, generator = of_letters(), torch.Generator().manual_seed(0)
-    how: dict[str, Any] = {"eos": frozenset([END]), "stop": own.stop(None) if stops else None, "generator": generator}
+    how: dict[str, Any] = {
+        "eos": frozenset([END]),
+        "stop": own.stop(None) if stops else None,
+        "generator": generator,
+    }
     request = Request(PROMPT, NEW, sampler(False, LogitsProcessorList([own])), **how)
     found = decode(TableLM(TARGET), drafter, [request] * rows)
     errors = [steps[-1].error for steps in found if steps[-1].error is not None]
@@ -145,7 +157,9 @@ def test_what_is_allowed_is_what_the_language_says() -> None:
     texts = {word[:n] for word in LANGUAGE for n in range(len(word) + 1)}
     for tokens in (each for n in range(JOINT + 1) for each in product(range(1, 6), repeat=n)):
         text = "".join(NAMES[token] for token in tokens)
-        scores = own(torch.tensor([tokens], dtype=torch.long).view(1, -1), torch.zeros(1, 8))  # two tokens too many
+        scores = own(
+            torch.tensor([tokens], dtype=torch.long).view(1, -1), torch.zeros(1, 8)
+        )  # two tokens too many
         allowed = scores[0].isfinite().nonzero().flatten().tolist()
         assert allowed == (sorted(follows(text)) if text in texts else list(range(8))), tokens
 
@@ -180,7 +194,12 @@ SCHEMA = {
     "properties": {
         "name": {"type": "string", "maxLength": 6},
         "size": {"type": "integer", "minimum": 0, "maximum": 999},
-        "tags": {"type": "array", "items": {"enum": ["cat", "dog", "cow"]}, "minItems": 1, "maxItems": 3},
+        "tags": {
+            "type": "array",
+            "items": {"enum": ["cat", "dog", "cow"]},
+            "minItems": 1,
+            "maxItems": 3,
+        },
     },
     "required": ["name", "size", "tags"],
     "additionalProperties": False,
@@ -227,7 +246,9 @@ def reference(text: str) -> list[int]:
     """Greedy decoding token by token with llguidance alone, up to where only the end may follow."""
     tokenizer = tiny_tokenizer()
     vocabulary = llguidance.hf.from_tokenizer(tokenizer)
-    matcher = llguidance.LLMatcher(vocabulary, llguidance.LLMatcher.grammar_from_json_schema(SCHEMA))
+    matcher = llguidance.LLMatcher(
+        vocabulary, llguidance.LLMatcher.grammar_from_json_schema(SCHEMA)
+    )
     tokens, found = tokenizer.encode(text), []
     while not matcher.is_stopped():
         with torch.no_grad():
@@ -240,20 +261,31 @@ def reference(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_greedy_output_is_that_of_plain_decoding_under_the_mask_and_sampled_output_is_valid(name: str) -> None:
+def test_greedy_output_is_that_of_plain_decoding_under_the_mask_and_sampled_output_is_valid(
+    name: str,
+) -> None:
     used = decoder(name)
     rows = used.generate(TEXTS, response_format=JSON, max_new_tokens=120)
     assert [row.tokens for row in rows] == [reference(text) for text in TEXTS]
     assert all(valid(row.text) and row.finish_reason == "stop" for row in rows)
     if name != "ar":
         assert 0 < sum(row.stats.accepted for row in rows) < sum(row.stats.tested for row in rows)
-    rows = used.generate(TEXTS * 3, response_format=JSON, max_new_tokens=120, temperature=1.0, top_p=0.9)
+    rows = used.generate(
+        TEXTS * 3, response_format=JSON, max_new_tokens=120, temperature=1.0, top_p=0.9
+    )
     assert all(valid(row.text) for row in rows) and len({row.text for row in rows}) > 5
 
 
 def test_requests_of_one_batch_have_their_own_grammars() -> None:
-    forms = [JSON, regex("[0-9]{3}(-[a-z]{2})?"), None, {"type": "grammar", "grammar": 'start: ("x" | "yy")~4'}]
-    alone = [decoder("sd").generate(TEXTS[0], response_format=form, max_new_tokens=60) for form in forms]
+    forms = [
+        JSON,
+        regex("[0-9]{3}(-[a-z]{2})?"),
+        None,
+        {"type": "grammar", "grammar": 'start: ("x" | "yy")~4'},
+    ]
+    alone = [
+        decoder("sd").generate(TEXTS[0], response_format=form, max_new_tokens=60) for form in forms
+    ]
     together = decoder("sd")
     for form in forms * 2:
         together.engine.add(together.request(TEXTS[0], response_format=form, max_new_tokens=60))
@@ -268,8 +300,13 @@ def test_states_do_not_depend_on_the_way_there() -> None:
     used, seen = compiled(JSON, tiny_tokenizer(), start=1), set()
     for _ in range(150):
         text = whole[pick(3)]
-        ids = torch.tensor([[5, *text[: pick(len(text) + 1)], *([pick(300)] if pick(3) == 0 else [])]])
-        found, fresh = (each(ids, torch.zeros(1, VOCAB)) for each in (used, compiled(JSON, tiny_tokenizer(), start=1)))
+        ids = torch.tensor(
+            [[5, *text[: pick(len(text) + 1)], *([pick(300)] if pick(3) == 0 else [])]]
+        )
+        found, fresh = (
+            each(ids, torch.zeros(1, VOCAB))
+            for each in (used, compiled(JSON, tiny_tokenizer(), start=1))
+        )
         assert found.equal(fresh)
         assert found.isfinite().all() or not found[0, 300:].isfinite().any()
         seen.add(tuple(ids[0].tolist()))
@@ -278,7 +315,9 @@ def test_states_do_not_depend_on_the_way_there() -> None:
 
 @pytest.mark.parametrize(("most", "reason"), [(1, "length"), (2, "stop"), (9, "stop")])
 def test_a_whole_text_ends_without_an_end_token(most: int, reason: str) -> None:
-    row = decoder("lookup").generate(TEXTS[0], response_format=regex("[0-9][0-9]"), max_new_tokens=most)
+    row = decoder("lookup").generate(
+        TEXTS[0], response_format=regex("[0-9][0-9]"), max_new_tokens=most
+    )
     assert (row.finish_reason, len(row.tokens), row.text.isdigit()) == (reason, min(most, 2), True)
 
 
@@ -290,11 +329,17 @@ def test_an_open_text_ends_where_the_model_ends_it() -> None:
     table = torch.zeros(6, 6, 6)
     table[..., END], table[..., 1] = 9.0, 5.0  # the end is best wherever it may stand, then a
     own = compiled(regex("a{2,9}"), letters(), [END], 1)
-    request = Request([3], 20, Sampler(True, LogitsProcessorList([own])), frozenset([END]), own.stop(None))
+    request = Request(
+        [3], 20, Sampler(True, LogitsProcessorList([own])), frozenset([END]), own.stop(None)
+    )
     for drafter in (PlainDrafter(), EndsSoon()):
         ((*_, last),) = steps = decode(TableLM(table), drafter, [request])
         assert (tokens_of(steps[0]), last.finish_reason) == ([1, 1, END], "stop")
-    assert own.fitting([3], [1, 1, END, 1]) == 3 and own.fitting([3], [1, END]) == 1 and own.fitting([3, 1], []) == 0
+    assert (
+        own.fitting([3], [1, 1, END, 1]) == 3
+        and own.fitting([3], [1, END]) == 1
+        and own.fitting([3, 1], []) == 0
+    )
 
 
 def test_special_tokens_are_no_text_and_all_ends_may_end() -> None:
@@ -317,25 +362,52 @@ def test_a_tokenizer_of_pieces() -> None:
 
 BAD = [
     (5, "response_format must be a dict with a type, not 5"),
-    ({}, "response_format.type must be one of text, json_object, json_schema, regex, grammar, not None"),
+    (
+        {},
+        "response_format.type must be one of text, json_object, json_schema, regex, grammar, not None",
+    ),
     ({"type": "x" * 999}, "not '" + "x" * 40 + "...'"),
     ({"type": "regex"}, "response_format.regex must be a text that is not empty, not None"),
     ({"type": "regex", "regex": "a\ud800"}, "response_format.regex has half of a surrogate pair"),
-    ({"type": "grammar", "grammar": ["a"]}, "response_format.grammar must be a text that is not empty, not a list"),
+    (
+        {"type": "grammar", "grammar": ["a"]},
+        "response_format.grammar must be a text that is not empty, not a list",
+    ),
     ({"type": "grammar", "grammar": "a" * 2**19}, "response_format.grammar has 524288 characters"),
-    ({"type": "json_schema"}, "response_format.json_schema must be {'schema': a JSON schema}, not None"),
+    (
+        {"type": "json_schema"},
+        "response_format.json_schema must be {'schema': a JSON schema}, not None",
+    ),
     ({"type": "json_schema", "json_schema": {"schema": []}}, "response_format.json_schema must be"),
-    ({"type": "json_schema", "json_schema": {"schema": {"a": {1}}}}, "response_format.json_schema.schema is no JSON"),
+    (
+        {"type": "json_schema", "json_schema": {"schema": {"a": {1}}}},
+        "response_format.json_schema.schema is no JSON",
+    ),
     ({"type": "json_schema", "json_schema": {"schema": {"a": float("nan")}}}, "schema is no JSON"),
 ]
 UNUSABLE = [
     (regex("(" * 5000), "cannot use response_format.regex: at 1(8): invalid regex"),
     (regex(r"(?=a)b"), "cannot use response_format.regex: "),
-    ({"type": "grammar", "grammar": "start: x"}, 'cannot use response_format.grammar: at 1(8): unknown name: "x"'),
-    ({"type": "grammar", "grammar": "root ::= " + "(" * 9999}, "cannot use response_format.grammar: "),
-    ({"type": "grammar", "grammar": "start: start"}, "cannot use response_format.grammar: it allows no text"),
-    ({"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}, "json_schema: Invalid type: foo"),
-    ({"type": "json_schema", "json_schema": {"schema": {"not": {}}}}, 'Unimplemented keys: ["not"]'),
+    (
+        {"type": "grammar", "grammar": "start: x"},
+        'cannot use response_format.grammar: at 1(8): unknown name: "x"',
+    ),
+    (
+        {"type": "grammar", "grammar": "root ::= " + "(" * 9999},
+        "cannot use response_format.grammar: ",
+    ),
+    (
+        {"type": "grammar", "grammar": "start: start"},
+        "cannot use response_format.grammar: it allows no text",
+    ),
+    (
+        {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}},
+        "json_schema: Invalid type: foo",
+    ),
+    (
+        {"type": "json_schema", "json_schema": {"schema": {"not": {}}}},
+        'Unimplemented keys: ["not"]',
+    ),
     ({"type": "json_schema", "json_schema": {"schema": False}}, "Unsatisfiable schema"),
 ]
 
@@ -346,7 +418,9 @@ def test_a_form_that_cannot_be_used_is_refused(form: Any, message: str) -> None:
         params = SamplingParams(response_format=form)
         assert (form, message) in UNUSABLE  # the others are refused before any model is asked
         decoder("ar").generate("a", params)
-    assert message in str(error.value) and len(str(error.value)) < 300 and "\n" not in str(error.value)
+    assert (
+        message in str(error.value) and len(str(error.value)) < 300 and "\n" not in str(error.value)
+    )
 
 
 def test_deep_and_odd_values() -> None:
@@ -357,15 +431,33 @@ def test_deep_and_odd_values() -> None:
         SamplingParams(response_format={"type": "json_schema", "json_schema": {"schema": schema}})
     while schema:
         schema = schema["items"]  # level by level: letting go of all at once is deep as well
-    refuses("ignore_eos cannot be given beside response_format", SamplingParams, response_format=JSON, ignore_eos=True)
+    refuses(
+        "ignore_eos cannot be given beside response_format",
+        SamplingParams,
+        response_format=JSON,
+        ignore_eos=True,
+    )
     plain = decoder("ar").generate("a", max_new_tokens=5).tokens
-    assert decoder("ar").generate("a", max_new_tokens=5, response_format={"type": "text"}).tokens == plain
+    assert (
+        decoder("ar").generate("a", max_new_tokens=5, response_format={"type": "text"}).tokens
+        == plain
+    )
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuses("response_format needs a tokenizer", Decoder(model(), method=AR()).generate, [1, 2], response_format=JSON)
+    refuses(
+        "response_format needs a tokenizer",
+        Decoder(model(), method=AR()).generate,
+        [1, 2],
+        response_format=JSON,
+    )
     endless = PreTrainedTokenizerFast(tokenizer_object=letters().backend_tokenizer)
-    refuses("response_format needs an end token", decoder("ar", endless).generate, [1, 2], response_format=JSON)
+    refuses(
+        "response_format needs an end token",
+        decoder("ar", endless).generate,
+        [1, 2],
+        response_format=JSON,
+    )
     monkeypatch.setitem(sys.modules, "llguidance", None)
     refuses(r"pip install '\.\[grammar\]'", decoder("ar").generate, "a", response_format=JSON)
 
@@ -374,11 +466,19 @@ def test_a_dead_end_ends_one_request_alone() -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     shared = decoder("sd", tokenizer)
-    forms = [{"type": "grammar", "grammar": 'start: "a" <|im_start|>'}, regex("[0-9]{4}")]  # a special token is no text
-    bad, good = (shared.engine.add(shared.request("the cat", response_format=form, max_new_tokens=9)) for form in forms)
+    forms = [
+        {"type": "grammar", "grammar": 'start: "a" <|im_start|>'},
+        regex("[0-9]{4}"),
+    ]  # a special token is no text
+    bad, good = (
+        shared.engine.add(shared.request("the cat", response_format=form, max_new_tokens=9))
+        for form in forms
+    )
     steps = toys.drain(shared.engine)
     assert [steps[id][-1].finish_reason for id in (bad, good)] == ["error", "stop"]
-    assert str(steps[bad][-1].error).startswith("the response_format cannot be kept after 1 tokens: no token")
+    assert str(steps[bad][-1].error).startswith(
+        "the response_format cannot be kept after 1 tokens: no token"
+    )
     own = compiled(regex("a|b"), tokenizer)
     assert own.complete(tokenizer.encode("a"))
     refuses("after 1 tokens: the grammar forbids that text", own.complete, tokenizer.encode("z"))

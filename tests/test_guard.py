@@ -87,13 +87,21 @@ def pauses(steps: abc.Sequence[Step]) -> list[int]:
 def test_a_useless_draft_is_soon_left_out() -> None:
     steps = Bench().call(250)
     # Two plain steps, drafting with a look until more than 4 are lost at 1 a step, then single trials.
-    assert pauses(steps)[:8] == [2, 0, 0, 1, 0, CHECK, FIRST, 2 * FIRST] and len(pauses(steps)) <= 11
-    assert [step.rests for step in steps[:8]] == [False] * 8  # plain steps that only measure are no rest
+    assert (
+        pauses(steps)[:8] == [2, 0, 0, 1, 0, CHECK, FIRST, 2 * FIRST] and len(pauses(steps)) <= 11
+    )
+    assert [step.rests for step in steps[:8]] == [
+        False
+    ] * 8  # plain steps that only measure are no rest
     assert all(step.rests for step in steps[8:] if not step.drafted)
     assert all(step.origins == ("bonus",) for step in steps if not step.drafted)
     # Pauses double, and are bounded by what trials cost: the draft's forwards.
     for each, gamma in ((0.25, 4), (0.5, 6)):
-        found = [run / (each * gamma) for run in pauses(Bench(each=each, gamma=gamma).call(6000))[1:-1] if run > CHECK]
+        found = [
+            run / (each * gamma)
+            for run in pauses(Bench(each=each, gamma=gamma).call(6000))[1:-1]
+            if run > CHECK
+        ]
         assert found[:4] == [FIRST, 2 * FIRST, 4 * FIRST, LONGEST] and set(found[3:]) == {LONGEST}
     # A draft that agrees is never left out, but for a look at plain steps now and then.
     steps = Bench(TARGET).call(1000)
@@ -148,7 +156,9 @@ def test_slow_first_steps_do_not_hide_what_drafts_lose() -> None:
 def test_suffixes_draft_where_costs_rule_the_model_s_drafts_out() -> None:
     bench, costs = Bench(TARGET), Costs({1: 10.0, 64: 10.5}, {1: 99.0})
     inner = Guarded(ChainDrafter(bench.draft, FixedLength(2), costs=costs), bench.pace)
-    (steps,) = decode(bench.target, HybridDrafter(SuffixDrafter(Suffix()), inner, 99.0), [Request([1, 2], 60)])
+    (steps,) = decode(
+        bench.target, HybridDrafter(SuffixDrafter(Suffix()), inner, 99.0), [Request([1, 2], 60)]
+    )
     assert sum(step.drafted > 0 for step in steps) > 3 and not bench.draft.prompts
 
 
@@ -222,7 +232,9 @@ def test_a_late_sequence_waits_for_a_prompt_that_is_being_run() -> None:
     class OneByOne(TableLM):
         busy = False
 
-        def prefill(self, tokens: abc.Sequence[int], chunk: int, *_: Any, **__: Any) -> Iterator[int]:
+        def prefill(
+            self, tokens: abc.Sequence[int], chunk: int, *_: Any, **__: Any
+        ) -> Iterator[int]:
             assert not self.busy
             self.busy = True
             yield from super().prefill(tokens, chunk)
@@ -288,7 +300,11 @@ def test_prompts_of_drafts_have_to_be_earned() -> None:
     pace = SpeedTracker(clock)
     pace.record(1, 1, 1.0, drafted=False)
     pace.pause(4)
-    list(Guarded(SlowPrompts(clock, wants_hidden=True), pace).admit(Sequence(Request([0], 9), 0), None, 8))
+    list(
+        Guarded(SlowPrompts(clock, wants_hidden=True), pace).admit(
+            Sequence(Request([0], 9), 0), None, 8
+        )
+    )
     assert pace.paused and pace._earned == 0
 
 
@@ -299,12 +315,19 @@ class ReadsLate(SlowPrompts):
 
 
 @pytest.mark.parametrize(("begins", "charged"), [(True, (8, 0)), (False, (0, -8))])
-def test_a_prompt_that_is_read_while_drafting_may_be_gained_back(begins: bool, charged: tuple[int, int]) -> None:
+def test_a_prompt_that_is_read_while_drafting_may_be_gained_back(
+    begins: bool, charged: tuple[int, int]
+) -> None:
     """By the trial that it begins. It is no part of a step."""
     pace = SpeedTracker(clock := Clock())
     for _ in range(LOOKS):
         pace.record(1, 1, 1.0, drafted=False)
-    guarded, seq, pace.begins, pace._debt = Guarded(ReadsLate(clock), pace), Sequence(Request([0], 9), 0), begins, 0.0
+    guarded, seq, pace.begins, pace._debt = (
+        Guarded(ReadsLate(clock), pace),
+        Sequence(Request([0], 9), 0),
+        begins,
+        0.0,
+    )
     guarded._inside[0] = True
     guarded.propose([seq])
     assert (pace._debt, pace._earned) == charged and guarded._begun == clock.now
@@ -353,7 +376,9 @@ class Recorder(ChainDrafter):
         self.admitted.append(len(seq.output))
         yield from super().admit(seq, hidden, chunk)
 
-    def observe(self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: Any) -> None:
+    def observe(
+        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: Any
+    ) -> None:
         super().observe(seqs, drafts, verdicts, hidden)
         for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
             self.observed.append((seq.id, draft.drafted, verdict.accepted))
@@ -380,14 +405,20 @@ def test_no_schedule_of_pauses_changes_greedy_output(data: st.DataObject) -> Non
     target = random_table(size, data.draw(st.integers(0, 30)))
     rows, eos = data.draw(st.integers(1, 4)), data.draw(st.integers(0, size))
     most, pauses = data.draw(st.integers(1, 4)), data.draw(st.booleans())
-    asked = [Request(prompt, data.draw(st.integers(1, 25)), eos=frozenset({eos})) for prompt in PROMPTS[:rows]]
+    asked = [
+        Request(prompt, data.draw(st.integers(1, 25)), eos=frozenset({eos}))
+        for prompt in PROMPTS[:rows]
+    ]
     draft = TableLM(target + data.draw(st.sampled_from([0.0, 0.4, 2.0])) * random_table(size, 99))
     plain, plan = decode(TableLM(target), PlainDrafter(), asked), list[bool]()
 
     def run(inner: Drafter, pace: SpeedTracker) -> list[list[Step]]:
         found = decode(TableLM(target), Guarded(inner, pace), asked, max_rows=most)
         for own, wanted in zip(found, plain, strict=True):
-            assert tokens_of(own) == tokens_of(wanted) and own[-1].finish_reason == wanted[-1].finish_reason
+            assert (
+                tokens_of(own) == tokens_of(wanted)
+                and own[-1].finish_reason == wanted[-1].finish_reason
+            )
         return by_number(found)
 
     def draw() -> bool:
@@ -399,9 +430,13 @@ def test_no_schedule_of_pauses_changes_greedy_output(data: st.DataObject) -> Non
         plan.clear()
         batches = list(zip(plan, run(inner, Scheduled(draw, pauses)), strict=True))
         assert inner.admitted == [0] * rows if wants_hidden else len(inner.admitted) <= rows
-        assert not draft.rows and not any(step.drafted for drew, own in batches if not drew for step in own)
+        assert not draft.rows and not any(
+            step.drafted for drew, own in batches if not drew for step in own
+        )
         seen = [step for drew, own in batches if drew or wants_hidden for step in own]
-        assert sorted(inner.observed) == sorted((step.id, step.drafted, step.accepted) for step in seen)
+        assert sorted(inner.observed) == sorted(
+            (step.id, step.drafted, step.accepted) for step in seen
+        )
     run(Lookup(4, 2).build(Parts(draft)), Scheduled(draw, pauses))
     # The real pace, under a clock that jumps, backwards as well.
     ticks = random.Random(data.draw(st.integers(0, 99)))
@@ -415,7 +450,9 @@ def test_sampling_with_pauses_keeps_the_targets_distribution(method: Method) -> 
     turns = random.Random(3)
     pace = Scheduled(lambda: turns.random() < 0.5, False)
     # Many small batches, as all rows of one draft or pause together.
-    rows = sampled(lambda: Guarded(method.build(Parts(TableLM(SAMPLED), TableLM(DRAFT))), pace, pace), 20, 100)
+    rows = sampled(
+        lambda: Guarded(method.build(Parts(TableLM(SAMPLED), TableLM(DRAFT))), pace, pace), 20, 100
+    )
     assert fit(rows) > 1e-4
 
 
@@ -440,17 +477,23 @@ def test_when_the_guard_is_on() -> None:
             drafter = Decoder(target, None, noisy_copy(target, 0.02), method, guard).engine.drafter
             assert isinstance(drafter, Guarded) == (guard is not False)
         inner = drafter.drafter if isinstance(drafter, Guarded) else drafter
-        assert isinstance(inner, HybridDrafter) and isinstance(inner.other, Guarded) == (guard is not False)
+        assert isinstance(inner, HybridDrafter) and isinstance(inner.other, Guarded) == (
+            guard is not False
+        )
         assert not isinstance(Decoder(target, method=AR(), guard=guard).engine.drafter, Guarded)
 
 
-def test_greedy_and_seeded_output_is_the_same_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_and_seeded_output_is_the_same_whatever_the_clock_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     target, ticks = tiny("llama"), random.Random(1)
     clock = accumulate(ticks.expovariate(1.0) for _ in count()).__next__
     monkeypatch.setattr(CausalLM, "clock", lambda _: clock())
     params = SamplingParams(temperature=1.0, seed=5, max_new_tokens=30)
     prompts, texts, kinds = [[5, 6, 7, 5, 6], [9], list(range(2, 40))], [], set()
-    plain = [each.tokens for each in Decoder(target, method=AR()).generate(prompts, max_new_tokens=30)]
+    plain = [
+        each.tokens for each in Decoder(target, method=AR()).generate(prompts, max_new_tokens=30)
+    ]
     for method in (SD(3), Lookup(4, 2)):
         for guard in (None, None, False):
             decoder = Decoder(target, None, noisy_copy(target, 0.03), method, guard)

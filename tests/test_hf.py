@@ -16,7 +16,17 @@ import torch
 import transformers
 from scipy.stats import chisquare
 from torch import Tensor
-from toys import CONTEXT, COSTS, VOCAB, noisy_copy, random_head, random_layer, refuses, tiny, tiny_tokenizer
+from toys import (
+    CONTEXT,
+    COSTS,
+    VOCAB,
+    noisy_copy,
+    random_head,
+    random_layer,
+    refuses,
+    tiny,
+    tiny_tokenizer,
+)
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -31,7 +41,10 @@ pytestmark = pytest.mark.versions
 
 NEW = 28
 _generator = torch.Generator().manual_seed(2)
-PROMPTS = [torch.randint(2, VOCAB, (length,), generator=_generator).tolist() for length in (7, 1, 23, 33, 12)]
+PROMPTS = [
+    torch.randint(2, VOCAB, (length,), generator=_generator).tolist()
+    for length in (7, 1, 23, 33, 12)
+]
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 FIVE = SD(gamma=5)
 
@@ -60,14 +73,22 @@ def padded(prompts: Sequence[list[int]]) -> dict[str, Tensor]:
 
 def fast(model: PreTrainedModel, inputs: dict[str, Tensor] | None = None, **options: Any) -> Any:
     options = {"guard": False} | options  # else time decides which steps draft
-    return model.generate(**(inputs or padded(PROMPTS[:1])), **options, custom_generate=forerun.custom_generate)
+    return model.generate(
+        **(inputs or padded(PROMPTS[:1])), **options, custom_generate=forerun.custom_generate
+    )
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "suppress_tokens": [5]},
-    "lengths": {"eos_token_id": [4, 9, 17, 30], "min_new_tokens": 6, "exponential_decay_length_penalty": (8, 1.2)},
-    "one row's tokens": {"prefix_allowed_tokens_fn": lambda row, ids: list(range(2 + row, VOCAB, 2))},
+    "lengths": {
+        "eos_token_id": [4, 9, 17, 30],
+        "min_new_tokens": 6,
+        "exponential_decay_length_penalty": (8, 1.2),
+    },
+    "one row's tokens": {
+        "prefix_allowed_tokens_fn": lambda row, ids: list(range(2 + row, VOCAB, 2))
+    },
 }
 
 
@@ -110,7 +131,9 @@ def test_prefix_functions_are_called_with_the_index_that_transformers_calls_them
 def test_pacer_takes_its_layer_or_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = tiny("llama"), []
     monkeypatch.setenv("FORERUN_HOME", str(tmp_path))
-    monkeypatch.setattr("forerun.api.build.measure_costs", lambda *models, **options: asked.append(models) or COSTS)
+    monkeypatch.setattr(
+        "forerun.api.build.measure_costs", lambda *models, **options: asked.append(models) or COSTS
+    )
     wanted = fast(model, padded(PROMPTS), **GREEDY, draft=draft(), method=FIVE).tolist()
     assert not asked  # by a method that goes by no costs
     layer().save_pretrained(tmp_path)
@@ -132,18 +155,43 @@ def test_lyanna_takes_its_head_or_a_folder(tmp_path: Path) -> None:
     for method, given in (("lyanna", head), ("lyanna", tmp_path), ("pacer-lyanna", head)):
         stats: list[Any] = []
         for _ in range(2):
-            found = fast(model, padded(PROMPTS), **GREEDY, method=method, head=given, guard=False, stats=stats)
+            found = fast(
+                model,
+                padded(PROMPTS),
+                **GREEDY,
+                method=method,
+                head=given,
+                guard=False,
+                stats=stats,
+            )
             assert found.tolist() == wanted
         assert sum(row.drafted for row in stats) > 0
-    refuses("belongs to another target", fast, noisy_copy(model, 0.04, seed=1), **GREEDY, method="lyanna", head=head)
+    refuses(
+        "belongs to another target",
+        fast,
+        noisy_copy(model, 0.04, seed=1),
+        **GREEDY,
+        method="lyanna",
+        head=head,
+    )
 
 
 def test_no_mask_is_all_ones_and_max_length_counts_the_prompt() -> None:
     ids = {"input_ids": torch.tensor([PROMPTS[0]])}
-    for options in ({"max_length": 20, "do_sample": False}, {"do_sample": False}, GREEDY | {"use_cache": False}):
+    for options in (
+        {"max_length": 20, "do_sample": False},
+        {"do_sample": False},
+        GREEDY | {"use_cache": False},
+    ):
         wanted = target().generate(**ids, **options)
         assert torch.equal(fast(target(), ids, **options, **_cache(DynamicCache())), wanted)
-        whole = fast(target(), ids, **options, position_ids=torch.arange(7)[None], return_dict_in_generate=True)
+        whole = fast(
+            target(),
+            ids,
+            **options,
+            position_ids=torch.arange(7)[None],
+            return_dict_in_generate=True,
+        )
         assert isinstance(whole, GenerateDecoderOnlyOutput) and torch.equal(whole.sequences, wanted)
 
 
@@ -152,7 +200,9 @@ def test_rows_end_at_the_context() -> None:
     output = fast(model, padded([PROMPTS[2], PROMPTS[0]]), **GREEDY, draft=small)
     first = model.generate(**padded([PROMPTS[2]]), **GREEDY | {"max_new_tokens": 25})
     other = model.generate(**padded([PROMPTS[0]]), **GREEDY)
-    assert output[0].tolist() == [*first[0].tolist(), 0, 0, 0] and torch.equal(output[1, 16:], other[0])
+    assert output[0].tolist() == [*first[0].tolist(), 0, 0, 0] and torch.equal(
+        output[1, 16:], other[0]
+    )
 
 
 SAMPLED = {"do_sample": True, "max_new_tokens": 12, "top_k": 20, "pad_token_id": 0}
@@ -161,10 +211,14 @@ SAMPLED = {"do_sample": True, "max_new_tokens": 12, "top_k": 20, "pad_token_id":
 def test_several_draws_are_independent_and_repeatable() -> None:
     def drawn(seed: int) -> list[list[int]]:
         torch.manual_seed(seed)
-        return fast(target(), padded(PROMPTS[:2]), **SAMPLED, draft=draft(), num_return_sequences=3).tolist()
+        return fast(
+            target(), padded(PROMPTS[:2]), **SAMPLED, draft=draft(), num_return_sequences=3
+        ).tolist()
 
     first = drawn(1)
-    assert [row[:7] for row in first] == [row for row in padded(PROMPTS[:2])["input_ids"].tolist() for _ in range(3)]
+    assert [row[:7] for row in first] == [
+        row for row in padded(PROMPTS[:2])["input_ids"].tolist() for _ in range(3)
+    ]
     assert len({tuple(row) for row in first}) == 6 and drawn(1) == first != drawn(2)
     torch.manual_seed(1)
     assert not torch.equal(fast(target(), **SAMPLED), fast(target(), **SAMPLED))
@@ -178,20 +232,37 @@ def test_sampled_tokens_follow_transformers_distribution(kind: str) -> None:
     with torch.no_grad():
         best, tokens = target()(inputs["input_ids"]).logits[0, -1].div(1.5).topk(5)
     torch.manual_seed(3)
-    options = {"do_sample": True, "temperature": 1.5, "top_k": 5, "max_new_tokens": 2, "num_return_sequences": count}
+    options = {
+        "do_sample": True,
+        "temperature": 1.5,
+        "top_k": 5,
+        "max_new_tokens": 2,
+        "num_return_sequences": count,
+    }
     stats: list[Any] = []
-    output = fast(target(), inputs, **options, draft=draft() if kind == "draft" else None, stats=stats)
+    output = fast(
+        target(), inputs, **options, draft=draft() if kind == "draft" else None, stats=stats
+    )
     observed = [int((output[:, len(prompt)] == token).sum()) for token in tokens]
     assert sum(observed) == count and sum(row.tested for row in stats) >= count
-    assert chisquare(observed, (best.softmax(-1).double() * count).numpy(), sum_check=False).pvalue > 1e-3
+    assert (
+        chisquare(observed, (best.softmax(-1).double() * count).numpy(), sum_check=False).pvalue
+        > 1e-3
+    )
 
 
 def test_a_streamer_is_given_what_transformers_gives_it() -> None:
     ours, theirs = Mock(), Mock()
     output = fast(target(), **GREEDY, draft=draft(), token_streamer=ours)
     target().generate(**padded(PROMPTS[:1]), **GREEDY, streamer=theirs)
-    calls, wanted = ([[each[0], *map(Tensor.tolist, each.args)] for each in one.method_calls] for one in (ours, theirs))
-    assert calls == wanted and calls[1:] == [*(["put", [token]] for token in output[0, 7:].tolist()), ["end"]]
+    calls, wanted = (
+        [[each[0], *map(Tensor.tolist, each.args)] for each in one.method_calls]
+        for one in (ours, theirs)
+    )
+    assert calls == wanted and calls[1:] == [
+        *(["put", [token]] for token in output[0, 7:].tolist()),
+        ["end"],
+    ]
 
 
 def stops_at(text: str) -> StoppingCriteriaList:
@@ -202,16 +273,33 @@ def test_a_stop_string_inside_an_accepted_chunk_ends_the_row() -> None:
     tokenizer = tiny_tokenizer()
     model = tiny("llama", vocab=len(tokenizer))
     for row, prompt in enumerate(PROMPTS[:3]):
-        words = [tokenizer.decode([token]) for token in fast(model, padded([prompt]), **GREEDY)[0, len(prompt) :]]
+        words = [
+            tokenizer.decode([token])
+            for token in fast(model, padded([prompt]), **GREEDY)[0, len(prompt) :]
+        ]
         fresh = [word for i, word in enumerate(words) if i % 6 in (2, 3) and word not in words[:i]]
         stop = next(word for word in fresh if word.isascii() and word.strip())
-        theirs = model.generate(**padded([prompt]), **GREEDY, stop_strings=[stop], tokenizer=tokenizer)
+        theirs = model.generate(
+            **padded([prompt]), **GREEDY, stop_strings=[stop], tokenizer=tokenizer
+        )
         stats: list[Any] = []
-        ours = fast(model, padded([prompt]), **GREEDY, draft=model, stopping_criteria=stops_at(stop), stats=stats)
+        ours = fast(
+            model,
+            padded([prompt]),
+            **GREEDY,
+            draft=model,
+            stopping_criteria=stops_at(stop),
+            stats=stats,
+        )
         assert torch.equal(ours, theirs)
         assert stats[0].tokens % 6 and stats[0].tokens < NEW  # six would be a whole chunk
-        together = fast(model, padded(PROMPTS[:3]), **GREEDY, draft=model, stopping_criteria=stops_at(stop))
-        assert together[row, 23:].tolist()[: stats[0].tokens + 1] == [*ours[0, len(prompt) :].tolist(), 0]
+        together = fast(
+            model, padded(PROMPTS[:3]), **GREEDY, draft=model, stopping_criteria=stops_at(stop)
+        )
+        assert together[row, 23:].tolist()[: stats[0].tokens + 1] == [
+            *ours[0, len(prompt) :].tolist(),
+            0,
+        ]
 
 
 def test_criteria_are_asked_token_by_token_with_the_padding_in_front() -> None:
@@ -226,7 +314,9 @@ def test_criteria_are_asked_token_by_token_with_the_padding_in_front() -> None:
     assert output.shape == (2, 9)
     assert seen == [row[:n] for row in output.tolist() for n in range(6, 10)]
     stats: list[Any] = []
-    output = fast(target(), **GREEDY, draft=target(), method=FIVE, max_time=0.0, stats=stats)  # time is a criterion too
+    output = fast(
+        target(), **GREEDY, draft=target(), method=FIVE, max_time=0.0, stats=stats
+    )  # time is a criterion too
     assert output.shape == (1, 8) and stats[0].drafted == 5
 
 
@@ -240,7 +330,9 @@ def test_changed_weights_are_noticed_and_others_are_not_prepared_again() -> None
     before = fast(model, **GREEDY).tolist()
     with torch.no_grad():
         for weight in model.parameters():
-            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+            weight.add_(
+                0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+            )
     after = fast(model, **GREEDY, draft=other).tolist()
     assert after == model.generate(**padded(PROMPTS[:1]), **GREEDY).tolist() != before
     with torch.no_grad():
@@ -271,12 +363,20 @@ def _cache(cache: DynamicCache) -> dict[str, DynamicCache]:
 
 
 def _masked(*row: int) -> dict[str, Any]:
-    return {"inputs": {"attention_mask": torch.tensor([row]), "input_ids": torch.tensor([[5] * len(row)])}}
+    return {
+        "inputs": {
+            "attention_mask": torch.tensor([row]),
+            "input_ids": torch.tensor([[5] * len(row)]),
+        }
+    }
 
 
 UNPADDED = {"inputs": padded(PROMPTS[:2]), "pad_token_id": None}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"num_beams": 2}, "generation mode 'beam_search' is not supported; greedy search and sampling are"),
+    (
+        {"num_beams": 2},
+        "generation mode 'beam_search' is not supported; greedy search and sampling are",
+    ),
     ({"penalty_alpha": 0.6, "top_k": 4}, "generation mode 'contrastive_search' is not supported"),
     ({"prompt_lookup_num_tokens": 3}, "generation mode 'assisted_generation' is not supported"),
     ({"dola_layers": "high"}, "generation mode 'dola_generation' is not supported"),
@@ -285,13 +385,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"encoder_repetition_penalty": 1.5}, r"encoder_repetition_penalty=1.5 is not supported"),
     ({"encoder_no_repeat_ngram_size": 2}, "encoder_no_repeat_ngram_size=2 is not supported"),
     *(
-        ({name: True, "return_dict_in_generate": True}, f"{name} is not supported; only sequences are returned")
+        (
+            {name: True, "return_dict_in_generate": True},
+            f"{name} is not supported; only sequences are returned",
+        )
         for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
     ),
-    (_masked(1, 1, 0), "attention_mask may have zeros on the left of a row alone: pad with padding_side='left'"),
+    (
+        _masked(1, 1, 0),
+        "attention_mask may have zeros on the left of a row alone: pad with padding_side='left'",
+    ),
     (_masked(0, 1, 0, 1), "attention_mask may have zeros on the left"),
     (_masked(0, 0), "attention_mask may have zeros on the left"),
-    ({"position_ids": torch.arange(1, 8)[None]}, "position_ids must count the tokens that attention_mask shows"),
+    (
+        {"position_ids": torch.arange(1, 8)[None]},
+        "position_ids must count the tokens that attention_mask shows",
+    ),
     (
         {"token_type_ids": torch.zeros(1, 7).long(), "model": target("gpt2")},
         "token_type_ids is not supported; only tok",
@@ -299,20 +408,30 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"draft": "my-draft"}, "draft must be a loaded transformers model, not 'my-draft'"),
     ({"method": "sd"}, "method 'sd' needs a draft model: give a draft"),
     ({"method": "magic"}, "unknown method 'magic'; there are ar, sd, pacer, suffix"),
-    ({"token_streamer": Mock(), "num_return_sequences": 2, "do_sample": True}, "takes a single sequence, not 2"),
+    (
+        {"token_streamer": Mock(), "num_return_sequences": 2, "do_sample": True},
+        "takes a single sequence, not 2",
+    ),
     (_masked(*[1] * CONTEXT), "prompt 0 has 256 tokens; the target's context of 256 leaves room"),
     ({"draft": tiny("llama", vocab=32)}, "vocabulary has 32 entries, the target's 64"),
     ({"model": tiny("llama").train()}, "LlamaForCausalLM is in training mode"),
     ({"draft": tiny("gpt2").train()}, "GPT2LMHeadModel is in training mode"),
     ({"inputs": {"inputs_embeds": torch.zeros(1, 3, 32)}}, "inputs_embeds is not supported"),
-    ({"model": target("gpt2"), **UNPADDED, "stopping_criteria": stops_at("a")}, "different lengths; set pad_token_id"),
+    (
+        {"model": target("gpt2"), **UNPADDED, "stopping_criteria": stops_at("a")},
+        "different lengths; set pad_token_id",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
+@pytest.mark.parametrize(
+    ("options", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED]
+)
 def test_what_cannot_be_done_is_refused(options: dict[str, Any], message: str) -> None:
     fast(target(), **GREEDY, draft=draft())  # what is kept of a call makes no later one pass
-    options = {"model": target(), "inputs": {"input_ids": torch.tensor([PROMPTS[0]])}} | GREEDY | options
+    options = (
+        {"model": target(), "inputs": {"input_ids": torch.tensor([PROMPTS[0]])}} | GREEDY | options
+    )
     refuses(message, fast, **options)
 
 
@@ -324,7 +443,10 @@ def test_a_users_cache_must_be_empty_under_either_name(name: str) -> None:
     # Straight to the function, as versions of transformers pass on one name or the other.
     config = transformers.GenerationConfig(**options, eos_token_id=None)
     target()._prepare_special_tokens(config, True)
-    rules = transformers.LogitsProcessorList(), StoppingCriteriaList([transformers.MaxLengthCriteria(wanted.shape[1])])
+    rules = (
+        transformers.LogitsProcessorList(),
+        StoppingCriteriaList([transformers.MaxLengthCriteria(wanted.shape[1])]),
+    )
     called = partial(forerun.custom_generate, target(), ids, *rules, config, attention_mask=mask)
     assert torch.equal(called(**{name: DynamicCache()}), wanted)
     filled = DynamicCache()

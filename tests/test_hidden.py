@@ -61,7 +61,9 @@ def test_the_heads_rows(architecture: str) -> None:
     tokens = torch.tensor([3, 1, 7])
     weight, bias = head_rows(target, tokens, 32)
     features = features_of(target, [1, 2, 3])
-    torch.testing.assert_close(features @ weight.T + bias, target.head(features)[:, tokens], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        features @ weight.T + bias, target.head(features)[:, tokens], rtol=1e-4, atol=1e-5
+    )
 
 
 # Drafters, asked step by step.
@@ -86,11 +88,17 @@ def admit(drafter: HeadDrafter, seq: Sequence) -> None:
 
 def test_greedy_sequences_spare_the_head_only_together() -> None:
     """A sampled one does so for itself."""
-    seqs = [sequence([3, 1, 4, 1], 0), sequence([3, 1, 4, 1], 1, sampler=Sampler(False)), sequence([9, 2], 2)]
+    seqs = [
+        sequence([3, 1, 4, 1], 0),
+        sequence([3, 1, 4, 1], 1, sampler=Sampler(False)),
+        sequence([9, 2], 2),
+    ]
     drafter = lyanna("free", least=2)
     for seq in seqs[:2]:
         admit(drafter, seq)
-    for step, origins in enumerate((["draft", "draft"], ["reused", "reused"], ["draft", "reused", "draft"])):
+    for step, origins in enumerate(
+        (["draft", "draft"], ["reused", "reused"], ["draft", "reused", "draft"])
+    ):
         if step == 2:
             admit(drafter, seqs[2])
         proposal = drafter.propose(seqs[: len(origins)])
@@ -106,7 +114,9 @@ def drafter_of(kind: str, head: HiddenLM) -> HeadDrafter:
 
 
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])
-def test_prompts_are_read_when_a_draft_is_first_asked_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_read_when_a_draft_is_first_asked_for(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step reads whole prompts until it has read PIECE tokens. Drafts are the same however many steps that takes,
     and after a text has grown too."""
     target, head = toys(kind)
@@ -155,8 +165,15 @@ def test_drafts_that_cannot_pay_are_not_begun(acceptance: float) -> None:
     costs = Costs({1: 10.0, 4: 10.5, 8: 11.0, 16: 60.0, 32: 120.0}, {}, head={1: 0.2, 16: 1.0})
     drafter = lyanna("off", costs, block=2)
     drafter.head.curves = [[0.0, 1.0, acceptance]]
-    assert [drafter.pays(rows) for rows in (1, 4, 16)] == [acceptance > 0.5, acceptance > 0.5, False]
-    assert lyanna("off").pays(16) and lyanna("off", costs, width=2, nodes=1, block=9).pays(1) is not None
+    assert [drafter.pays(rows) for rows in (1, 4, 16)] == [
+        acceptance > 0.5,
+        acceptance > 0.5,
+        False,
+    ]
+    assert (
+        lyanna("off").pays(16)
+        and lyanna("off", costs, width=2, nodes=1, block=9).pays(1) is not None
+    )
 
 
 # Budgets.
@@ -168,7 +185,10 @@ def test_probabilities_are_calibrated(ahead: int) -> None:
     curves = [[0.5, 0.7, 0.9], [-1.0, 1.2, 0.8], [0.3, 2.0, 0.7], [-2.0, 0.5, 0.6]]
     probabilities = [0.9, 0.6, 0.3]
     here = [curves[min(ahead + k, 3)] for k in range(3)]
-    right = [1 / (1 + exp(-a - b * log(p / (1 - p)))) for (a, b, _), p in zip(here, probabilities, strict=True)]
+    right = [
+        1 / (1 + exp(-a - b * log(p / (1 - p))))
+        for (a, b, _), p in zip(here, probabilities, strict=True)
+    ]
 
     def budget() -> Budget:
         return Budget([Group([0], StepCosts(FREE, 1, 9), True)], curves, 3, [3], [ahead])
@@ -183,7 +203,11 @@ def test_probabilities_are_calibrated(ahead: int) -> None:
 def test_costs_go_by_mode() -> None:
     """A sequence drafts by the costs of its own mode: greedy ones together, others alone."""
     sampled: dict[str, Any] = {"sampler": Sampler(False)}
-    seqs = [sequence([3, 1, 4], 0), sequence([3, 1], 1, **sampled), sequence([3, 1], 2, seed=1, **sampled)]
+    seqs = [
+        sequence([3, 1, 4], 0),
+        sequence([3, 1], 1, **sampled),
+        sequence([3, 1], 2, seed=1, **sampled),
+    ]
     seqs.append(sequence([9, 9], 3))
     drafter = lyanna("off", replace(FREE, judging=1e6), block=2)
     for seq in seqs:
@@ -194,7 +218,10 @@ def test_costs_go_by_mode() -> None:
 @pytest.mark.parametrize("parts", [[[0, 1, 2]], [[0], [1], [2]]])
 def test_a_budget_takes_the_best_number_of_nodes(parts: list[list[int]]) -> None:
     """Of all choices, by costs and calibrated probabilities; rows that stop together share a forward's cost."""
-    costs, probabilities = Costs({1: 5.0, 4: 5.5, 30: 9.0}, {}, head={1: 0.15, 3: 0.2}), [0.95, 0.9, 0.7, 0.9, 0.2, 0.5]
+    costs, probabilities = (
+        Costs({1: 5.0, 4: 5.5, 30: 9.0}, {}, head={1: 0.15, 3: 0.2}),
+        [0.95, 0.9, 0.7, 0.9, 0.2, 0.5],
+    )
     limits = [6, 3, 6]
     groups = [Group(rows, StepCosts(costs, len(rows), 6), True) for rows in parts]
     budget = Budget(groups, [[0.0, 1.0, 0.7]] * 6, 6, limits, [0, 0, 0])
@@ -206,9 +233,12 @@ def test_a_budget_takes_the_best_number_of_nodes(parts: list[list[int]]) -> None
     for rows in parts:
 
         def rate(sizes: tuple[int, ...], rows: list[int] = rows) -> float:
-            spent = max(limits[row] for row in rows) * costs.heading(len(rows)) + costs.verify(len(rows) + sum(sizes))
+            spent = max(limits[row] for row in rows) * costs.heading(len(rows)) + costs.verify(
+                len(rows) + sum(sizes)
+            )
             return (
-                len(rows) + sum(sum(budget.sure[row][:size]) for row, size in zip(rows, sizes, strict=True))
+                len(rows)
+                + sum(sum(budget.sure[row][:size]) for row, size in zip(rows, sizes, strict=True))
             ) / spent
 
         best = max(product(*(range(limits[row] + 1) for row in rows)), key=rate)
@@ -275,15 +305,21 @@ def test_a_tree_holds_the_best_paths() -> None:
             for path in [path for path in values if len(path) == depth + 1]:
                 own = (row[depth] + table[path[-1]]).log_softmax(-1)
                 values |= {(*path, hot[i]): values[path] + float(own[i]) for i in range(4)}
-        best = sorted((path for path in values if len(path) > 1), key=lambda path: -values[path])[:9]
-        assert {tuple(draft.tokens[i] for i in draft.path(node)) for node in range(1, len(draft))} == set(best)
+        best = sorted((path for path in values if len(path) > 1), key=lambda path: -values[path])[
+            :9
+        ]
+        assert {
+            tuple(draft.tokens[i] for i in draft.path(node)) for node in range(1, len(draft))
+        } == set(best)
     chains = grow([5, 7], chain := searching(logits, head.hot, 1, 3), [3, 2], 1, 3)
     assert all(chain.is_chain for chain in chains) and [chain.drafted for chain in chains] == [3, 2]
     assert [draft.drafted for draft in grow([5, 7], chain, [0, 0], 2, 3)] == [0, 0]
     # If all probabilities are 1, no child is taken for its parent.
     sure = torch.full((1, 4, 3), -1e9)
     sure[..., 1] = 0.0
-    search = searching(lambda k, at, _: sure[:, k, None].expand(-1, at.shape[1], -1), torch.arange(3), 3, 4)
+    search = searching(
+        lambda k, at, _: sure[:, k, None].expand(-1, at.shape[1], -1), torch.arange(3), 3, 4
+    )
     (draft,) = grow([9], search, [4], 3, 4)
     assert draft.tokens[:1] == [9] and max(draft.depths) == 4 and draft.is_chain
 
@@ -316,7 +352,9 @@ OF_C: dict[str, Any] = {"head_dim": 32, "intermediate_size": 64, "hot": 16, "ran
 def head_of(target: CausalLM, way: str) -> HiddenDrafter:
     """A head as the way's name has it, and in sizes that C can do if the target is a Llama."""
     sizes = OF_C if target.config.model_type == "llama" else {}
-    return random_head(target, kind=str(WAYS[way].head), **sizes | ({"rank": 0} if "uninformed" in way else {}))
+    return random_head(
+        target, kind=str(WAYS[way].head), **sizes | ({"rank": 0} if "uninformed" in way else {})
+    )
 
 
 COSTS = Costs({1: 1.0, 16: 1.1}, {}, head={1: 0.001})
@@ -326,10 +364,14 @@ COSTS = Costs({1: 1.0, 16: 1.1}, {}, head={1: 0.001})
 @pytest.mark.parametrize("way", WAYS)
 def test_equality_on_real_models(architecture: str, way: str) -> None:
     target = tiny(architecture)
-    decoder = Decoder(target, None, None, WAYS[way], False, head=head_of(CausalLM(target), way), costs=COSTS)
+    decoder = Decoder(
+        target, None, None, WAYS[way], False, head=head_of(CausalLM(target), way), costs=COSTS
+    )
     ar = Decoder(target, method=method("ar"))
     for prompts in (PROMPTS[1:2], PROMPTS[:2], PROMPTS, PROMPTS * 4):
-        plain, done = (each.generate(prompts, max_new_tokens=24, ignore_eos=True) for each in (ar, decoder))
+        plain, done = (
+            each.generate(prompts, max_new_tokens=24, ignore_eos=True) for each in (ar, decoder)
+        )
         assert [row.tokens for row in done] == [row.tokens for row in plain]
         assert sum(row.stats.drafted for row in done) > 0
 
@@ -339,12 +381,20 @@ def test_requests_of_all_modes_in_one_batch(way: str) -> None:
     """Greedy, sampled and seeded ones that come and end at their own times: each gets what it gets alone."""
     target = CausalLM(tiny("llama"))
     head = HiddenLM(head_of(target, way), target)
-    modes: list[dict[str, Any]] = [{}, {"sampler": Sampler(False), "seed": 5}, {"sampler": Sampler(False), "seed": 6}]
-    each = [(i, prompt, mode) for i, prompt in enumerate(PROMPTS) for mode in modes[i % 2 : 2 + i % 2]]
+    modes: list[dict[str, Any]] = [
+        {},
+        {"sampler": Sampler(False), "seed": 5},
+        {"sampler": Sampler(False), "seed": 6},
+    ]
+    each = [
+        (i, prompt, mode) for i, prompt in enumerate(PROMPTS) for mode in modes[i % 2 : 2 + i % 2]
+    ]
     requests = [Request(prompt, 7 + 5 * i, **mode) for i, prompt, mode in each]
 
     def run(requests: abc.Sequence[Request], rows: int) -> list[tuple[list[int], list[int]]]:
-        drafter = Decoder(target, None, None, WAYS[way], guard=False, head=head, costs=COSTS).engine.drafter
+        drafter = Decoder(
+            target, None, None, WAYS[way], guard=False, head=head, costs=COSTS
+        ).engine.drafter
         found = decode(target.fresh(), drafter, requests, max_rows=rows)
         assert not drafter.features and not drafter.head.cache.ids  # type: ignore[attr-defined]
         return [(tokens_of(steps), [step.drafted for step in steps]) for steps in found]
@@ -366,18 +416,33 @@ def test_what_loading_refuses(tmp_path: Path) -> None:
         ("nothing", target, "lyanna", r"there is no .*config\.json"),
     ):
         refuses(message, load_head, tmp_path / name, model, kind)
-    refuses("needs a head: give one, or train one with `forerun train lyanna`", Decoder, target, method=Lyanna())
-    refuses("of the kind 'eagle'; the method needs 'lyanna'", Decoder, target, method=Lyanna(), head=toys("eagle")[1])
+    refuses(
+        "needs a head: give one, or train one with `forerun train lyanna`",
+        Decoder,
+        target,
+        method=Lyanna(),
+    )
+    refuses(
+        "of the kind 'eagle'; the method needs 'lyanna'",
+        Decoder,
+        target,
+        method=Lyanna(),
+        head=toys("eagle")[1],
+    )
     save_quantised(head, tmp_path / "small", {})
     small = load_head(tmp_path / "small", target)
     assert torch.equal(small.hot, head.hot) and small.config.target == head.config.target
     for mine, whole in zip(small.parameters(), head.parameters(), strict=True):
-        torch.testing.assert_close(mine, whole, rtol=0, atol=float(whole.detach().abs().max()) / 200)
+        torch.testing.assert_close(
+            mine, whole, rtol=0, atol=float(whole.detach().abs().max()) / 200
+        )
     head.hot[0] = target.vocab_size
     refuses("hot set that does not fit", load_head, head, target, "lyanna")
     config = tmp_path / "head" / "config.json"
     settings = json.loads(config.read_text())
-    older = {name: settings[name] for name in set(settings) - {"feature", "fusion"}}  # from before there was a choice
+    older = {
+        name: settings[name] for name in set(settings) - {"feature", "fusion"}
+    }  # from before there was a choice
     config.write_text(json.dumps(older))
     load_head(tmp_path / "head", target, "lyanna")
     for given, message in (
@@ -404,7 +469,10 @@ def test_hot_sets() -> None:
         ("lyanna", {"weight": -1}, "weight"),
         ("lyanna", {"reuse": "never"}, "reuse"),
         ("pacer-lyanna", {"reuse": "both"}, "reuse must be off, add or free, not 'both'"),
-        *[(name, {"block": 0}, "block must be an integer of at least 1") for name in ("pacer-lyanna", "pacer-eagle")],
+        *[
+            (name, {"block": 0}, "block must be an integer of at least 1")
+            for name in ("pacer-lyanna", "pacer-eagle")
+        ],
     ],
 )
 def test_settings_are_checked(name: str, wrong: dict[str, Any], message: str) -> None:

@@ -8,7 +8,17 @@ import families
 import pytest
 import torch
 import transformers
-from toys import COSTS, joint_distribution, noisy_copy, p_value, random_layer, refuses, rows_of, save_models, tiny
+from toys import (
+    COSTS,
+    joint_distribution,
+    noisy_copy,
+    p_value,
+    random_layer,
+    refuses,
+    rows_of,
+    save_models,
+    tiny,
+)
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 import forerun
@@ -40,20 +50,34 @@ def test_logits_are_those_of_the_hot_tokens_and_of_the_text(architecture: str) -
     kept = [{5, 1, 3, 4}, {5, 1, 3, 9, 7}]
     caps = architecture == "gemma2"  # its logits are capped, a hot head's are not
     for row, own in enumerate(kept):
-        there = torch.zeros(whole.vocab_size, dtype=torch.bool).index_fill_(0, torch.tensor(sorted(own)), True)
+        there = torch.zeros(whole.vocab_size, dtype=torch.bool).index_fill_(
+            0, torch.tensor(sorted(own)), True
+        )
         assert torch.isinf(found[row][:, ~there]).all()
         if not caps:
             assert torch.allclose(found[row][:, there], wanted[row][:, there], atol=2e-2)
-        assert found[row].argmax(-1).tolist() == wanted[row].masked_fill(~there, -torch.inf).argmax(-1).tolist()
+        assert (
+            found[row].argmax(-1).tolist()
+            == wanted[row].masked_fill(~there, -torch.inf).argmax(-1).tolist()
+        )
     part.drop(0)
     part.add(0)
     assert torch.isinf(part.extend([0], [[2]])[0][:, [9, 7]]).all()  # another text
 
 
-@pytest.mark.parametrize(("name", "setting"), [("Granite", {"logits_scaling": 4.0}), ("Cohere", {"logit_scale": 0.25})])
+@pytest.mark.parametrize(
+    ("name", "setting"), [("Granite", {"logits_scaling": 4.0}), ("Cohere", {"logit_scale": 0.25})]
+)
 def test_a_models_own_scale_of_logits(name: str, setting: dict[str, float]) -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = getattr(transformers, f"{name}Config")(vocab_size=60, intermediate_size=48, **sizes, **setting)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=60, intermediate_size=48, **sizes, **setting
+    )
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     whole, part = CausalLM(model), prepare_draft(model, None, 20, fast=False)
     for each in (whole, part):
@@ -81,11 +105,15 @@ def test_int8_drafts_have_a_hot_head_too_and_a_row_its_bits_beside_others() -> N
 @pytest.mark.parametrize("name", ["sd", "pacer", "ouroboros", "cumulative"])
 def test_greedy_output_is_the_targets(name: str) -> None:
     target = tiny("llama")
-    wanted = Decoder(target, None, None, method("ar"), False).generate(PROMPTS, max_new_tokens=30, ignore_eos=True)
+    wanted = Decoder(target, None, None, method("ar"), False).generate(
+        PROMPTS, max_new_tokens=30, ignore_eos=True
+    )
     draft = hot(CausalLM(noisy_copy(target, 0.01)), list(range(0, 60, 2)))
     if name == "pacer":
         layer = random_layer(target, noisy_copy(target, 0.01))
-        decoder = Decoder(target, None, draft, method(name, threshold=0.2), False, pre_verifier=layer)
+        decoder = Decoder(
+            target, None, draft, method(name, threshold=0.2), False, pre_verifier=layer
+        )
     else:
         decoder = Decoder(target, None, draft, method(name), False)
     rows = decoder.generate(PROMPTS, max_new_tokens=30, ignore_eos=True)
@@ -119,7 +147,9 @@ def test_sampled_output_follows_the_targets_distribution() -> None:
     decoder.engine.chunk_seconds = 100.0  # no clock says who joins when
     torch.manual_seed(3)
     rows = decoder.generate([[1, 2, 3]] * 900, max_new_tokens=3, temperature=1.3, ignore_eos=True)
-    wanted = joint_distribution(target, [1, 2, 3], 2, LogitsProcessorList([TemperatureLogitsWarper(1.3)]))
+    wanted = joint_distribution(
+        target, [1, 2, 3], 2, LogitsProcessorList([TemperatureLogitsWarper(1.3)])
+    )
     assert p_value([row.tokens[:2] for row in rows], wanted) > 1e-4
 
 
@@ -127,7 +157,12 @@ def test_which_tokens_are_hot(tmp_path: Path) -> None:
     assert hot_tokens(None, None, 10) is None and hot_tokens(tmp_path, 0, 10) is None
     assert hot_tokens(tmp_path, 3, 10).tolist() == [0, 1, 2]  # type: ignore[union-attr]
     save_hot(tmp_path, torch.tensor([7, 2, 5]))
-    for count, wanted in ((None, [7, 2, 5]), (2, [7, 2]), (5, [7, 2, 5, 0, 1]), (10, [7, 2, 5, 0, 1, 3, 4, 6, 8, 9])):
+    for count, wanted in (
+        (None, [7, 2, 5]),
+        (2, [7, 2]),
+        (5, [7, 2, 5, 0, 1]),
+        (10, [7, 2, 5, 0, 1, 3, 4, 6, 8, 9]),
+    ):
         assert hot_tokens(tmp_path, count, 10).tolist() == wanted  # type: ignore[union-attr]
     assert hot_tokens(tmp_path, 0, 10) is None
     refuses("draft_vocabulary must be 0 to 10, not 11", hot_tokens, tmp_path, 11, 10)
@@ -140,7 +175,11 @@ def test_a_folder_that_names_its_hot_tokens(tmp_path: Path) -> None:
     save_models(tmp_path, target=tiny("llama", vocab=300), draft=tiny("llama", vocab=300))
     save_hot(tmp_path / "draft", torch.arange(20))
     folders = {"target": tmp_path / "target", "draft": tmp_path / "draft"}
-    for options, hot_count in (({}, 20), ({"draft_vocabulary": 9}, 9), ({"draft_vocabulary": 0}, None)):
+    for options, hot_count in (
+        ({}, 20),
+        ({"draft_vocabulary": 9}, 9),
+        ({"draft_vocabulary": 0}, None),
+    ):
         decoder = forerun.load(**folders, method="sd", guard=False, **options)  # type: ignore[arg-type]
         assert decoder.draft is not None
         assert (decoder.draft.hot is None) == (hot_count is None)
@@ -149,7 +188,9 @@ def test_a_folder_that_names_its_hot_tokens(tmp_path: Path) -> None:
         asked = {"max_new_tokens": 20, "ignore_eos": True}
         (row,), (wanted,) = (each.generate([PROMPTS[0]], **asked) for each in (decoder, plain))
         assert row.tokens == wanted.tokens
-    refuses("draft_vocabulary must be at least 0, not -1", forerun.load, **folders, draft_vocabulary=-1)
+    refuses(
+        "draft_vocabulary must be at least 0, not -1", forerun.load, **folders, draft_vocabulary=-1
+    )
 
 
 def test_the_hot_tokens_of_a_fetched_draft_come_with_forerun() -> None:

@@ -36,9 +36,13 @@ def imported(path: Path) -> set[str]:
     return parts - {"__version__"}
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_imports_go_one_way(path: Path) -> None:
-    own = path.relative_to(ROOT).parts[0].removesuffix(".py")  # its folder, or its name in the package's root
+    own = (
+        path.relative_to(ROOT).parts[0].removesuffix(".py")
+    )  # its folder, or its name in the package's root
     assert own in ORDER, f"say in this test where {own} stands"
     assert imported(path) <= set(ORDER[: ORDER.index(own) + 1])
 
@@ -49,7 +53,9 @@ def test_the_loop_and_the_methods_do_not_know_each_other() -> None:
         assert "forerun.engine.engine" not in path.read_text()
 
 
-@pytest.mark.parametrize("module", ["forerun", "forerun.methods", "forerun.sampling.params", "forerun.api.resolve"])
+@pytest.mark.parametrize(
+    "module", ["forerun", "forerun.methods", "forerun.sampling.params", "forerun.api.resolve"]
+)
 def test_quick_imports_need_no_torch(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -22,7 +22,14 @@ from forerun.engine.sequence import Request, Sequence
 from forerun.methods import Confidence, Cumulative, Method, Parts
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter
-from forerun.methods.stop import BestLength, FixedLength, LengthPolicy, StopRule, Within, best_length
+from forerun.methods.stop import (
+    BestLength,
+    FixedLength,
+    LengthPolicy,
+    StopRule,
+    Within,
+    best_length,
+)
 from forerun.sampling.probabilities import argmax_of
 from forerun.sampling.sampler import Sampler
 
@@ -71,18 +78,24 @@ class Watched(LengthPolicy):
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         return self.policy.begin(seqs, rows)
 
-    def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
+    def observe(
+        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]
+    ) -> None:
         self.policy.observe(seqs, drafts, verdicts)
         for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
             # The sequence has grown by the accepted tokens and one more, or was cut at its end.
             self.drafts.setdefault(seq.id, []).append((draft.tokens, verdict.accepted, seq.limit))
 
 
-def distributions(text: abc.Sequence[int], drafted: abc.Sequence[int], sampler: Sampler) -> list[torch.Tensor]:
+def distributions(
+    text: abc.Sequence[int], drafted: abc.Sequence[int], sampler: Sampler
+) -> list[torch.Tensor]:
     text = [0, *text]
     found = []
     for token in drafted:
-        found.append(sampler.scores(DRAFT[text[-2], text[-1]][None], lambda _: [])[0].double().softmax(-1))
+        found.append(
+            sampler.scores(DRAFT[text[-2], text[-1]][None], lambda _: [])[0].double().softmax(-1)
+        )
         text.append(token)
     return found
 
@@ -118,16 +131,23 @@ class Rule:
 SAMPLERS = {"greedy": Sampler(), "sampled": Sampler(False), "top-p": Sampler(False, TOP_P)}
 
 
-def check(name: str, prompt: abc.Sequence[int], output: abc.Sequence[int], drafts, sampler: Sampler) -> set[int]:
+def check(
+    name: str, prompt: abc.Sequence[int], output: abc.Sequence[int], drafts, sampler: Sampler
+) -> set[int]:
     """Every draft of a sequence ends where the rule says; the lengths of the drafts."""
     rule, text, at, lengths = Rule(name), [*prompt, *output], len(prompt), set()
     for (root, *drafted), accepted, limit in drafts:
         assert root == text[at - 1]
-        if name == "cumulative" and sampler.greedy:  # the last token is left out if the product is below the floor
+        if (
+            name == "cumulative" and sampler.greedy
+        ):  # the last token is left out if the product is below the floor
             whole, product = list[int](), 1.0
             while product >= 0.15 and len(whole) < min(5, limit - at - 1):
                 scores = DRAFT[tuple([0, *text[:at], *whole][-2:])]
-                whole, product = [*whole, int(scores.argmax())], product * float(scores.softmax(-1).max())
+                whole, product = (
+                    [*whole, int(scores.argmax())],
+                    product * float(scores.softmax(-1).max()),
+                )
             assert drafted == whole[: len(whole) - (product < 0.1)]
             drafted = whole
         found = distributions(text[:at], drafted, sampler)
@@ -146,9 +166,15 @@ def test_drafts_end_where_the_rule_says(name: str, mode: str) -> None:
     drafter = built(RULES[name])
     watched = drafter.policy = Watched(drafter.policy)
     samplers = [SAMPLERS[mode]] * 6 if mode != "mixed" else [*SAMPLERS.values()] * 2
-    sources = [None if sampler.greedy else torch.Generator().manual_seed(i) for i, sampler in enumerate(samplers)]
+    sources = [
+        None if sampler.greedy else torch.Generator().manual_seed(i)
+        for i, sampler in enumerate(samplers)
+    ]
     given = zip(PROMPTS, LIMITS, samplers, sources, strict=True)
-    asked = [Request(prompt, limit, sampler, generator=source) for prompt, limit, sampler, source in given]
+    asked = [
+        Request(prompt, limit, sampler, generator=source)
+        for prompt, limit, sampler, source in given
+    ]
     outputs = [tokens_of(steps) for steps in decode(TableLM(TARGET), drafter, asked)]
     lengths = set()
     for id, (request, output) in enumerate(zip(asked, outputs, strict=True)):
@@ -164,15 +190,22 @@ def test_sequences_that_join_and_leave_between_steps_are_what_they_are_alone(nam
     def asked() -> list[Request]:
         return [
             Request(prompt, limit, sampler, ENDS, seed=None if sampler.greedy else 5, stream=i)
-            for i, (prompt, limit, sampler) in enumerate(zip(PROMPTS, LIMITS, samplers, strict=True))
+            for i, (prompt, limit, sampler) in enumerate(
+                zip(PROMPTS, LIMITS, samplers, strict=True)
+            )
         ]
 
     together = decode(TableLM(TARGET), built(RULES[name]), asked(), max_rows=2)
-    assert len({row[0].number for row in together}) >= 4 and max(step.rows for row in together for step in row) == 2
+    assert (
+        len({row[0].number for row in together}) >= 4
+        and max(step.rows for row in together for step in row) == 2
+    )
     assert {row[-1].finish_reason for row in together} == {"stop", "length"}
     for row, request, wanted in zip(together, asked(), plain(asked()), strict=True):
         (alone,) = run(built(RULES[name]), [request])
-        assert [(step.drafted, step.tokens) for step in row] == [(step.drafted, step.tokens) for step in alone]
+        assert [(step.drafted, step.tokens) for step in row] == [
+            (step.drafted, step.tokens) for step in alone
+        ]
         assert not request.sampler.greedy or tokens_of(row) == wanted
 
 
@@ -182,16 +215,24 @@ def test_rules_keep_the_distribution_in_batches_of_all_lengths(
     name: str, processors: LogitsProcessorList | None
 ) -> None:
     sampler, generator = Sampler(False, processors), torch.Generator().manual_seed(3)
-    asked = [Request(prompt, 3 + i % 5, sampler, generator=generator) for i, prompt in enumerate(PROMPTS[:3] * 700)]
+    asked = [
+        Request(prompt, 3 + i % 5, sampler, generator=generator)
+        for i, prompt in enumerate(PROMPTS[:3] * 700)
+    ]
     rows = run(built(RULES[name]), asked)
     for start, prompt in enumerate(PROMPTS[:3]):
         assert fit(rows[start::3], TARGET, prompt, 2, processors) > FITS
 
 
 def test_argmax() -> None:
-    scores = torch.tensor([[[0.0, 2.0, 2.0], [-torch.inf, -1.0, -3.0]], [[torch.nan, 1.0, 2.0], [3.0, 1.0, 2.0]]])
+    scores = torch.tensor(
+        [[[0.0, 2.0, 2.0], [-torch.inf, -1.0, -3.0]], [[torch.nan, 1.0, 2.0], [3.0, 1.0, 2.0]]]
+    )
     assert argmax_of(scores).tolist() == scores.argmax(-1).tolist() == [[1, 1], [0, 0]]
-    assert argmax_of(scores[1, 1]).item() == 0 and argmax_of(scores[:, :, 1:]).tolist() == [[0, 0], [1, 1]]
+    assert argmax_of(scores[1, 1]).item() == 0 and argmax_of(scores[:, :, 1:]).tolist() == [
+        [0, 0],
+        [1, 1],
+    ]
     assert argmax_of(scores[0].bfloat16()).tolist() == [1, 1]
 
 
@@ -202,10 +243,18 @@ DEAR = Costs({1: 10.0, 2: 11.0, 64: 650.0}, {1: 4.0, 64: 256.0})  # but for one 
 def test_the_best_length_follows_from_costs_rows_and_acceptance() -> None:
     for costs in (CHEAP, DEAR):
         for rows in (1, 4):
-            found = [best_length(costs.steps(rows, 16), [chance] * 16) for chance in (0.0, 0.3, 0.6, 0.9, 1.0)]
+            found = [
+                best_length(costs.steps(rows, 16), [chance] * 16)
+                for chance in (0.0, 0.3, 0.6, 0.9, 1.0)
+            ]
             assert found[0] == 0 and found == sorted(found)
-    assert best_length(CHEAP.steps(1, 16), [1.0] * 16) == 16 and best_length(CHEAP.steps(1, 16), [1.0, 0.0, 1.0]) == 1
-    assert best_length(DEAR.steps(1, 16), [0.9] * 16) > 0 == best_length(DEAR.steps(4, 16), [1.0] * 16)
+    assert (
+        best_length(CHEAP.steps(1, 16), [1.0] * 16) == 16
+        and best_length(CHEAP.steps(1, 16), [1.0, 0.0, 1.0]) == 1
+    )
+    assert (
+        best_length(DEAR.steps(1, 16), [0.9] * 16) > 0 == best_length(DEAR.steps(4, 16), [1.0] * 16)
+    )
 
 
 def test_an_automatic_length_learns_from_verdicts_greedy_and_sampled_apart() -> None:

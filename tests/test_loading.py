@@ -35,11 +35,15 @@ from forerun.zoo.quantise import WEIGHTS
 PROMPTS = ["the cat sat", "def add(a", "for"]
 
 
-def changed(old: str = "{", new: str = "{", more: str | None = None, lowercase: bool = False) -> Any:
+def changed(
+    old: str = "{", new: str = "{", more: str | None = None, lowercase: bool = False
+) -> Any:
     """The toys' tokenizer with another text in its file, a token more, or a normaliser that it lacks."""
     text = tiny_tokenizer().backend_tokenizer.to_str()
     assert old in text
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(text.replace(old, new)))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(text.replace(old, new))
+    )
     if more:
         tokenizer.add_tokens([more])
     if lowercase:
@@ -69,13 +73,20 @@ def test_differing_tokenizers_are_named(copies: Path, monkeypatch: pytest.Monkey
     for other, difference in (
         (changed('"~"', '"<tilde>"'), r"token \d+ is '<tilde>' there and '~' in the target's"),
         (changed(more="<new>"), "token 300 is '<new>' there and missing in the target's"),
-        (changed(lowercase=True), r"of the text .*SHE'LL.*, token number 0 is \d+ there and \d+ in the target's"),
+        (
+            changed(lowercase=True),
+            r"of the text .*SHE'LL.*, token number 0 is \d+ there and \d+ in the target's",
+        ),
     ):
         other.save_pretrained(draft)
-        message = rf"method 'ouroboros' needs .* tokenizer, and that of '.*draft' differs: {difference}"
+        message = (
+            rf"method 'ouroboros' needs .* tokenizer, and that of '.*draft' differs: {difference}"
+        )
         refuses(message, forerun.load, copies / "target", draft=draft, method="ouroboros")
         target = tiny("llama", vocab=300)
-        refuses(difference, forerun.load, target, draft=draft, tokenizer=tokenizer, method="ouroboros")
+        refuses(
+            difference, forerun.load, target, draft=draft, tokenizer=tokenizer, method="ouroboros"
+        )
         refuses(f"vLLM needs .* differs: {difference}", translation_for, tokenizer, draft, "vLLM")
     message = "token 300 is missing there and '<new>' in the target's"
     refuses(message, translation_for, changed(more="<new>"), copies / "target", "vLLM")
@@ -85,14 +96,21 @@ def test_differing_tokenizers_are_named(copies: Path, monkeypatch: pytest.Monkey
 def test_a_draft_folder_with_the_same_tokenizer_or_none_is_taken(own: bool, copies: Path) -> None:
     if own:
         tokenizer = changed()
-        assert tokenizer.eos_token is None and tiny_tokenizer().eos_token is not None  # special roles do not count
+        assert (
+            tokenizer.eos_token is None and tiny_tokenizer().eos_token is not None
+        )  # special roles do not count
         tokenizer.save_pretrained(copies / "draft")
     decoder = forerun.load(copies / "target", draft=copies / "draft", guard=False)
-    names = [f"{part} {copies.name}/{part} in {kind}" for part, kind in (("target", "float32"), ("draft", "Q8_0"))]
+    names = [
+        f"{part} {copies.name}/{part} in {kind}"
+        for part, kind in (("target", "float32"), ("draft", "Q8_0"))
+    ]
     assert repr(decoder) == f"Decoder({', '.join(names)}, method sd)"
     plain = forerun.load(copies / "target", method="ar")
     done = decoder.generate(PROMPTS, max_new_tokens=12)
-    assert [row.tokens for row in done] == [row.tokens for row in plain.generate(PROMPTS, max_new_tokens=12)]
+    assert [row.tokens for row in done] == [
+        row.tokens for row in plain.generate(PROMPTS, max_new_tokens=12)
+    ]
     assert sum(row.stats.accepted for row in done)
 
 
@@ -107,10 +125,17 @@ def resized(model: PreTrainedModel, size: int) -> PreTrainedModel:
 
 @pytest.mark.parametrize(("ours", "theirs"), [(300, 320), (320, 300), (310, 320)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_padded_vocabularies_of_other_sizes_draft(ours: int, theirs: int, temperature: float) -> None:
+def test_padded_vocabularies_of_other_sizes_draft(
+    ours: int, theirs: int, temperature: float
+) -> None:
     base = tiny("llama", vocab=300)
     target, draft = resized(base, ours), resized(base, theirs)
-    options = {"max_new_tokens": 24, "temperature": temperature, "seed": 5, "top_k": 9 if temperature else 0}
+    options = {
+        "max_new_tokens": 24,
+        "temperature": temperature,
+        "seed": 5,
+        "top_k": 9 if temperature else 0,
+    }
     decoder = Decoder(target, tiny_tokenizer(), draft, SD(3), guard=False)
     done = decoder.generate(PROMPTS, **options)
     assert sum(row.stats.accepted for row in done)
@@ -120,7 +145,9 @@ def test_padded_vocabularies_of_other_sizes_draft(ours: int, theirs: int, temper
         assert [row.tokens for row in done] == [row.tokens for row in plain]
 
 
-def test_distributions_of_a_draft_have_the_targets_length_and_no_mass_where_it_has_no_token() -> None:
+def test_distributions_of_a_draft_have_the_targets_length_and_no_mass_where_it_has_no_token() -> (
+    None
+):
     base = tiny("llama", vocab=300)
     for size, theirs in ((320, 300), (300, 320)):
         drafter = ChainDrafter(CausalLM(resized(base, theirs)), FixedLength(3), size)
@@ -142,15 +169,24 @@ def test_after_a_token_that_the_draft_lacks_its_row_is_decoded_without_it(sample
     target, draft = resized(base, 320), resized(base, 300)
     # Row 0 begins with such a token, row 1 gets one, row 2 is too long for that.
     prompts = [[4, 310, 6], [7, 8, 9, 10], list(range(20, 31))]
-    processors = LogitsProcessorList([SuppressTokensLogitsProcessor(list(range(300, 320))), force_the_ninth])
-    options = {"max_new_tokens": 20, "temperature": float(sampled), "ignore_eos": True, "logits_processor": processors}
+    processors = LogitsProcessorList(
+        [SuppressTokensLogitsProcessor(list(range(300, 320))), force_the_ninth]
+    )
+    options = {
+        "max_new_tokens": 20,
+        "temperature": float(sampled),
+        "ignore_eos": True,
+        "logits_processor": processors,
+    }
     torch.manual_seed(0)
     decoder = Decoder(target, tiny_tokenizer(), draft, SD(3), guard=False)
     done = decoder.generate(prompts, **options)
     assert [row.finish_reason for row in done] == ["length"] * 3 and done[1].tokens[5] == 315
     assert done[0].stats.drafted == 0
     counts = accumulate(len(step.tokens) for step in done[1].steps)
-    after = [step.drafted for step, count in zip(done[1].steps[1:], counts, strict=False) if count > 5]
+    after = [
+        step.drafted for step, count in zip(done[1].steps[1:], counts, strict=False) if count > 5
+    ]
     assert after and not any(after) and any(step.drafted for step in done[1].steps)
     assert all(step.drafted for step in done[2].steps[:-1])
     if not sampled:
@@ -165,7 +201,9 @@ def test_sizes_differ_by_padding_alone() -> None:
         (290, 300, tiny_tokenizer(), "the tokenizer 300"),
     ):
         target, draft = (resized(tiny("llama", vocab=300), size) for size in (ours, theirs))
-        with pytest.raises(ValueError, match=f"has {theirs} entries, the target's {ours}, and {says}"):
+        with pytest.raises(
+            ValueError, match=f"has {theirs} entries, the target's {ours}, and {says}"
+        ):
             forerun.load(target, draft=draft, tokenizer=tokenizer)
 
 
@@ -208,28 +246,61 @@ def lacking_one(folder: Path) -> None:
 
 
 def typed(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / "config.json").write_text(json.dumps({"model_type": name})) and None
+    return lambda folder: (
+        (folder / "config.json").write_text(json.dumps({"model_type": name})) and None
+    )
 
 
 BROKEN = [
     ("target", typed("forerun-hidden"), "--target '.*target': this is a head: --head$"),
-    ("draft", typed("forerun-pre-verifier"), "--draft '.*draft': this is a pre-verifier: --pre-verifier$"),
-    ("target", emptied, "cannot load the tokenizer of '.*target': the folder has no tokenizer files"),
-    ("target", without_tokenizer, "cannot load the tokenizer of '.*target': the folder has no tokenizer files"),
+    (
+        "draft",
+        typed("forerun-pre-verifier"),
+        "--draft '.*draft': this is a pre-verifier: --pre-verifier$",
+    ),
+    (
+        "target",
+        emptied,
+        "cannot load the tokenizer of '.*target': the folder has no tokenizer files",
+    ),
+    (
+        "target",
+        without_tokenizer,
+        "cannot load the tokenizer of '.*target': the folder has no tokenizer files",
+    ),
     ("target", without("config.json"), "cannot load target '.*target': .*config.json"),
-    ("target", without("model.safetensors"), "cannot load target '.*target': .*no file named model.safetensors"),
+    (
+        "target",
+        without("model.safetensors"),
+        "cannot load target '.*target': .*no file named model.safetensors",
+    ),
     ("target", truncated, "cannot load target '.*target': .*header"),
     ("target", pickled_rubbish, "cannot load target '.*target': "),
-    ("target", lacking_one, "cannot load target '.*': no weights for model.layers.1.mlp.up_proj.weight$"),
-    ("target", lambda folder: claiming(folder, intermediate_size=96), "cannot load target '.*target': "),
+    (
+        "target",
+        lacking_one,
+        "cannot load target '.*': no weights for model.layers.1.mlp.up_proj.weight$",
+    ),
+    (
+        "target",
+        lambda folder: claiming(folder, intermediate_size=96),
+        "cannot load target '.*target': ",
+    ),
     ("draft", truncated, "cannot load draft '.*draft': "),
 ]
 
 
 @pytest.mark.parametrize(("part", "breaks", "message"), BROKEN)
-def test_broken_folders_are_named_in_one_line(part: str, breaks, message: str, copies: Path) -> None:
+def test_broken_folders_are_named_in_one_line(
+    part: str, breaks, message: str, copies: Path
+) -> None:
     breaks(copies / part)
-    refuses(message, forerun.load, copies / "target", draft=copies / "draft" if part == "draft" else None)
+    refuses(
+        message,
+        forerun.load,
+        copies / "target",
+        draft=copies / "draft" if part == "draft" else None,
+    )
 
 
 def test_a_model_that_is_spread_over_devices_runs_transformers_forwards() -> None:
@@ -248,19 +319,38 @@ def test_sizes_that_do_not_fit_the_weights_are_refused(copies: Path, tmp_path: P
     for sizes, message in (
         ({"vocab_size": 400}, ""),
         ({"hidden_size": 64}, ""),
-        ({"num_hidden_layers": 3}, "no weights for model.layers.2.input_layernorm.weight and 8 more$"),
-        ({"max_position_embeddings": 10**12}, "the configuration claims 1000000000000 positions; at most 16777216"),
+        (
+            {"num_hidden_layers": 3},
+            "no weights for model.layers.2.input_layernorm.weight and 8 more$",
+        ),
+        (
+            {"max_position_embeddings": 10**12},
+            "the configuration claims 1000000000000 positions; at most 16777216",
+        ),
     ):
         claiming(copies / "draft", **sizes)
-        refuses(f"^cannot load draft '.*draft': .*{message}", forerun.load, copies / "target", draft=copies / "draft")
+        refuses(
+            f"^cannot load draft '.*draft': .*{message}",
+            forerun.load,
+            copies / "target",
+            draft=copies / "draft",
+        )
         (copies / "draft" / "config.json").write_text(before)
     target = CausalLM(tiny("llama"))
     head = random_head(target)
-    for folder, save in (("plain", head.save_pretrained), ("small", lambda path: save_quantised(head, path, {}))):
+    for folder, save in (
+        ("plain", head.save_pretrained),
+        ("small", lambda path: save_quantised(head, path, {})),
+    ):
         save(tmp_path / folder)
         load_head(tmp_path / folder, target)
         before = (tmp_path / folder / "config.json").read_text()
-        for changed_sizes in ({"hot_size": 6}, {"rank": 7}, {"num_hidden_layers": 2}, {"kind": "medusa"}):
+        for changed_sizes in (
+            {"hot_size": 6},
+            {"rank": 7},
+            {"num_hidden_layers": 2},
+            {"kind": "medusa"},
+        ):
             claiming(tmp_path / folder, **changed_sizes)
             refuses("^cannot load the head '.*': ", load_head, tmp_path / folder, target)
             (tmp_path / folder / "config.json").write_text(before)
@@ -268,6 +358,12 @@ def test_sizes_that_do_not_fit_the_weights_are_refused(copies: Path, tmp_path: P
     layer.save_pretrained(tmp_path / "layer")
     load_pre_verifier(tmp_path / "layer", target, target)
     claiming(tmp_path / "layer", width=64)
-    refuses("^cannot load the pre-verifier '.*': ", load_pre_verifier, tmp_path / "layer", target, target)
+    refuses(
+        "^cannot load the pre-verifier '.*': ",
+        load_pre_verifier,
+        tmp_path / "layer",
+        target,
+        target,
+    )
     (tmp_path / "small" / WEIGHTS).write_bytes(b"not tensors")
     refuses("^cannot load the head ", load_head, tmp_path / "small", target)

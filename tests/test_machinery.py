@@ -34,10 +34,16 @@ WRONG = 20  # nobody's token
 
 
 def run(
-    target: PreTrainedModel, method: Any, prompt: Sequence[int] = (11, 0), new: int = 120, **parts: Any
+    target: PreTrainedModel,
+    method: Any,
+    prompt: Sequence[int] = (11, 0),
+    new: int = 120,
+    **parts: Any,
 ) -> Completion:
     costs = Costs({1: 1.0, 16: 1.5}, {1: 0.1}, head={1: 0.05})
-    decoder = Decoder(target, None, parts.pop("draft", None), method, guard=False, costs=costs, **parts)
+    decoder = Decoder(
+        target, None, parts.pop("draft", None), method, guard=False, costs=costs, **parts
+    )
     done = decoder.generate(list(prompt), max_new_tokens=new, ignore_eos=True)
     assert done.tokens == plain(target, tuple(prompt), new)
     return done
@@ -45,7 +51,11 @@ def run(
 
 @lru_cache(maxsize=1)
 def plain(target: PreTrainedModel, prompt: tuple[int, ...], new: int) -> list[int]:
-    return Decoder(target, method=AR()).generate(list(prompt), max_new_tokens=new, ignore_eos=True).tokens
+    return (
+        Decoder(target, method=AR())
+        .generate(list(prompt), max_new_tokens=new, ignore_eos=True)
+        .tokens
+    )
 
 
 def rooted(done: Completion, prompt: Sequence[int]) -> list[tuple[int, Any]]:
@@ -62,9 +72,16 @@ def test_states_follow_from_states() -> None:
     target = model(cycle(range(TURN)))
     counts = {i: (i + 1) % TURN for i in range(TURN)}
     for tokens, states in (({i: i for i in range(TURN)}, counts), ({}, counts)):
-        done = run(target, Lyanna(depth=6, reuse="off"), [0, 1], head=head(target, states=states, tokens=tokens))
+        done = run(
+            target,
+            Lyanna(depth=6, reuse="off"),
+            [0, 1],
+            head=head(target, states=states, tokens=tokens),
+        )
         assert done.stats.acceptance_by_position == (1.0,) * 6
-        assert all(len(step.tokens) == 7 and step.draft_forwards == 6 for _, step in rooted(done, [1]))
+        assert all(
+            len(step.tokens) == 7 and step.draft_forwards == 6 for _, step in rooted(done, [1])
+        )
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -83,7 +100,9 @@ def surprised(**settings: Any) -> tuple[PreTrainedModel, Any]:
     state_after = [VOCAB + i for i in range(TURN)]  # the head's state after each token
     unforeseen, blind = VOCAB + TURN, VOCAB + TURN + 1
     rows = {unforeseen: WRONG, blind: {WRONG: 0.01}}
-    target = model(cycle(range(TURN)) | {state_after[i]: (i + 1) % TURN for i in range(TURN)} | rows)
+    target = model(
+        cycle(range(TURN)) | {state_after[i]: (i + 1) % TURN for i in range(TURN)} | rows
+    )
     states = {state_after[i]: state_after[(i + 1) % TURN] for i in range(TURN)}
     states |= {state_after[2]: unforeseen, unforeseen: state_after[4], blind: blind}
     tokens = dict(enumerate(state_after)) | {3: unforeseen, 4: blind}
@@ -145,7 +164,9 @@ def test_old_logits_take_the_token_that_came() -> None:
     following = cycle(order)
     state_after, wrong, blank = [VOCAB + i for i in range(TURN)], VOCAB + TURN, VOCAB + TURN + 1
     # The first place is right, the second one wrong, and from then on only tokens tell.
-    target = model(following | {state_after[i]: row for i, row in following.items()} | {wrong: WRONG})
+    target = model(
+        following | {state_after[i]: row for i, row in following.items()} | {wrong: WRONG}
+    )
     made = head(
         target,
         tokens=dict(enumerate(state_after)),
@@ -169,7 +190,9 @@ def test_calibration_says_how_deep(width: int) -> None:
     states, tokens = {i: (i + 1) % TURN for i in range(TURN)}, {i: i for i in range(TURN)}
     for curves, deep in (([SURE], 12), ([SURE] * 4 + [HOPELESS], 4), ([HOPELESS], 0)):
         made = head(target, states=states, tokens=tokens, curves=curves)
-        done = run(target, PacerLyanna(depth=12, width=width, nodes=12, block=2, reuse="off"), head=made)
+        done = run(
+            target, PacerLyanna(depth=12, width=width, nodes=12, block=2, reuse="off"), head=made
+        )
         assert {step.drafted for _, step in rooted(done, [0])} == {deep}
 
 
@@ -192,7 +215,12 @@ def test_an_eagle_knows_where_it_stands(width: int) -> None:
     assert done.stats.acceptance_by_position == (1.0,) * 5
     for back in (8, 10):
         wrong = copying_head(target, back)
-        assert run(target, Eagle(depth=5, width=width, nodes=5), prompt, head=wrong, new=20).stats.accepted == 0
+        assert (
+            run(
+                target, Eagle(depth=5, width=width, nodes=5), prompt, head=wrong, new=20
+            ).stats.accepted
+            == 0
+        )
 
 
 def test_a_beam_goes_on_from_its_own_parent() -> None:
@@ -200,7 +228,11 @@ def test_a_beam_goes_on_from_its_own_parent() -> None:
     the state of its parent alone."""
     root, second, token, last, first, other = 0, 1, 2, 3, 4, 5
     forks, after_first, after_second, right, wrong = (VOCAB + i for i in range(5))
-    rows = {forks: {first: 0.6, second: 0.4}, after_first: {token: 0.55, other: 0.45}, after_second: {token: 0.99}}
+    rows = {
+        forks: {first: 0.6, second: 0.4},
+        after_first: {token: 0.55, other: 0.45},
+        after_second: {token: 0.99},
+    }
     target = model(cycle([root, second, token, last]) | rows | {right: last, wrong: WRONG})
     states = {last: forks, after_first: wrong, after_second: right}
     made = head(target, "eagle", states=states, tokens={first: after_first, second: after_second})
@@ -216,7 +248,10 @@ def test_features_are_those_of_the_accepted_branch(kind: str) -> None:
     told = {i: {(i + 1) % TURN: 0.4, (i + 1) % TURN + TURN: 0.6} for i in range(TURN)}
     target = model(cycle(range(TURN)) | {VOCAB + i: row for i, row in told.items()})
     states = {before: VOCAB + (i + 1) % TURN for i in range(TURN) for before in (i, VOCAB + i)}
-    made, settings = head(target, kind, states=states), {"depth": 2} | ({"reuse": "off"} if kind == "lyanna" else {})
+    made, settings = (
+        head(target, kind, states=states),
+        {"depth": 2} | ({"reuse": "off"} if kind == "lyanna" else {}),
+    )
     done = run(target, find_method(kind, **settings, width=2, nodes=6), [10, 11, 0], head=made)
     assert all(step.accepted == 2 for _, step in rooted(done, [0]))
     assert run(target, find_method(kind, **settings), [10, 11, 0], head=made).stats.accepted == 0
@@ -226,17 +261,28 @@ def test_features_are_those_of_the_accepted_branch(kind: str) -> None:
 def test_training_has_the_same_places(kind: str, tmp_path: Path) -> None:
     """Heads that drafts show to be right at every place are right in training as well."""
     period = 9 if kind == "eagle" else TURN
-    target = model(cycle(range(period)) | ({VOCAB + t: t for t in range(period)} if kind == "eagle" else {}))
+    target = model(
+        cycle(range(period)) | ({VOCAB + t: t for t in range(period)} if kind == "eagle" else {})
+    )
     if kind == "eagle":
         made = copying_head(target, period)
     elif kind == "lyanna":
-        made = head(target, states={i: (i + 1) % TURN for i in range(TURN)}, tokens={i: i for i in range(TURN)})
+        made = head(
+            target,
+            states={i: (i + 1) % TURN for i in range(TURN)},
+            tokens={i: i for i in range(TURN)},
+        )
     else:
         made = head(target, information=cycle(range(TURN)))
-    judge, windows = CausalLM(target), torch.tensor([[i % period for i in range(at, at + 40)] for at in range(period)])
+    judge, windows = (
+        CausalLM(target),
+        torch.tensor([[i % period for i in range(at, at + 40)] for at in range(period)]),
+    )
     texts = of_windows(windows.numpy(), 16)
     labels = label(make_run("target", tmp_path), judge, texts, states=True)
-    survival, _ = measure(made, head_rows(judge, made.hot, SIZE), labels, target.get_input_embeddings(), 4)
+    survival, _ = measure(
+        made, head_rows(judge, made.hot, SIZE), labels, target.get_input_embeddings(), 4
+    )
     assert survival == [1.0] * 4
 
 
@@ -301,7 +347,10 @@ def test_lookahead_guesses_what_came_before() -> None:
     target = model(cycle(range(TURN)))
     prompt = [*range(TURN), 0]
     done = run(target, Lookahead(window=0, guesses=2, ngram=5), prompt)
-    assert all(step.accepted == 4 and step.origins[:4] == ("phrase",) * 4 for _, step in rooted(done, prompt))
+    assert all(
+        step.accepted == 4 and step.origins[:4] == ("phrase",) * 4
+        for _, step in rooted(done, prompt)
+    )
 
 
 def test_lookahead_makes_phrases_of_its_window() -> None:
@@ -328,7 +377,13 @@ def test_phrases_fill_the_room_that_is_left() -> None:
     target, draft = pair({})
     prompt = [*range(TURN), 0]
     for new, forwards in ((6, 1), (5, 1), (3, 1), (2, 1), (7, 2), (11, 2)):
-        done = run(target, Ouroboros(gamma=20, ngram=5, guesses=1, suffixes=0), prompt, new=new, draft=draft)
+        done = run(
+            target,
+            Ouroboros(gamma=20, ngram=5, guesses=1, suffixes=0),
+            prompt,
+            new=new,
+            draft=draft,
+        )
         (step,) = done.steps
         assert (step.drafted, step.draft_forwards) == (new - 1, forwards)
 
@@ -348,4 +403,6 @@ def sampled(target: PreTrainedModel, method: Any, **parts: Any) -> Stats:
     decoder = Decoder(target, None, parts.pop("draft", None), method, guard=False)
     prompt = [7, 3, 59, 7, 31]
     torch.manual_seed(0)
-    return total([decoder.generate(prompt, max_new_tokens=50, temperature=1.0).stats for _ in range(8)])
+    return total(
+        [decoder.generate(prompt, max_new_tokens=50, temperature=1.0).stats for _ in range(8)]
+    )

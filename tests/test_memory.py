@@ -46,7 +46,9 @@ print(json.dumps(figures))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("methods", ["ar,sd,pacer-ouroboros", "suffix,hybrid,pacer", "lyanna,pacer-lyanna"])
+@pytest.mark.parametrize(
+    "methods", ["ar,sd,pacer-ouroboros", "suffix,hybrid,pacer", "lyanna,pacer-lyanna"]
+)
 def test_nothing_is_alive_when_a_decoder_is_gone(methods: str) -> None:
     """Finished, dropped and failed calls leave nothing behind either. A stream that is held holds its decoder."""
     done = commands.run(methods, program=PROGRAM)

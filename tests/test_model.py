@@ -34,11 +34,16 @@ def check_logits(lm: CausalLM, rows: dict[int, list[int]], drafts: list[Draft]) 
 
 def longest_crooked_path(draft: Draft) -> list[int]:
     """The deepest path, of these the one whose nodes lie farthest apart."""
-    return max((draft.path(node) for node in range(len(draft))), key=lambda path: (len(path), path[-1]))
+    return max(
+        (draft.path(node) for node in range(len(draft))), key=lambda path: (len(path), path[-1])
+    )
 
 
 def random_rows(lengths: Sequence[int], generator: torch.Generator) -> dict[int, list[int]]:
-    return {7 * i + 3: torch.randint(VOCAB, (n,), generator=generator).tolist() for i, n in enumerate(lengths)}
+    return {
+        7 * i + 3: torch.randint(VOCAB, (n,), generator=generator).tolist()
+        for i, n in enumerate(lengths)
+    }
 
 
 @pytest.mark.parametrize("attention", [None, "eager"])
@@ -63,7 +68,9 @@ def test_trees_equal_plain_forwards(architecture: str, attention: str | None) ->
             del rows[first]
         rows = dict(sorted(rows.items(), reverse=True))  # another order
     assert crooked > 4  # else nothing was gathered
-    rows = {id: row[: len(row) - cut] for (id, row), cut in zip(rows.items(), (2, 0, 30), strict=True)}
+    rows = {
+        id: row[: len(row) - cut] for (id, row), cut in zip(rows.items(), (2, 0, 30), strict=True)
+    }
     lm.crop(list(rows), [len(row) for row in rows.values()])
     check_logits(lm, rows, [random_tree(6, VOCAB, generator) for _ in rows])
 
@@ -95,7 +102,11 @@ def test_chains_of_even_and_ragged_rows_equal_plain_forwards(architecture: str) 
             chains = [torch.randint(VOCAB, (size,), generator=generator).tolist() for size in sizes]
             check_logits(lm, rows, [Draft.chain(chain[0], chain[1:]) for chain in chains])
             # `extend` gives the same and commits it, of some rows alone or of all, with an empty chain too.
-            logits = lm.extend([first], [chains[0]]) if sizes[0] == 4 else lm.extend([second, first], [[], chains[0]])
+            logits = (
+                lm.extend([first], [chains[0]])
+                if sizes[0] == 4
+                else lm.extend([second, first], [[], chains[0]])
+            )
             assert logits[-1].shape[0] == len(chains[0]) and len(logits[0]) in (0, 4)
             rows[first] = rows[first] + chains[0]
             assert [lm.length(id) for id in rows] == [len(row) for row in rows.values()]
@@ -117,21 +128,47 @@ def test_a_row_at_the_end_of_the_context_does_not_stop_its_neighbours() -> None:
 
 def small(name: str, **settings: Any) -> PreTrainedModel:
     """A model of the class `transformers.{name}`. Settings that its configuration does not know are left unused."""
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "pad_token_id": 0}
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "pad_token_id": 0,
+    }
     cls = getattr(transformers, name)
-    return cls(cls.config_class(**sizes | {"num_attention_heads": 2, "num_key_value_heads": 2} | settings))
+    return cls(
+        cls.config_class(**sizes | {"num_attention_heads": 2, "num_key_value_heads": 2} | settings)
+    )
 
 
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-LINEAR: dict[str, Any] = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+LINEAR: dict[str, Any] = {
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+}
 LINEAR |= {"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
-EXPERTS = {"num_experts": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "head_dim": 8}
-LLAMA4 = {"intermediate_size_mlp": 16, "num_local_experts": 1, "head_dim": 8, "num_hidden_layers": 4}
+EXPERTS = {
+    "num_experts": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "head_dim": 8,
+}
+LLAMA4 = {
+    "intermediate_size_mlp": 16,
+    "num_local_experts": 1,
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+}
 
 
 def test_what_cannot_run_trees_is_refused() -> None:
     for name, settings, reason in (
-        ("GPTNeoForCausalLM", {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}, "counts positions by"),
+        (
+            "GPTNeoForCausalLM",
+            {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+            "counts positions by",
+        ),
         ("FalconForCausalLM", {"alibi": True}, "counts positions by"),
         ("RobertaForCausalLM", {"is_decoder": True}, "counts positions by"),
         ("MambaForCausalLM", {}, "roll back"),
@@ -140,29 +177,45 @@ def test_what_cannot_run_trees_is_refused() -> None:
         ("Qwen3NextForCausalLM", LINEAR | EXPERTS, "roll back.*linear_attention"),
         ("T5ForConditionalGeneration", T5, "encoder-decoder"),
         ("BloomForCausalLM", {"n_head": 2}, "position_ids"),
-        ("LlamaForCausalLM", {"attn_implementation": "flex_attention"}, "flex_attention.*attn_implementation"),
+        (
+            "LlamaForCausalLM",
+            {"attn_implementation": "flex_attention"},
+            "flex_attention.*attn_implementation",
+        ),
     ):
         named = "" if "flex" in reason else f"{name}.*"
         refuses(named + reason, CausalLM, small(name, **settings))
 
 
 def test_longrope_ends_where_its_factors_would_change() -> None:
-    factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
+    factors = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "rope_theta": 10000.0,
+    }
     model = small("Phi3ForCausalLM", original_max_position_embeddings=32, rope_parameters=factors)
     assert model.config.max_position_embeddings > 32 and CausalLM(model).context == 32
     decoder = Decoder(model, None, None, Lookup(4, 1))
     for prompt in ([3, 4, 5, 3, 4], [7] * 20):
         ids = torch.tensor([prompt])
-        wanted = model.generate(ids, max_length=32, do_sample=False, eos_token_id=None)[0, len(prompt) :].tolist()
+        wanted = model.generate(ids, max_length=32, do_sample=False, eos_token_id=None)[
+            0, len(prompt) :
+        ].tolist()
         assert decoder.generate(prompt, max_new_tokens=40, ignore_eos=True).tokens == wanted
 
 
-@pytest.mark.parametrize(("architecture", "in_c"), [*((name, False) for name in ARCHITECTURES), ("llama", True)])
+@pytest.mark.parametrize(
+    ("architecture", "in_c"), [*((name, False) for name in ARCHITECTURES), ("llama", True)]
+)
 def test_hidden_states_are_what_the_head_was_given(architecture: str, in_c: bool) -> None:
     prompt = [5, 6, 7, 8, 3, 2, 1]
     lm = prepare(families.tiny(architecture)) if in_c else CausalLM(tiny(architecture))
     assert isinstance(lm.backend, EagerForward) != in_c
-    assert list(lm.prefill([], 4, capture="head")) == [] and lm.prompt_hidden.shape == (0, lm.head.in_features)
+    assert list(lm.prefill([], 4, capture="head")) == [] and lm.prompt_hidden.shape == (
+        0,
+        lm.head.in_features,
+    )
     join_all(lm, {1: prompt[:3]}, capture="head")
     assert list(lm.prefill(prompt, 4, capture="head")) == [4]  # three are there
     assert lm.prompt_hidden is not None and lm.prompt_hidden.shape == (7, lm.head.in_features)
@@ -182,10 +235,16 @@ def test_a_long_prompt_makes_no_logits_of_all_its_tokens(architecture: str, hidd
     model = tiny(architecture, vocab=20_000, context=4096)  # logits of the prompt would take 320 MB
     for lm in (CausalLM(model), prepare(model)):
         seen: list[int] = []
-        hook = lm.head.register_forward_hook(lambda module, given, found, seen=seen: seen.append(found.shape[1]))
+        hook = lm.head.register_forward_hook(
+            lambda module, given, found, seen=seen: seen.append(found.shape[1])
+        )
         prompt = [number % 20_000 for number in range(4000)]
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            assert list(lm.prefill(prompt, 512, capture="head" if hidden else "")) == [512] * 7 + [416]
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            assert list(lm.prefill(prompt, 512, capture="head" if hidden else "")) == [512] * 7 + [
+                416
+            ]
         hook.remove()
         largest = max(event.cpu_memory_usage for event in profile.events())
         assert max(seen, default=1) == 1 and largest < 40_000_000, (seen, largest)

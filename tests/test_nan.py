@@ -36,7 +36,9 @@ POISON = 62  # a token whose embedding is NaN
 BAD = [5, 6, POISON, *range(7, 40)]
 GOOD = [[5, 6, 7, 5, 6], [9], list(range(2, 42)), [11, 12, 11, 12, 11], list(range(30, 3, -1))]
 NEXT = [[6, 5, 8], [4, 4, 9, 4], [31, 7, 12, 9, 31, 7]]  # shorter than what was bad
-SAMPLED = Sampler(False, LogitsProcessorList([hf.TemperatureLogitsWarper(0.7), hf.TopPLogitsWarper(0.9)]))
+SAMPLED = Sampler(
+    False, LogitsProcessorList([hf.TemperatureLogitsWarper(0.7), hf.TopPLogitsWarper(0.9)])
+)
 ALONE = "not numbers"
 
 
@@ -104,7 +106,9 @@ class Fixed(PlainDrafter):
     def propose(self, seqs: abc.Sequence[Sequence]) -> Proposal:
         counts = [seq.remaining - 1 if seq.tokens[0] == self.first else 0 for seq in seqs]
         texts = [self.tokens[:count] for count in counts]
-        return Proposal([Draft.chain(seq.tokens[-1], text) for seq, text in zip(seqs, texts, strict=True)])
+        return Proposal(
+            [Draft.chain(seq.tokens[-1], text) for seq, text in zip(seqs, texts, strict=True)]
+        )
 
 
 # Requests.
@@ -126,14 +130,20 @@ def test_padding_spoils_no_neighbour(is_fast: bool) -> None:
     assert outputs(Engine(target.fresh(), Fixed(GOOD[0][0], [3, 4, 5])), prompts) == wanted
 
 
-@pytest.mark.parametrize("sampler", [Sampler(), Sampler(True, SAMPLED.processors), SAMPLED, Sampler(False)])
+@pytest.mark.parametrize(
+    "sampler", [Sampler(), Sampler(True, SAMPLED.processors), SAMPLED, Sampler(False)]
+)
 @pytest.mark.parametrize("seed", [None, 3])
 def test_all_ways_to_choose_a_token_end_with_an_error(sampler: Sampler, seed: int | None) -> None:
     engine = engine_of(FORMS["transformers"]())
     for prompt in (BAD, [POISON, 3]):
         engine.add(Request(prompt, 12, sampler, seed=seed))
     for (step,) in drain(engine).values():
-        assert step.finish_reason == "error" and isinstance(step.error, ValueError) and ALONE in str(step.error)
+        assert (
+            step.finish_reason == "error"
+            and isinstance(step.error, ValueError)
+            and ALONE in str(step.error)
+        )
         assert not step.tokens
 
 
@@ -202,7 +212,12 @@ def test_an_aborted_sequence_leaves_nothing(target: CausalLM, spoilt: int, gone:
     for id in ids:
         engine.abort(id)
     drain(engine)
-    stored = [part for entry in engine.target.prompts.store._entries for layer in entry.stored for part in layer or ()]
+    stored = [
+        part
+        for entry in engine.target.prompts.store._entries
+        for layer in entry.stored
+        for part in layer or ()
+    ]
     assert stored and all(part.isfinite().all() for part in stored)
     assert outputs(engine, NEXT) == solo(target, NEXT)
     assert_target_clean(engine)
@@ -242,7 +257,9 @@ def test_a_prompt_leaves_nothing(target: CausalLM, prefix_bytes: int) -> None:
     ids += [engine.add(Request(prompt, 12)) for prompt in prompts[7:]]
     steps = drain(engine)
     assert [tokens_of(steps[id]) for id in ids] == wanted
-    assert [step.finish_reason for step in steps[bad]] == ["error"] and steps[held][-1].finish_reason == "length"
+    assert [step.finish_reason for step in steps[bad]] == ["error"] and steps[held][
+        -1
+    ].finish_reason == "length"
     assert_target_clean(engine)
     if prefix_bytes:
         assert not any(POISON in entry.tokens for entry in engine.target.prompts.store._entries)
@@ -297,7 +314,10 @@ def test_a_step_that_is_undone_leaves_nothing(target: CausalLM, place: str) -> N
 def test_a_draft_keeps_no_text_that_is_not_a_number() -> None:
     """The draft alone is broken, so the target's output is what it is without."""
     target, draft = tiny("llama"), models()[1]
-    made, fresh = (Decoder(target, None, draft, method("sd", gamma=3), False, prefix_bytes=size) for size in (10**6, 0))
+    made, fresh = (
+        Decoder(target, None, draft, method("sd", gamma=3), False, prefix_bytes=size)
+        for size in (10**6, 0)
+    )
     plain = Decoder(target, method=method("ar"))
     model = made.engine.drafter.model  # type: ignore[attr-defined]
     for prompt in (BAD, NEXT[2]):
@@ -325,7 +345,11 @@ def test_a_head_leaves_nothing(kind: str, few: bool) -> None:
     head.drop(0)
     run(1, 20)
     run(2, 40, spoilt)
-    for gone, id in ((1, 3), (2, 4), (3, 5)):  # the spoilt one moves, goes, and another comes where it stood
+    for gone, id in (
+        (1, 3),
+        (2, 4),
+        (3, 5),
+    ):  # the spoilt one moves, goes, and another comes where it stood
         head.drop(gone)
         run(id, 9)
         torch.testing.assert_close(head.extend([id], [features[:1]], [[3]]), wanted)

@@ -31,7 +31,9 @@ AXE = Path(os.environ.get("AXE_CORE", ROOT / "node_modules" / "axe-core" / "axe.
 TIMEOUT = 20_000  # milliseconds; for a machine with much else to do
 ORIGINS = ("draft", "lookup", "phrase", "window", "reused", "correction", "bonus")
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian's package chromium)")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs Chromium (Debian's package chromium)"
+)
 expect = sync_api.expect
 
 HTML = '<img src=x onerror="document.title=1"><b>bold</b> & </span><script>alert(1)</script>'
@@ -40,14 +42,23 @@ HTML = '<img src=x onerror="document.title=1"><b>bold</b> & </span><script>alert
 def step(pieces: list[tuple[str, str]], *rejected: str) -> dict[str, Any]:
     """What a chunk says of a step: all pieces but the last were drafted."""
     accepted = len(pieces) - 1
-    counts = {"drafted": accepted + len(rejected), "tested": accepted + bool(rejected), "accepted": accepted}
+    counts = {
+        "drafted": accepted + len(rejected),
+        "tested": accepted + bool(rejected),
+        "accepted": accepted,
+    }
     return {"pieces": pieces, "rejected": rejected, "rests": False, **counts}
 
 
 SCRIPTS: dict[str, list[dict[str, Any]]] = {
     "hello": [
         step([("Cats ", "bonus")]),
-        step([("purr ", "draft"), ("when ", "phrase"), ("they ", "window"), ("\n", "correction")], "do", "like\n", ""),
+        step(
+            [("purr ", "draft"), ("when ", "phrase"), ("they ", "window"), ("\n", "correction")],
+            "do",
+            "like\n",
+            "",
+        ),
         step([("are ", "lookup"), ("glad.", "reused"), (" So", "bonus")]),
         step([(".", "correction")], " it"),
     ],
@@ -61,7 +72,11 @@ SCRIPTS["broken"] = SCRIPTS["cut"] = SCRIPTS["slow"][:1]
 
 
 def refused(status: int, message: str, retry: int = 0, **more: str) -> Response:
-    return JSONResponse({"error": {"message": message, **more}}, status, {"Retry-After": str(retry)} if retry else None)
+    return JSONResponse(
+        {"error": {"message": message, **more}},
+        status,
+        {"Retry-After": str(retry)} if retry else None,
+    )
 
 
 class Stub:
@@ -92,7 +107,11 @@ class Stub:
 
     def health(self) -> Response:
         self.not_ready -= 1
-        return refused(503, "the model is being loaded", 5) if self.not_ready >= 0 else JSONResponse({"status": "ok"})
+        return (
+            refused(503, "the model is being loaded", 5)
+            if self.not_ready >= 0
+            else JSONResponse({"status": "ok"})
+        )
 
     def models(self, request: Request) -> Response:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
@@ -120,7 +139,10 @@ class Stub:
         if plain:
             steps = [step([(piece, "bonus")]) for each in steps for piece, _ in each["pieces"]]
             steps = steps[script == "differs" :]
-        yield event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}) + ": keep-alive\n\n"
+        yield (
+            event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+            + ": keep-alive\n\n"
+        )
         for each in steps:
             delta = {"content": "".join(piece for piece, _ in each["pieces"])}
             finish = "stop" if each is steps[-1] and script not in ("broken", "cut") else None
@@ -133,7 +155,10 @@ class Stub:
             yield event({"error": {"message": "a processor raised"}}) + "data: [DONE]\n\n"
         elif script != "cut":
             tokens = sum(len(each["pieces"]) for each in steps)
-            yield event({"choices": [], "usage": {"completion_tokens": tokens}}) + "data: [DONE]\r\n\r\n"
+            yield (
+                event({"choices": [], "usage": {"completion_tokens": tokens}})
+                + "data: [DONE]\r\n\r\n"
+            )
 
 
 @pytest.fixture(scope="module")
@@ -158,9 +183,13 @@ def opened(browser: Any, url: str, **options: Any) -> Any:
     expect.set_options(timeout=TIMEOUT)
     page = context.new_page()
     page.wrong = []
-    page.on("request", lambda request: request.url.startswith(url) or page.wrong.append(request.url))
+    page.on(
+        "request", lambda request: request.url.startswith(url) or page.wrong.append(request.url)
+    )
     page.on("pageerror", lambda error: page.wrong.append(str(error)))
-    page.on("console", lambda said: "Content Security" in said.text and page.wrong.append(said.text))
+    page.on(
+        "console", lambda said: "Content Security" in said.text and page.wrong.append(said.text)
+    )
     page.goto(url + "/")
     return page
 
@@ -196,11 +225,21 @@ def test_an_answer_comes_in_pieces_that_are_marked_and_counted(page: Any, stub: 
     )
     marks = {name.split()[1]: (tint, line) for name, tint, line, _ in styles}
     assert set(marks) == set(ORIGINS)
-    assert len({tint for tint, _ in marks.values()}) == len({line for _, line in marks.values()}) == len(ORIGINS)
+    assert (
+        len({tint for tint, _ in marks.values()})
+        == len({line for _, line in marks.values()})
+        == len(ORIGINS)
+    )
     assert len({color for *_, color in styles}) == 1  # the text keeps its colour
-    counts = page.locator("#legend button").evaluate_all("all => all.map(b => b.querySelector('b').textContent)")
+    counts = page.locator("#legend button").evaluate_all(
+        "all => all.map(b => b.querySelector('b').textContent)"
+    )
     assert counts == ["1", "1", "1", "1", "1", "2", "2"]
-    for figure, value in {"tau": "2.25", "alpha": "0.71", "tokens": "9"}.items():  # 9 tokens in 4 steps; 5 of 7
+    for figure, value in {
+        "tau": "2.25",
+        "alpha": "0.71",
+        "tokens": "9",
+    }.items():  # 9 tokens in 4 steps; 5 of 7
         assert page.locator(f"#{figure}").text_content() == value
     assert stub.bodies[0] == {
         "model": "stub-model",
@@ -210,7 +249,10 @@ def test_an_answer_comes_in_pieces_that_are_marked_and_counted(page: Any, stub: 
         "forerun": True,
         **{"temperature": 0, "max_tokens": 256, "top_p": 1},
     }
-    assert answer.locator(".reused").get_attribute("title") == "reused: used again after a rejected token"
+    assert (
+        answer.locator(".reused").get_attribute("title")
+        == "reused: used again after a rejected token"
+    )
     entry, drafted = page.locator("#legend button").first, answer.locator(".draft")
     look = "e => getComputedStyle(e).textDecorationLine + getComputedStyle(e).backgroundColor"
     marked = drafted.evaluate(look)
@@ -232,7 +274,9 @@ def test_an_answer_comes_in_pieces_that_are_marked_and_counted(page: Any, stub: 
     assert line.locator("s").all_text_contents() == ["do", "like↵", "(no text)"]
     assert line.locator(".piece").all_text_contents() == ["purr ", "when ", "they ", "↵"]
     assert answer.locator(".here").all_text_contents() == ["purr ", "when ", "they ", "\n"]
-    assert strip.get_attribute("aria-activedescendant") == strip.locator("[aria-selected=true]").get_attribute("id")
+    assert strip.get_attribute("aria-activedescendant") == strip.locator(
+        "[aria-selected=true]"
+    ).get_attribute("id")
     strip.press("End")
     strip.press("ArrowRight")
     expect(line).to_contain_text("Step 4 of 4")
@@ -245,7 +289,13 @@ def test_an_answer_comes_in_pieces_that_are_marked_and_counted(page: Any, stub: 
 def test_the_conversation_and_the_settings_go_along(page: Any, stub: Stub) -> None:
     ask(page, "hello")
     page.click("summary")
-    settings = {"system": "Be brief.", "temperature": "0.7", "max_tokens": "9", "top_p": "0.5", "seed": "3"}
+    settings = {
+        "system": "Be brief.",
+        "temperature": "0.7",
+        "max_tokens": "9",
+        "top_p": "0.5",
+        "seed": "3",
+    }
     for name, value in settings.items():
         page.fill(f"#{name}", value)
     page.fill("#question", "one")
@@ -254,16 +304,31 @@ def test_the_conversation_and_the_settings_go_along(page: Any, stub: Stub) -> No
     page.press("#question", "Enter")
     expect(page.locator(".answer[data-state=done]")).to_have_count(2)
     body = stub.bodies[1]
-    assert [message["role"] for message in body["messages"]] == ["system", "user", "assistant", "user"]
-    assert body["messages"][0]["content"] == "Be brief." and body["messages"][3]["content"] == "one\ntwo"
+    assert [message["role"] for message in body["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+    ]
+    assert (
+        body["messages"][0]["content"] == "Be brief."
+        and body["messages"][3]["content"] == "one\ntwo"
+    )
     assert body["messages"][2]["content"] == "Cats purr when they \nare glad. So."
-    assert (body["temperature"], body["max_tokens"], body["top_p"], body["seed"]) == (0.7, 9, 0.5, 3)
+    assert (body["temperature"], body["max_tokens"], body["top_p"], body["seed"]) == (
+        0.7,
+        9,
+        0.5,
+        3,
+    )
     page.click("#clear")
     page.click("summary")
     page.evaluate("document.getElementById('temperature').value = -1")
     page.fill("#question", "hello")
     page.press("#question", "Enter")
-    expect(page.locator("details")).to_have_attribute("open", "")  # what is wrong is shown, and nothing was asked
+    expect(page.locator("details")).to_have_attribute(
+        "open", ""
+    )  # what is wrong is shown, and nothing was asked
     assert len(stub.bodies) == 2 and page.locator("article").count() == 0
 
 
@@ -275,8 +340,13 @@ def test_side_by_side_says_whether_the_texts_are_equal(page: Any, stub: Stub) ->
     expect(said).to_contain_text(" times the tokens/s.")
     fast, plain = page.locator(".text").all_text_contents()
     assert fast == plain
-    assert [body.get("forerun_method", "") for body in stub.bodies] == ["", "ar"] and stub.most_streams == 1
-    assert len({body["cache_salt"] for body in stub.bodies}) == 2  # neither finds what the other has left
+    assert [body.get("forerun_method", "") for body in stub.bodies] == [
+        "",
+        "ar",
+    ] and stub.most_streams == 1
+    assert (
+        len({body["cache_salt"] for body in stub.bodies}) == 2
+    )  # neither finds what the other has left
     page.locator(".answer").last.get_by_role("button", name="Figures and steps").click()
     expect(page.locator("#tau")).to_have_text("1.00")
     expect(page.locator("#alpha")).to_have_text("\u2013")
@@ -338,7 +408,13 @@ def test_errors_and_what_the_model_writes_are_shown_as_text(page: Any, stub: Stu
     expect(page.locator("#send")).to_be_enabled()
     ask(page, "hello")
     said = [message["content"] for message in stub.bodies[-1]["messages"]]
-    assert said == ["broken", "0 ", "cut", "0 ", "hello"]  # what had no answer is no part of the conversation
+    assert said == [
+        "broken",
+        "0 ",
+        "cut",
+        "0 ",
+        "hello",
+    ]  # what had no answer is no part of the conversation
     answer = ask(page, "html")
     assert answer.locator(".text").text_content() == HTML + "!"
     assert answer.locator(".text *:not(span)").count() == 0
@@ -377,21 +453,30 @@ def test_looks_and_accessibility(browser: Any, stub: Stub, look: str, tmp_path: 
     expect(page.locator(".verdict")).to_have_count(2)
     page.locator(".answer").first.get_by_role("button", name="Figures and steps").click()
     page.click("summary")
-    lines = page.locator(".answer .piece").evaluate_all("all => all.map(p => getComputedStyle(p).textDecorationLine)")
+    lines = page.locator(".answer .piece").evaluate_all(
+        "all => all.map(p => getComputedStyle(p).textDecorationLine)"
+    )
     assert set(lines) == {"underline", "overline"}
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.evaluate("document.querySelectorAll('dd').forEach(dd => dd.textContent = '12345.6')")
     wide = "all => all.filter(e => e.scrollWidth > e.clientWidth).map(e => e.outerHTML)"
-    assert page.locator("#figures :is(div, dt, dd), #legend :is(button, small)").evaluate_all(wide) == []
+    assert (
+        page.locator("#figures :is(div, dt, dd), #legend :is(button, small)").evaluate_all(wide)
+        == []
+    )
     assert len(page.screenshot(path=tmp_path / f"{look}.png", full_page=True)) > 10_000
     settings = page.locator("summary").bounding_box()
     assert settings["y"] + settings["height"] <= 800  # opened, they have come into view
     page.evaluate("document.querySelector('aside').scrollTop = 0")
     figures = page.locator("#figures").bounding_box()
-    assert figures["y"] >= 0 and figures["y"] + figures["height"] <= 800, figures  # of a window of any width
+    assert figures["y"] >= 0 and figures["y"] + figures["height"] <= 800, (
+        figures
+    )  # of a window of any width
     if AXE.is_file():
         page.evaluate(AXE.read_text())
-        found = page.evaluate("axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.failureSummary)]))")
+        found = page.evaluate(
+            "axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.failureSummary)]))"
+        )
         assert found == []
     assert page.wrong == []
     page.context.close()
@@ -412,9 +497,13 @@ def test_the_real_server_is_understood(browser: Any) -> None:
         assert answer.locator(".facts").text_content().startswith("40 tokens")
         assert page.locator("#tokens").text_content() == "40"
         assert float(page.locator("#tau").text_content()) >= 1
-        assert page.locator("#steps li").count() == int(page.locator("#forwards").text_content()) <= 40
+        assert (
+            page.locator("#steps li").count() == int(page.locator("#forwards").text_content()) <= 40
+        )
         page.click("summary")
-        page.evaluate("document.getElementById('top_p').max = 9; document.getElementById('top_p').value = 7")
+        page.evaluate(
+            "document.getElementById('top_p').max = 9; document.getElementById('top_p').value = 7"
+        )
         refused = ask(page, "hello", until="failed")
         expect(refused.locator(".error")).to_contain_text("400: top_p")
         assert page.wrong == []

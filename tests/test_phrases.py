@@ -9,7 +9,20 @@ import pytest
 import toys
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import COSTS, DRAFT, PROMPT, TARGET, TableLM, decode, fit, noisy_copy, random_table, sampled, tiny, tokens_of
+from toys import (
+    COSTS,
+    DRAFT,
+    PROMPT,
+    TARGET,
+    TableLM,
+    decode,
+    fit,
+    noisy_copy,
+    random_table,
+    sampled,
+    tiny,
+    tokens_of,
+)
 
 from benchmarks.baselines.lookahead import Lookahead, LookaheadDrafter
 from forerun import Decoder
@@ -31,7 +44,10 @@ def contents(pool: PhrasePool) -> dict[int, list[tuple[int, ...]]]:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 1), min_size=3, max_size=3)), max_size=60),
+    st.lists(
+        st.tuples(st.integers(0, 5), st.lists(st.integers(0, 1), min_size=3, max_size=3)),
+        max_size=60,
+    ),
     st.integers(1, 4),
 )
 def test_a_pool_keeps_the_newest(puts: list[tuple[int, list[int]]], most: int) -> None:
@@ -46,7 +62,9 @@ def test_a_pool_keeps_the_newest(puts: list[tuple[int, list[int]]], most: int) -
         mine = list(dict.fromkeys(tuple(phrase) for own, phrase in reversed(puts) if own == key))
         if key not in recent[:4]:
             assert pool.get(key) == []
-        elif recent.index(key) < 4 and len(recent) <= 4:  # a key that was thrown out and came back has lost its past
+        elif (
+            recent.index(key) < 4 and len(recent) <= 4
+        ):  # a key that was thrown out and came back has lost its past
             assert pool.get(key) == mine[:most] and pool.get(key, 1) == mine[:1]
     assert len(pool) == sum(map(len, contents(pool).values())) <= 4 * most
 
@@ -79,12 +97,17 @@ def test_equality_on_real_models(architecture: str, way: str) -> None:
     small = noisy_copy(target, 0.03)
     prompts = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]
     plain = Decoder(target).generate(prompts, max_new_tokens=24, ignore_eos=True)
-    decoder = Decoder(target, None, small, WAYS[way], False, **toys.parts_of(WAYS[way].name, target, small))
+    decoder = Decoder(
+        target, None, small, WAYS[way], False, **toys.parts_of(WAYS[way].name, target, small)
+    )
     for _ in range(2):
         done = decoder.generate(prompts, max_new_tokens=24, ignore_eos=True)
         assert [row.tokens for row in done] == [row.tokens for row in plain]
         assert sum(row.stats.drafted for row in done) > 0
-        assert decoder.generate(prompts[2], max_new_tokens=24, ignore_eos=True).tokens == plain[2].tokens
+        assert (
+            decoder.generate(prompts[2], max_new_tokens=24, ignore_eos=True).tokens
+            == plain[2].tokens
+        )
     (pool,) = decoder.pools.values()
     assert len(pool) > 20
 
@@ -139,26 +162,38 @@ def test_a_row_keeps_its_state_between_both_ways() -> None:
         row = made.model.rows[first]
         assert row == seq.tokens[: len(row)] and len(row) < len(seq.tokens)
     assert 2 in ways[4:] and ways[-1] == 1
-    assert made.policy.past[first].echo._known > len(PROMPT) + 5 and made.rows[first].read > len(PROMPT)
+    assert made.policy.past[first].echo._known > len(PROMPT) + 5 and made.rows[first].read > len(
+        PROMPT
+    )
 
 
 def test_the_policy_of_pacer_ouroboros_is_priced_by_how_rows_are_drafted() -> None:
     chosen, parts = PacerOuroboros(), Parts(TableLM(TARGET), TableLM(DRAFT), LAYER, COSTS)
     few = chosen.costs(parts, "greedy", 1)
-    assert few is not None and few.draft == {1: 0.3 * COSTS.drafting(1 + 1 * 8)} and few.target == COSTS.target
+    assert (
+        few is not None
+        and few.draft == {1: 0.3 * COSTS.drafting(1 + 1 * 8)}
+        and few.target == COSTS.target
+    )
     assert chosen.costs(parts, "sampled", 1) == few
     assert method("pacer").costs(parts, "greedy", 1) == COSTS  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("ms", "least", "most"), [(1.01, 60, 70), (1000.0, 1, 3), (10.0, 4, 60)])
-def test_phrases_rest_where_forwards_with_them_draft_less_a_ms(ms: float, least: int, most: int) -> None:
+def test_phrases_rest_where_forwards_with_them_draft_less_a_ms(
+    ms: float, least: int, most: int
+) -> None:
     """By costs alone or by what they gave, and they are tried again. `ms` is of 64 tokens, where one takes 1."""
     made, ways = drafter(suffixes=0), []
     made.table = replace(COSTS, draft={1: 1.0, 64: ms}, chained=0.0)
     for way, grow in enumerate((made._grow, made._grow_by_phrases)):
-        setattr(made, grow.__name__, lambda *given, way=way, grow=grow: ways.append(way) or grow(*given))
+        setattr(
+            made, grow.__name__, lambda *given, way=way, grow=grow: ways.append(way) or grow(*given)
+        )
     (steps,) = decode(TableLM(TARGET), made, [Request(PROMPT, 400)])
-    assert tokens_of(steps) == tokens_of(decode(TableLM(TARGET), PlainDrafter(), [Request(PROMPT, 400)])[0])
+    assert tokens_of(steps) == tokens_of(
+        decode(TableLM(TARGET), PlainDrafter(), [Request(PROMPT, 400)])[0]
+    )
     assert len(ways) >= 70 and least <= sum(ways[:70]) <= most
     assert (made.rows, made._open) == ({}, set())
 
@@ -226,15 +261,22 @@ def test_the_targets_verdict_becomes_phrases() -> None:
     assert first.tokens == [1, 2, 2, 2, 3, 1, 1] and first.origins[-2:] == ["phrase"] * 2
 
     def verdict(accepted: int) -> Verdict:
-        return Verdict(list(range(accepted + 1)), 0, accepted + 1, True, [10 + node for node in range(7)])
+        return Verdict(
+            list(range(accepted + 1)), 0, accepted + 1, True, [10 + node for node in range(7)]
+        )
 
     made.observe([seq], [first], [verdict(1)], None)
     # From the rejected token on: the target's token after each; and after the end as well.
     assert row.pool.get(2) == [(13, 14), (12, 13)] and row.pool.get(3) == [(14, 15)]
     assert [(each.accepted, each.rejected) for each in seen] == [(1, True)]
-    made.observe([seq], [Draft.root(1)], [Verdict([0], 0, 0, False, [5])], None)  # a step that drafted nothing
+    made.observe(
+        [seq], [Draft.root(1)], [Verdict([0], 0, 0, False, [5])], None
+    )  # a step that drafted nothing
     made.observe([seq], [draft()], [verdict(4)], None)
-    assert (seen[2].accepted, seen[2].rejected) == (4, False)  # the phrase was rejected, not the chain
+    assert (seen[2].accepted, seen[2].rejected) == (
+        4,
+        False,
+    )  # the phrase was rejected, not the chain
 
 
 def test_tokens_that_the_draft_lacks() -> None:
@@ -255,12 +297,21 @@ def test_tokens_that_the_draft_lacks() -> None:
 
 def test_phrases_outlive_the_call_where_they_may() -> None:
     target = tiny("llama")
-    made = [Decoder(target, None, noisy_copy(target, 0.03), Ouroboros(warm=warm), False) for warm in (True, False)]
+    made = [
+        Decoder(target, None, noisy_copy(target, 0.03), Ouroboros(warm=warm), False)
+        for warm in (True, False)
+    ]
     text = [5, 6, 7, 5, 6]
-    first, second = [made[0].generate(text, max_new_tokens=40).stats.draft_forwards for _ in range(2)]
+    first, second = [
+        made[0].generate(text, max_new_tokens=40).stats.draft_forwards for _ in range(2)
+    ]
     assert second < first
-    assert len({made[1].generate(text, max_new_tokens=40).stats.draft_forwards for _ in range(2)}) == 1
+    assert (
+        len({made[1].generate(text, max_new_tokens=40).stats.draft_forwards for _ in range(2)}) == 1
+    )
     assert not made[1].pools
     # What is sampled may not depend on what came before.
-    sampled = [made[0].generate(text, max_new_tokens=20, temperature=1.0, seed=3).tokens for _ in range(2)]
+    sampled = [
+        made[0].generate(text, max_new_tokens=20, temperature=1.0, seed=3).tokens for _ in range(2)
+    ]
     assert sampled[0] == sampled[1]

@@ -13,7 +13,19 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from toys import COSTS, PROMPT, TableLM, decode, fit, noisy_copy, random_layer, random_table, refuses, tiny, tokens_of
+from toys import (
+    COSTS,
+    PROMPT,
+    TableLM,
+    decode,
+    fit,
+    noisy_copy,
+    random_layer,
+    random_table,
+    refuses,
+    tiny,
+    tokens_of,
+)
 
 from forerun import Decoder
 from forerun.api.layers import load_pre_verifier
@@ -43,13 +55,19 @@ def seeded() -> None:
 
 
 def inputs(rows: int, depth: int) -> dict[str, Tensor]:
-    return {"log_q": -torch.randn(rows, depth).abs(), "echoes": torch.randn(rows, depth, len(SIZES)).sign()}
+    return {
+        "log_q": -torch.randn(rows, depth).abs(),
+        "echoes": torch.randn(rows, depth, len(SIZES)).sign(),
+    }
 
 
 def varied(layer: PreVerifier) -> PreVerifier:
     """The layer with weights where it starts with zeros."""
     with torch.no_grad():
-        for weight in (layer.place, *(weight for name, weight in layer.named_parameters() if name.endswith("bias"))):
+        for weight in (
+            layer.place,
+            *(weight for name, weight in layer.named_parameters() if name.endswith("bias")),
+        ):
             weight.normal_()
     return layer
 
@@ -57,15 +75,23 @@ def varied(layer: PreVerifier) -> PreVerifier:
 @pytest.mark.parametrize("stored", [False, True])
 def test_block_by_block_is_the_same_as_at_once(stored: bool) -> None:
     """NumPy's steps, with rows that change their places, against torch's forward over whole drafts."""
-    layer = PreVerifier.from_pretrained(FOLDER / "pre-verifier").eval() if stored else varied(random_layer(depth=7))
+    layer = (
+        PreVerifier.from_pretrained(FOLDER / "pre-verifier").eval()
+        if stored
+        else varied(random_layer(depth=7))
+    )
     quick = QuickPreVerifier(layer)
     given, runs = inputs(4, 10), torch.rand(4, 3) * 9
     with torch.no_grad():
         logits, _ = layer(runs, **given)
     state, rows = quick.begin(runs.tolist()), [0, 1, 2, 3]
     for first, last, left in ((0, 1, [2, 0, 1, 3]), (1, 5, [3, 1, 0]), (5, 8, [2, 0]), (8, 10, [])):
-        output, state = quick.step(state, **{name: value[rows, first:last].tolist() for name, value in given.items()})
-        torch.testing.assert_close(torch.from_numpy(output), logits[rows, first:last], rtol=1e-4, atol=1e-4)
+        output, state = quick.step(
+            state, **{name: value[rows, first:last].tolist() for name, value in given.items()}
+        )
+        torch.testing.assert_close(
+            torch.from_numpy(output), logits[rows, first:last], rtol=1e-4, atol=1e-4
+        )
         state, rows = state.select(left), [rows[row] for row in left]
     assert quick.traces["greedy"].any() and quick.traces["sampled"].any()
 
@@ -90,7 +116,9 @@ def test_echoes_against_a_search() -> None:
         echo.read(text[:known])
         drafted = torch.randint(3, (9,), generator=generator).tolist()
         expected = echoes_of(text[:known], drafted)
-        assert echo.answers(text[max(0, known - max(SIZES)) : known], drafted) == list(map(tuple, expected))
+        assert echo.answers(text[max(0, known - max(SIZES)) : known], drafted) == list(
+            map(tuple, expected)
+        )
         assert {value for row in expected for value in row} > {0} or known < 30
 
 
@@ -99,7 +127,15 @@ def logits_of(model: Any, tokens: abc.Sequence[int]) -> Tensor:
         return model(torch.tensor([tokens])).logits[0]
 
 
-def rolled(target: Any, draft: Any, windows: Tensor, prompt: int, anchors: int, depth: int, sampler: Sampler) -> Any:
+def rolled(
+    target: Any,
+    draft: Any,
+    windows: Tensor,
+    prompt: int,
+    anchors: int,
+    depth: int,
+    sampler: Sampler,
+) -> Any:
     texts, generator = of_windows(windows.numpy(), prompt), torch.Generator().manual_seed(0)
     return roll_out(CausalLM(target), CausalLM(draft), texts, anchors, depth, sampler, generator)
 
@@ -111,7 +147,9 @@ def test_drafts_from_many_places_are_those_of_one(architecture: str) -> None:
     draft = noisy_copy(target, 0.04)
     prompts = [[5, 6, 7, 8], [9, 3, 2, 1]]
     plain = Decoder(target).generate(prompts, max_new_tokens=40, ignore_eos=True)
-    windows = torch.tensor([prompt + done.tokens for prompt, done in zip(prompts, plain, strict=True)])
+    windows = torch.tensor(
+        [prompt + done.tokens for prompt, done in zip(prompts, plain, strict=True)]
+    )
     drafts = rolled(target, draft, windows, 3, 6, 5, Sampler())
     assert all(len(set(row)) == 6 for row in drafts["anchors"].view(2, 6).tolist())
     for index, anchor in enumerate(drafts["anchors"].tolist()):
@@ -119,7 +157,9 @@ def test_drafts_from_many_places_are_those_of_one(architecture: str) -> None:
         context, after = window[: anchor + 1], window[anchor + 1 : anchor + 6]
         said = Decoder(draft).generate(context, max_new_tokens=5, ignore_eos=True)
         assert drafts["tokens"][index].tolist() == said.tokens
-        assert drafts["accept"][index].tolist() == [float(a == b) for a, b in zip(said.tokens, after, strict=True)]
+        assert drafts["accept"][index].tolist() == [
+            float(a == b) for a, b in zip(said.tokens, after, strict=True)
+        ]
     assert 0 < float(drafts["accept"].mean()) < 1
 
 
@@ -150,7 +190,9 @@ def test_figures_by_hand() -> None:
 
 
 def stop(rule: str, block: int | None) -> PacerStop:
-    how: dict[str, Any] = {"costs": lambda mode, rows: COSTS} if rule == "auto" else {"threshold": 0.45}
+    how: dict[str, Any] = (
+        {"costs": lambda mode, rows: COSTS} if rule == "auto" else {"threshold": 0.45}
+    )
     return PacerStop(random_layer(), block, 9, **how)
 
 
@@ -187,11 +229,15 @@ class Watching(PacerStop):
         self.asked.append(output[0])
         return output, state
 
-    def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
+    def observe(
+        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]
+    ) -> None:
         super().observe(seqs, drafts, verdicts)
         output = np.concatenate(self.asked).tolist() if self.asked else []
         verdict = verdicts[0]
-        self.drafts.append((len(seqs[0].tokens), drafts[0].tokens[1:], output, verdict.accepted, verdict.rejected))
+        self.drafts.append(
+            (len(seqs[0].tokens), drafts[0].tokens[1:], output, verdict.accepted, verdict.rejected)
+        )
         self.asked = []
 
 
@@ -206,7 +252,9 @@ def test_the_layer_is_given_what_it_is_to_see() -> None:
         layer.leave.bias.fill_(-1.2)
     block, threshold = 3, 0.5
     policy = Watching(layer, block, 9, threshold)
-    (steps,) = decode(CausalLM(target), ChainDrafter(CausalLM(draft), policy), [Request([5, 6, 7, 5, 6], 90)])
+    (steps,) = decode(
+        CausalLM(target), ChainDrafter(CausalLM(draft), policy), [Request([5, 6, 7, 5, 6], 90)]
+    )
     text = [5, 6, 7, 5, 6, *tokens_of(steps)]
     runs, end, ends, seen = [0.0, USUAL, USUAL], 5, set(), 0
     for length, tokens, output, accepted, rejected in policy.drafts:
@@ -220,7 +268,9 @@ def test_the_layer_is_given_what_it_is_to_see() -> None:
             expected, survival = layer(torch.tensor([runs]), log_q, echoes)
         asked = len(output)
         assert asked == len(tokens) - len(tokens) % block - (block if len(tokens) == 9 else 0)
-        torch.testing.assert_close(torch.tensor([output]), expected[:, :asked], rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(
+            torch.tensor([output]), expected[:, :asked], rtol=2e-3, atol=2e-3
+        )
         for last in range(block, asked + 1, block):
             alive = float(survival[0, last - 1])
             if abs(alive - threshold) > 1e-3:
@@ -237,7 +287,11 @@ def test_the_automatic_threshold_is_the_best(rows: int) -> None:
     """Against a replay, draft by draft."""
     traces = np.random.default_rng(0).random((40, 11)).astype(np.float32) ** 0.3
     traces, block = traces.cumprod(-1), 2
-    batches = traces[np.random.default_rng(0).integers(40, size=(40, rows))] if rows > 1 else traces[:, None]
+    batches = (
+        traces[np.random.default_rng(0).integers(40, size=(40, rows))]
+        if rows > 1
+        else traces[:, None]
+    )
 
     def rate(threshold: float) -> float:
         tokens = spent = 0.0
@@ -248,7 +302,11 @@ def test_the_automatic_threshold_is_the_best(rows: int) -> None:
                 if said[:, done - 1].mean() < threshold:
                     break
             tokens += 1 + said[:, :done].sum() / rows
-            spent += done * COSTS.drafting(rows) + COSTS.verify(rows * (done + 1)) + COSTS.policy * (done // block)
+            spent += (
+                done * COSTS.drafting(rows)
+                + COSTS.verify(rows * (done + 1))
+                + COSTS.policy * (done // block)
+            )
         return tokens / spent
 
     found, tokens_per_ms = best_threshold(traces, block, COSTS, rows)
@@ -265,7 +323,9 @@ def test_the_automatic_block_is_the_best() -> None:
         glancing = replace(costs, policy=costs.glance)
         rates[0] = best_threshold(alive, 1, glancing, 1, products)
         block, threshold, _ = policy.settings(mode, 1, True)
-        assert block == max(rates, key=lambda block: rates[block][1]) and threshold == rates[block][0]
+        assert (
+            block == max(rates, key=lambda block: rates[block][1]) and threshold == rates[block][0]
+        )
     assert stop("fixed", None).settings("greedy", 1, True) == (4, 0.45, False)
     for count in range(1, 65):  # few numbers of rows are priced
         policy.settings("greedy", count, False)
@@ -277,9 +337,15 @@ def test_the_automatic_threshold_goes_by_the_context() -> None:
     """Few contexts are priced, as a search takes longer than a step."""
     dear = Costs({1: 40.0, 32: 900.0}, {1: 8.0}, 0.1, context=256)
     policy = PacerStop(
-        random_layer(), None, 9, costs=lambda mode, rows: replace(COSTS, context=256, far=replace(dear, context=8192))
+        random_layer(),
+        None,
+        9,
+        costs=lambda mode, rows: replace(COSTS, context=256, far=replace(dear, context=8192)),
     )
-    found = {context: policy.settings("greedy", 1, True, context) for context in (0, 256, 8000, 8192, 8400)}
+    found = {
+        context: policy.settings("greedy", 1, True, context)
+        for context in (0, 256, 8000, 8192, 8400)
+    }
     assert found[0] == found[256] != found[8192] == found[8000] == found[8400]
     assert {context for *_, context in policy._settings} == {256, 8192}
 
@@ -290,7 +356,9 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
     layer = random_layer()
     costs = replace(COSTS, policy=50.0, glance=0.01)
 
-    def more(survival: abc.Sequence[float], samplers: list[Sampler], rows: int = 4, **settings: Any) -> list[bool]:
+    def more(
+        survival: abc.Sequence[float], samplers: list[Sampler], rows: int = 4, **settings: Any
+    ) -> list[bool]:
         by_products = cheap and "costs" in settings
         policy = PacerStop(layer, None if by_products else 1, 9, **settings)
         seqs = [Sequence(Request([1], 9, sampler), id) for id, sampler in enumerate(samplers)]
@@ -307,12 +375,18 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
             rule.limits = replace(rule.limits, product=0.5)
         else:
             rule.threshold, rule._ask = 0.5, ask  # type: ignore[method-assign]
-        scores = torch.tensor([[1 - each, each, 1e-30] for each in survival], dtype=torch.float64).log()
+        scores = torch.tensor(
+            [[1 - each, each, 1e-30] for each in survival], dtype=torch.float64
+        ).log()
         return rule.more(DraftState(seqs, [[1]] * len(seqs), scores))
 
     greedy, sampled = Sampler(), Sampler(greedy=False)
     given = {"costs": lambda mode, rows: costs}
-    for survival, going in (([0.9, 0.8, 0.4, 0.1], True), ([0.9, 0.8, 0.1, 0.1], False), ([0.9, 0.8], False)):
+    for survival, going in (
+        ([0.9, 0.8, 0.4, 0.1], True),
+        ([0.9, 0.8, 0.1, 0.1], False),
+        ([0.9, 0.8], False),
+    ):
         count = len(survival)
         assert more(survival, [greedy] * count, **given) == [going] * count
         alone = [each >= 0.5 for each in survival]
@@ -340,7 +414,9 @@ def test_files_come_back_and_each_mistake_has_its_own_message(tmp_path: Path) ->
     def broken(name: str, weights: int | None = None, **fields: Any) -> Path:
         copy = tmp_path / name
         shutil.copytree(folder, copy)
-        (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes()[:weights])
+        (copy / "model.safetensors").write_bytes(
+            (copy / "model.safetensors").read_bytes()[:weights]
+        )
         settings = json.loads((copy / "config.json").read_text())
         (copy / "config.json").write_text(json.dumps(settings | fields))
         return copy
@@ -356,13 +432,26 @@ def test_files_come_back_and_each_mistake_has_its_own_message(tmp_path: Path) ->
             (target, draft),
             r"its inputs .*hidden.* is no longer supported: train it",
         ),
-        (broken("kind", kind="acceptance"), (target, draft), "its kind 'acceptance' is no longer supported"),
+        (
+            broken("kind", kind="acceptance"),
+            (target, draft),
+            "its kind 'acceptance' is no longer supported",
+        ),
         (tmp_path / "nothing", (target, draft), r"there is no .*config\.json"),
     ):
         refuses(message, load_pre_verifier, path, *models)
     # Fields of layers from before.
-    more = {"draft_size": 32, "target_size": 32, "token_size": 32, "heads": 4, "layers": 0, "kind": "survival"}
-    assert load_pre_verifier(broken("older", inputs=["confidence", "echoes", "history"], **more), target, draft)
+    more = {
+        "draft_size": 32,
+        "target_size": 32,
+        "token_size": 32,
+        "heads": 4,
+        "layers": 0,
+        "kind": "survival",
+    }
+    assert load_pre_verifier(
+        broken("older", inputs=["confidence", "echoes", "history"], **more), target, draft
+    )
     refuses("needs a pre-verifier", Decoder, target, None, draft, Pacer())
 
 
@@ -386,4 +475,6 @@ def test_sampled_rows_do_not_depend_on_their_neighbours_or_ends(rule: str) -> No
         found = outputs(mixed, **options)
         assert found[::2] == alone[:3]
         plain = [tokens_of(steps) for steps in decode(TableLM(TARGET), PlainDrafter(), others)]
-        assert [[token for _, *tokens in steps for token in tokens] for steps in found[1::2]] == plain
+        assert [
+            [token for _, *tokens in steps for token in tokens] for steps in found[1::2]
+        ] == plain

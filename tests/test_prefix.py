@@ -40,7 +40,11 @@ def test_the_longest_common_prefix_is_found() -> None:
     assert found is not None
     entry, length = found
     assert length == 3 and entry.stored[0][0][0, 0, 0] == 1 and entry.stored[1] is None
-    assert store.find([1, 2, 7, 9], held=3) is None and store.find([3, 1]) is None and store.find([]) is None
+    assert (
+        store.find([1, 2, 7, 9], held=3) is None
+        and store.find([3, 1]) is None
+        and store.find([]) is None
+    )
     assert (store.hits, store.hit_tokens) == (1, 3)
     assert store.find([1, 2, 3], held=1)[1] == 3 and store.hit_tokens == 5
 
@@ -66,8 +70,12 @@ def test_the_least_recently_used_goes_first() -> None:
     assert texts(store) == [[1] * 4, [3] * 3]
 
 
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), max_size=20), st.integers(1, 20))
-def test_a_store_holds_no_more_than_its_limit_and_finds_the_best(puts: list[list[int]], most: int) -> None:
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), max_size=20), st.integers(1, 20)
+)
+def test_a_store_holds_no_more_than_its_limit_and_finds_the_best(
+    puts: list[list[int]], most: int
+) -> None:
     store = PrefixStore(16 * most)
     for text in puts:
         store.put(text, stored(len(text)))
@@ -82,8 +90,15 @@ def test_a_store_holds_no_more_than_its_limit_and_finds_the_best(puts: list[list
 
 @given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
 def test_common_counts_equal_first_tokens(one: list[int], other: list[int]) -> None:
-    expected = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    assert common(one, other) == common(np.array(one, dtype=np.int64), np.array(other, dtype=np.int64)) == expected
+    expected = next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+    assert (
+        common(one, other)
+        == common(np.array(one, dtype=np.int64), np.array(other, dtype=np.int64))
+        == expected
+    )
 
 
 @cache
@@ -106,7 +121,9 @@ def alone(lm: CausalLM, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tens
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "gemma4", "deepseek_v3"])
 @pytest.mark.parametrize("is_fast", [False, True])
-def test_what_is_known_of_a_prompt_is_not_run_again(architecture: str, hidden: bool, is_fast: bool) -> None:
+def test_what_is_known_of_a_prompt_is_not_run_again(
+    architecture: str, hidden: bool, is_fast: bool
+) -> None:
     plain = CausalLM(model(architecture))
     lm = (prepare(model(architecture)) if is_fast else plain).fresh(prefix_bytes=10**6)
     capture: Any = "head" if hidden else ""
@@ -179,13 +196,19 @@ def test_a_long_prompt_moves_to_its_row_and_is_known_there(prefix_bytes: int) ->
     with prompts_that_move():
         assert prefilled(lm, HALF) == len(HALF)
         lm.join(1)
-        assert lm.prompts.cache.lengths == [0] and not any(each.keys.any() for each in lm.prompts.cache.layers)
+        assert lm.prompts.cache.lengths == [0] and not any(
+            each.keys.any() for each in lm.prompts.cache.layers
+        )
         lm.join(2)  # copied from the first row
-        assert prefilled(lm, [*HALF[:6], 1, 2]) == 2  # what it shares with the row is copied from there
+        assert (
+            prefilled(lm, [*HALF[:6], 1, 2]) == 2
+        )  # what it shares with the row is copied from there
         lm.join(3)
         for id in (1, 3):
             lm.drop(id)
-        assert prefilled(lm, [*HALF[:6], 1, 2, 3]) == 1  # the row's entries have come back, or the store has them
+        assert (
+            prefilled(lm, [*HALF[:6], 1, 2, 3]) == 1
+        )  # the row's entries have come back, or the store has them
         lm.join(4)
         lm.crop([4], [3])  # as a draft with another tokenizer may
         assert prefilled(lm, [*HALF[:5], 60]) == (3 if not prefix_bytes else 1)
@@ -211,7 +234,9 @@ def test_a_moved_prompt_that_is_not_finite_is_run_again() -> None:
 
 @given(st.data())
 @settings(max_examples=40)
-def test_rows_that_join_and_leave_in_any_order_have_the_logits_of_a_run_alone(data: st.DataObject) -> None:
+def test_rows_that_join_and_leave_in_any_order_have_the_logits_of_a_run_alone(
+    data: st.DataObject,
+) -> None:
     with prompts_that_move() if data.draw(st.booleans(), "long") else nullcontext():
         _join_and_leave(data)
 
@@ -221,10 +246,15 @@ def _join_and_leave(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from([CausalLM, prepare]))
     lm = kind(model(architecture)).fresh(data.draw(st.sampled_from([0, 3000, 10**6])))
     capture: Any = data.draw(st.sampled_from(["", "head"]))
-    plain, generator = CausalLM(model(architecture)), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    plain, generator = (
+        CausalLM(model(architecture)),
+        torch.Generator().manual_seed(data.draw(st.integers(0, 99))),
+    )
     rows: dict[int, list[int]] = {}
     for id in range(data.draw(st.integers(2, 7), "calls")):
-        prompt = HALF[: data.draw(st.integers(0, 10))] + data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=20))
+        prompt = HALF[: data.draw(st.integers(0, 10))] + data.draw(
+            st.lists(st.integers(0, VOCAB - 1), max_size=20)
+        )
         prefilled(lm, prompt, data.draw(st.integers(1, 16)), capture)
         for copy in range(data.draw(st.integers(1, 2))):
             lm.join(100 * copy + id, data.draw(st.integers(0, 60)))
@@ -237,10 +267,14 @@ def _join_and_leave(data: st.DataObject) -> None:
             for id_, draft, found in zip(ids, drafts, logits, strict=True):
                 path = draft.path(len(draft) - 1)
                 expected, states = alone(plain, rows[id_] + [draft.tokens[node] for node in path])
-                torch.testing.assert_close(found[path], expected[-len(path) :], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(
+                    found[path], expected[-len(path) :], atol=1e-4, rtol=1e-4
+                )
                 if capture:
                     own = hidden[len(paths)]
-                    torch.testing.assert_close(own[path], states[-len(path) :], atol=1e-4, rtol=1e-4)
+                    torch.testing.assert_close(
+                        own[path], states[-len(path) :], atol=1e-4, rtol=1e-4
+                    )
                 paths.append(path)
             lm.commit(ids, paths)
             for id_, draft, path in zip(ids, drafts, paths, strict=True):

@@ -102,7 +102,9 @@ def files(path: Path) -> list[Path]:
 
 @pytest.mark.parametrize("capture", ["", "head", (1, 2)])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_text_from_disk_has_the_bits_of_one_that_was_run(form: str, capture: Any, tmp_path: Path) -> None:
+def test_a_text_from_disk_has_the_bits_of_one_that_was_run(
+    form: str, capture: Any, tmp_path: Path
+) -> None:
     model, text = FORMS[form](), random_text(700)
     first = begun(model, tmp_path)
     assert run(first, text, capture) == 700
@@ -181,7 +183,9 @@ def test_salts_are_apart_and_unreadable(tmp_path: Path) -> None:
 def test_what_decides_the_bits_decides_the_identity() -> None:
     made = families.tiny("llama", **LONG)
     known = {identity(prepare(made)), identity(CausalLM(made))}
-    known |= {identity(prepare(store(families.tiny("llama"), kind))) for kind in ("int8", "bfloat16")}
+    known |= {
+        identity(prepare(store(families.tiny("llama"), kind))) for kind in ("int8", "bfloat16")
+    }
     known.add(identity(prepare(families.tiny("llama", **LONG, rms_norm_eps=1e-4))))
     assert len(known) == 5 and None not in known
     assert identity(prepare(families.tiny("llama", **LONG))) == identity(prepare(made))
@@ -214,7 +218,10 @@ def test_drafts_and_heads_find_their_states(name: str, tmp_path: Path) -> None:
     wanted = first.generate([text], max_new_tokens=20, ignore_eos=True)[0].tokens
     follow_up = [*text, *wanted, 9, 9, 9]
     expected = first.generate([follow_up], max_new_tokens=20, ignore_eos=True)[0]
-    assert expected.tokens == decoder().generate([follow_up], max_new_tokens=20, ignore_eos=True)[0].tokens
+    assert (
+        expected.tokens
+        == decoder().generate([follow_up], max_new_tokens=20, ignore_eos=True)[0].tokens
+    )
     assert shelf_of(first.engine.target).folder.wait(60)
     second = decoder(prompt_cache=tmp_path)
     found = second.generate([follow_up], max_new_tokens=20, ignore_eos=True)[0]
@@ -229,7 +236,9 @@ def test_drafts_and_heads_find_their_states(name: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def stored_text(tmp_path_factory: pytest.TempPathFactory) -> tuple[CausalLM, list[int], Path, list[torch.Tensor]]:
+def stored_text(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[CausalLM, list[int], Path, list[torch.Tensor]]:
     path = tmp_path_factory.mktemp("texts")
     model, text = FORMS["float32 in C"](), random_text(600)
     first = begun(model, path)
@@ -271,7 +280,9 @@ def test_flipped_bits_are_found(
     shutil.rmtree(path)
 
 
-@pytest.mark.parametrize("damage", ["empty", "short", "half", "text", "swapped", "pickle", "a folder"])
+@pytest.mark.parametrize(
+    "damage", ["empty", "short", "half", "text", "swapped", "pickle", "a folder"]
+)
 def test_damaged_and_foreign_files_are_ignored(
     damage: str, stored_text: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -283,7 +294,12 @@ def test_damaged_and_foreign_files_are_ignored(
         file.unlink()
         file.mkdir()
     else:
-        new = {"empty": b"", "short": content[:-1], "half": content[: len(content) // 2], "text": b"hello" * 99}
+        new = {
+            "empty": b"",
+            "short": content[:-1],
+            "half": content[: len(content) // 2],
+            "text": b"hello" * 99,
+        }
         new |= {"swapped": other.read_bytes(), "pickle": b"\x80\x04."}
         file.write_bytes(new[damage])
     if damage == "a folder":
@@ -356,8 +372,12 @@ def test_another_users_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     refuses("belongs to another user", PromptFolder, tmp_path, LARGE)
 
 
-@pytest.mark.parametrize("command", [("generate", "hello"), ("chat", "hello", "--target", "embedded"), ("serve",)])
-def test_the_command_line_refuses_a_folder_in_one_line(command: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command", [("generate", "hello"), ("chat", "hello", "--target", "embedded"), ("serve",)]
+)
+def test_the_command_line_refuses_a_folder_in_one_line(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
     tmp_path.chmod(0o777)
     done = commands.run(*command, "--prompt-cache", str(tmp_path))
     assert done.returncode == 2 and done.stderr.count("\n") == 1
@@ -366,7 +386,11 @@ def test_the_command_line_refuses_a_folder_in_one_line(command: tuple[str, ...],
 
 # Its size, and what it finds, beside a dictionary.
 
-PARTS = st.lists(st.tuples(st.integers(1, 3), st.sampled_from([1, 15, 16, 60, 200, 256, 300])), min_size=1, max_size=5)
+PARTS = st.lists(
+    st.tuples(st.integers(1, 3), st.sampled_from([1, 15, 16, 60, 200, 256, 300])),
+    min_size=1,
+    max_size=5,
+)
 TEXTS = PARTS.map(lambda parts: [token for token, count in parts for _ in range(count)])
 
 
@@ -380,16 +404,24 @@ def test_what_is_found_is_what_a_dictionary_has(
     for text, salt in texts:
         lengths = [0]
         for other in known[salt]:
-            same = next((i for i, (a, b) in enumerate(zip(other, text, strict=False)) if a != b), None)
+            same = next(
+                (i for i, (a, b) in enumerate(zip(other, text, strict=False)) if a != b), None
+            )
             lengths.append(len(whole(text[: min(len(other), len(text)) if same is None else same])))
         for each in (shelf, shelf_in(path)):
             assert each.known(text, salt) == max(lengths) == read(each, text, salt=salt)
         held = len(text) // 2
-        assert read(shelf, text, held, salt) == (max(lengths) if max(lengths) >= held + LEAST else held)
+        assert read(shelf, text, held, salt) == (
+            max(lengths) if max(lengths) >= held + LEAST else held
+        )
         put(shelf, text, salt)
         if len(text) >= LENGTH:
             known[salt].append(whole(text))
-    assert shelf_in(path).folder.bytes == shelf.folder.bytes == sum(each.stat().st_size for each in files(path))
+    assert (
+        shelf_in(path).folder.bytes
+        == shelf.folder.bytes
+        == sum(each.stat().st_size for each in files(path))
+    )
     shutil.rmtree(path)
 
 
@@ -455,7 +487,9 @@ def test_two_processes_may_share_a_folder(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
     command = [sys.executable, "-c", WRITER, str(tmp_path)]
     writers = [
-        subprocess.Popen([*command, str(number), str(size)], env=environment, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(number), str(size)], env=environment, stderr=subprocess.PIPE, text=True
+        )
         for number in range(2)
     ]
     for writer in writers:
@@ -496,10 +530,23 @@ def test_another_process_says_the_same_and_reads_only_new_tokens(tmp_path: Path)
 def test_a_server_that_was_killed_answers_a_follow_up_alike(tmp_path: Path) -> None:
     model = families.tiny("llama", **LONG, vocab_size=300)
     target = save_models(tmp_path, tiny_tokenizer(), target=model) / "target"
-    options = ("--target", str(target), "--method", "suffix", "--prompt-cache", str(tmp_path / "texts"))
+    options = (
+        "--target",
+        str(target),
+        "--method",
+        "suffix",
+        "--prompt-cache",
+        str(tmp_path / "texts"),
+    )
 
     def ask(url: str, prompt: list[int]) -> dict[str, Any]:
-        body = {"prompt": prompt, "max_tokens": 30, "ignore_eos": True, "temperature": 0, "logprobs": 1}
+        body = {
+            "prompt": prompt,
+            "max_tokens": 30,
+            "ignore_eos": True,
+            "temperature": 0,
+            "logprobs": 1,
+        }
         answer = httpx.post(url + "/v1/completions", json=body, timeout=200, trust_env=False)
         assert answer.status_code == 200, answer.text
         return dict(answer.json()["choices"][0])
@@ -515,7 +562,13 @@ def test_a_server_that_was_killed_answers_a_follow_up_alike(tmp_path: Path) -> N
         ask(url, text)
         follow_up = [*text, 7, 8, 9]
         wanted = ask(url, follow_up)
-        until(lambda: figures(url)["forerun:prompt_cache_bytes"] > 0 and len(files(tmp_path / "texts")) >= 4, 60)
+        until(
+            lambda: (
+                figures(url)["forerun:prompt_cache_bytes"] > 0
+                and len(files(tmp_path / "texts")) >= 4
+            ),
+            60,
+        )
         os.kill(process.pid, signal.SIGKILL)
         assert process.wait(60) == -signal.SIGKILL
     with started(*options) as (process, url):

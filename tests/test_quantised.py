@@ -30,7 +30,17 @@ from forerun.model.eager import EagerForward
 from forerun.model.kv_cache import KVCache
 
 KINDS = ("int4", "int8", "bfloat16")
-METHODS = ("ar", "sd", "suffix", "hybrid", "ouroboros", "pacer", "pacer-ouroboros", "lyanna", "pacer-lyanna")
+METHODS = (
+    "ar",
+    "sd",
+    "suffix",
+    "hybrid",
+    "ouroboros",
+    "pacer",
+    "pacer-ouroboros",
+    "lyanna",
+    "pacer-lyanna",
+)
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("int4", 15), ("int8", 254)])
@@ -44,18 +54,31 @@ def test_quantising_loses_half_a_step_at_most(kind: str, steps: int) -> None:
     assert torch.equal(quantise(torch.zeros(3, 32), FORMATS[kind]).floats(), torch.zeros(3, 32))
 
 
-SHAPES = [(3, 1, 64), (9, 1, 64), (3, 1, 128), (4, 1, 96), (2, 1, 256)]  # numbers of heads, and their size
+SHAPES = [
+    (3, 1, 64),
+    (9, 1, 64),
+    (3, 1, 128),
+    (4, 1, 96),
+    (2, 1, 256),
+]  # numbers of heads, and their size
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "heads"),
-    [*[(name, kind, None) for name in MODELS for kind in KINDS], *[("llama", "int8", heads) for heads in SHAPES]],
+    [
+        *[(name, kind, None) for name in MODELS for kind in KINDS],
+        *[("llama", "int8", heads) for heads in SHAPES],
+    ],
 )
-def test_the_forward_is_transformers_own(name: str, kind: str, heads: tuple[int, int, int] | None) -> None:
+def test_the_forward_is_transformers_own(
+    name: str, kind: str, heads: tuple[int, int, int] | None
+) -> None:
     """Both run the same stored weights; they round in other places."""
     sizes: dict[str, int] = {}
     if heads is not None:
-        sizes = dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads, strict=True))
+        sizes = dict(
+            zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads, strict=True)
+        )
         sizes["hidden_size"] = 32 * heads[0]
     model = store(tiny(name, **sizes), kind)
     quick = prepare(model)
@@ -97,7 +120,9 @@ def test_without_the_library_torch_has_the_same_weights(
     assert isinstance(head, Dense) and head.weight.dtype == torch.float32
 
 
-@pytest.fixture(scope="module", params=[(name, kind) for name in MODELS for kind in KINDS], ids="-".join)
+@pytest.fixture(
+    scope="module", params=[(name, kind) for name in MODELS for kind in KINDS], ids="-".join
+)
 def model(request: pytest.FixtureRequest) -> CausalLM:
     name, kind = request.param
     found = prepare(store(tiny(name), kind))
@@ -128,10 +153,14 @@ def test_verifying_gives_the_bits_of_single_steps(model: CausalLM, data: st.Data
     tokens = torch.randint(3, 130, (length + 12,), generator=maker).tolist()
     alone = model.fresh()
     alone.add(0)
-    single = [alone.extend([0], [[token]])[0][0] for token in tokens][length:]  # a forward for each token
+    single = [alone.extend([0], [[token]])[0][0] for token in tokens][
+        length:
+    ]  # a forward for each token
     other = model.fresh(2**24)
     chunk = data.draw(st.sampled_from([1, 5, 64, 512]))
-    list(other.prefill(tokens[: data.draw(st.integers(0, length))], chunk))  # what the store then holds of the prompt
+    list(
+        other.prefill(tokens[: data.draw(st.integers(0, length))], chunk)
+    )  # what the store then holds of the prompt
     other.forget_prompt()
     join_all(other, {0: tokens[:length]}, chunk)
     rows = data.draw(st.integers(1, 3))
@@ -145,7 +174,10 @@ def test_verifying_gives_the_bits_of_single_steps(model: CausalLM, data: st.Data
     if data.draw(st.booleans()):
         draft, path = _tree(data.draw, tokens[length : length + count])
     else:
-        draft, path = Draft.chain(tokens[length], tokens[length + 1 : length + count]), list(range(count))
+        draft, path = (
+            Draft.chain(tokens[length], tokens[length + 1 : length + count]),
+            list(range(count)),
+        )
     ids = data.draw(st.permutations(range(rows)))
     drafts = [draft if id == 0 else neighbours[id - 1] for id in ids]
     logits = other.forward(ids, drafts).logits[ids.index(0)]
@@ -157,8 +189,12 @@ def test_verifying_gives_the_bits_of_single_steps(model: CausalLM, data: st.Data
     ends = other.fresh(2**24)
     ends.prompts.store = other.prompts.store
     other.park(0, tokens[: length + count + 2])
-    join_all(ends, {9: tokens[: length + count + 1]}, 7)  # decoded keys and values, in place of a prompt's
-    assert torch.equal(ends.forward([9], [Draft.root(tokens[length + count + 1])]).logits[0][0], single[count + 1])
+    join_all(
+        ends, {9: tokens[: length + count + 1]}, 7
+    )  # decoded keys and values, in place of a prompt's
+    assert torch.equal(
+        ends.forward([9], [Draft.root(tokens[length + count + 1])]).logits[0][0], single[count + 1]
+    )
 
 
 def test_nothing_is_run_beside_what_was_asked_for() -> None:
@@ -172,7 +208,12 @@ def test_nothing_is_run_beside_what_was_asked_for() -> None:
 
 def test_a_model_of_another_architecture_has_its_linear_layers_replaced() -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = GPTNeoXConfig(vocab_size=130, **sizes)
     model = GPTNeoXForCausalLM(config).eval()
     tokens = torch.arange(3, 30)[None]
@@ -190,7 +231,9 @@ def test_drafts_are_in_8_bits_where_they_can_be(tmp_path: Path) -> None:
     for model, fits in ((tiny("llama"), True), (gpt2, False)):
         model.save_pretrained(tmp_path / model.config.model_type)
         for part, weights in (("draft", "auto"), ("draft", "float32"), ("target", None)):
-            loaded = load_model(tmp_path / model.config.model_type, part, device="cpu", weights=weights)
+            loaded = load_model(
+                tmp_path / model.config.model_type, part, device="cpu", weights=weights
+            )
             assert is_stored(loaded) == (fits and weights == "auto")
 
 
@@ -199,7 +242,9 @@ def test_embeddings() -> None:
     rows = Rows.quantised(weight, Type.BF16)
     assert torch.equal(StoredEmbedding(rows, torch.float32)(ids), weight.bfloat16().float()[ids])
     blocks = Rows.quantised(weight, Type.Q8_0)
-    assert torch.equal(StoredEmbedding(blocks, torch.bfloat16)(ids), blocks.floats()[ids].bfloat16())
+    assert torch.equal(
+        StoredEmbedding(blocks, torch.bfloat16)(ids), blocks.floats()[ids].bfloat16()
+    )
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])
@@ -209,7 +254,9 @@ def test_every_method_says_what_plain_decoding_says(kind: str) -> None:
         decoder = load("embedded", draft="embedded", method=method, weights=kind, guard=False)
         assert decoder.info()["target"]["exact"] == "bitwise"
         assert decoder.info()["target"]["weights"] == FORMATS[kind].name
-        done = decoder.generate(["def first(items):\n", "import os\n\n\ndef walk(path"], max_new_tokens=40)
+        done = decoder.generate(
+            ["def first(items):\n", "import os\n\n\ndef walk(path"], max_new_tokens=40
+        )
         said[method] = [each.tokens for each in done]
         if method != "ar":
             assert sum(each.stats.tau for each in done) > 2.2
@@ -218,14 +265,26 @@ def test_every_method_says_what_plain_decoding_says(kind: str) -> None:
 
 def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
-    with pytest.raises(ValueError, match="weights 'int8' are for models that are loaded by name; this target is an"):
+    with pytest.raises(
+        ValueError, match="weights 'int8' are for models that are loaded by name; this target is an"
+    ):
         load(model, weights="int8", method="suffix")
-    with pytest.raises(ValueError, match=r"GPT2LMHeadModel has no nn\.Linear in its layers to store as int8"):
+    with pytest.raises(
+        ValueError, match=r"GPT2LMHeadModel has no nn\.Linear in its layers to store as int8"
+    ):
         store(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)), "int8")
-    refuses(r"q_proj .* 48 inputs, which blocks of 32 do not divide", store, tiny("llama", hidden_size=48), "int4")
+    refuses(
+        r"q_proj .* 48 inputs, which blocks of 32 do not divide",
+        store,
+        tiny("llama", hidden_size=48),
+        "int4",
+    )
     assert prepare(store(tiny("llama", hidden_size=48), "bfloat16")).exact == "bitwise"
     for wrong, message in (
-        ({"weights": "int3"}, "unknown weights 'int3'; there are float32, bfloat16, int8, int4 and auto"),
+        (
+            {"weights": "int3"},
+            "unknown weights 'int3'; there are float32, bfloat16, int8, int4 and auto",
+        ),
         ({"weights": "int8", "dtype": "bfloat16"}, "give dtype or weights, not both"),
     ):
         refuses(message, load, **wrong)

@@ -22,9 +22,15 @@ from forerun.methods.hidden import HeadDrafter
 from forerun.methods.lyanna import LyannaDrafter
 from forerun.model.causal_lm import CausalLM
 
-FORMS: dict[str, dict[str, Any]] = {"today's": {}, "two layers": {"num_hidden_layers": 2}, "uninformed": {"rank": 0}}
+FORMS: dict[str, dict[str, Any]] = {
+    "today's": {},
+    "two layers": {"num_hidden_layers": 2},
+    "uninformed": {"rank": 0},
+}
 FORMS["biases, a narrow MLP"] = {"bias": True, "intermediate_size": 32}
-CASES = [("lyanna", form) for form in FORMS] + [("eagle", form) for form in ("today's", "two layers")]
+CASES = [("lyanna", form) for form in FORMS] + [
+    ("eagle", form) for form in ("today's", "two layers")
+]
 TEXTS = {4: [5, 6, 7, 8, 9, 1, 2], 2: [3, 4, 5], 9: list(range(2, 30))}
 
 
@@ -55,7 +61,9 @@ def test_states_are_those_of_training(kind: str, form: str, in_c: bool) -> None:
     fast = head_of(target, in_c, kind=kind, **FORMS[form])
     features = features_of(target, tokens.tolist())
     with torch.no_grad():
-        unrolled = trained.drafted(features[None], target.model.get_input_embeddings()(tokens[None]), 4)
+        unrolled = trained.drafted(
+            features[None], target.model.get_input_embeddings()(tokens[None]), 4
+        )
     errors: list[float] = []
     for id in (7, 3):
         fast.add(id)
@@ -67,7 +75,10 @@ def test_states_are_those_of_training(kind: str, form: str, in_c: bool) -> None:
             states += fast.roll([3], state, 3)
         else:
             for k in range(3):
-                after, seen = tokens[None, end + 1 + k, None], torch.ones(1, 1, k + 1, dtype=torch.bool)
+                after, seen = (
+                    tokens[None, end + 1 + k, None],
+                    torch.ones(1, 1, k + 1, dtype=torch.bool),
+                )
                 states.append(fast.branch([3], states[-1][:, None], after, k, seen)[:, 0])
         errors += [error(own[0], unrolled[k][0, end - 1]) for k, own in enumerate(states)]
         assert (fast.length(3), fast.length(7)) == (end + 3, 0)
@@ -82,7 +93,9 @@ def test_states_are_those_of_training(kind: str, form: str, in_c: bool) -> None:
 
 
 @IN_C
-@pytest.mark.parametrize(("kind", "form"), [("lyanna", "today's"), ("lyanna", "two layers"), ("eagle", "today's")])
+@pytest.mark.parametrize(
+    ("kind", "form"), [("lyanna", "today's"), ("lyanna", "two layers"), ("eagle", "today's")]
+)
 def test_rows_are_what_they_are_alone(kind: str, form: str, in_c: bool) -> None:
     """Rows of their own lengths with one new feature or several, in any order, after prompts in chunks of any size."""
     target = CausalLM(tiny("llama"))
@@ -99,8 +112,12 @@ def test_rows_are_what_they_are_alone(kind: str, form: str, in_c: bool) -> None:
     def run(head: HiddenLM, ids: list[int]) -> dict[int, Tensor]:
         own = [features[id][-1 - new[id] : -1] for id in ids]
         states = head.extend(ids, own, [TEXTS[id][-new[id] :] for id in ids])
-        steps = torch.stack([states, *(head.roll(ids, states, 3) if kind == "lyanna" else [])], 1)  # [R, 4, d]
-        return {id: torch.cat([own, head.logits(own)], -1) for id, own in zip(ids, steps, strict=True)}
+        steps = torch.stack(
+            [states, *(head.roll(ids, states, 3) if kind == "lyanna" else [])], 1
+        )  # [R, 4, d]
+        return {
+            id: torch.cat([own, head.logits(own)], -1) for id, own in zip(ids, steps, strict=True)
+        }
 
     alone = {id: run(begin(whole.fresh(), [id], 64), [id])[id] for id in TEXTS}
     begin(whole, list(TEXTS), 2)
@@ -145,16 +162,25 @@ def test_a_row_may_draft_beyond_its_context() -> None:
     for id in (0, 1):
         head.add(id)
     found = head.grow([0], [features[:8]], [TEXTS[9][1:9]], 12, Beams([5], 1, 1, [12]))
-    assert found.tokens.shape == (1, 12, 1) and bool(found.states.isfinite().all()) and head.length(0) == 8
+    assert (
+        found.tokens.shape == (1, 12, 1)
+        and bool(found.states.isfinite().all())
+        and head.length(0) == 8
+    )
     state = head.extend([1], [features[:14]], [[3] * 14])
-    assert all(bool(found.isfinite().all()) for found in head.roll([1], state, 6)) and head.length(1) == 20
+    assert (
+        all(bool(found.isfinite().all()) for found in head.roll([1], state, 6))
+        and head.length(1) == 20
+    )
 
 
 def test_a_draft_that_does_not_fit_is_refused() -> None:
     target = CausalLM(tiny("llama"))
     head, features = head_of(target), features_of(target, TEXTS[4])
     head.add(0)
-    wrong = [(token, 5) for token in (-1, target.vocab_size)] + [(5, token) for token in (-1, target.vocab_size)]
+    wrong = [(token, 5) for token in (-1, target.vocab_size)] + [
+        (5, token) for token in (-1, target.vocab_size)
+    ]
     for token, root in wrong:
         with pytest.raises(RuntimeError, match="sizes that do not fit"):
             head.grow([0], [features[:1]], [[token]], 2, Beams([root], 1, 1, [9]))
@@ -169,7 +195,12 @@ def test_a_draft_that_does_not_fit_is_refused() -> None:
 
 GUESSING = Costs({1: 1.0, 100: 3.0}, {}, head={1: 0.01})
 WIDTHS = [(*case, "off", 1) for case in CASES]
-WIDTHS += [("lyanna", form, reuse, width) for form in FORMS for reuse in ("add", "free") for width in (1, 3)]
+WIDTHS += [
+    ("lyanna", form, reuse, width)
+    for form in FORMS
+    for reuse in ("add", "free")
+    for width in (1, 3)
+]
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
@@ -193,7 +224,9 @@ def test_a_draft_in_one_call_is_that_of_many(
             lyanna = (PacerLyanna if is_planned else Lyanna)(6, reuse=reuse, weight=0.7, **settings)
             drafter: HeadDrafter = LyannaDrafter(lyanna, own, GUESSING)
         else:
-            drafter = EagleDrafter((PacerEagle if is_planned else Eagle)(6, **settings), own, GUESSING)
+            drafter = EagleDrafter(
+                (PacerEagle if is_planned else Eagle)(6, **settings), own, GUESSING
+            )
         seqs = [sequence(range(2, 9), id, new=new) for id, new in enumerate((60, 60, 1))]
         for seq in seqs:
             assert not list(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4))
@@ -206,7 +239,9 @@ def test_a_draft_in_one_call_is_that_of_many(
                 seq.tokens += [*(draft.tokens[node] for node in path[1:]), 8 + step]
                 states = torch.zeros(len(draft), 32)
                 states[path] = features_of(target, seq.tokens)[-len(path) - 1 : -1]
-                drafter.observe([seq], [draft], [Verdict(path, 8 + step, len(path), True)], [states])
+                drafter.observe(
+                    [seq], [draft], [Verdict(path, 8 + step, len(path), True)], [states]
+                )
     assert found["calls"] == found["many"] and len(calls) >= 4
     assert sum(len(tokens) - 1 for tokens, *_ in found["calls"]) > 9
 
@@ -224,7 +259,10 @@ def test_a_draft_has_the_bits_of_its_steps(kind: str, form: str, hot: int, width
     target = CausalLM(tiny("llama"))
     head = head_of(target, kind=kind, **FORMS[form], hot=hot)
     features, tokens = features_of(target, TEXTS[9])[:8], TEXTS[9][1:9]
-    before, old = features.clone(), torch.randn(5, hot, generator=torch.Generator().manual_seed(1)) - 40
+    before, old = (
+        features.clone(),
+        torch.randn(5, hot, generator=torch.Generator().manual_seed(1)) - 40,
+    )
     for id in (0, 5, 7):
         head.add(id)
     nodes, ends = 4 if width > 1 else 1, [99, 5]
@@ -233,7 +271,11 @@ def test_a_draft_has_the_bits_of_its_steps(kind: str, form: str, hot: int, width
     parts.append(head.grow([0, 7], parts[0].states[-1:], beams.tokens[:, :1].tolist(), 4, beams))
     assert (head.length(0), head.length(7)) == (8, 3) and torch.equal(features, before)
     for row, count in ((0, 8), (1, 3)):
-        state, at, values = head.extend([5], [features[:count]], [tokens[:count]]), [tokens[count - 1]], [0.0]
+        state, at, values = (
+            head.extend([5], [features[:count]], [tokens[:count]]),
+            [tokens[count - 1]],
+            [0.0],
+        )
         for place in range(7):
             part, here = parts[place >= 3], place if place < 3 else place - 3
             sums = head.logits(state)[0]
@@ -266,9 +308,13 @@ def test_a_draft_has_the_bits_of_its_steps(kind: str, form: str, hot: int, width
 def test_without_c_heads_run_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     target = CausalLM(tiny("llama"))
     assert HiddenLM(random_head(target, **OF_C), target, few=False).quantised is None
-    few, whole = (HiddenLM(random_head(target), target, few) for few in (True, False))  # heads of 8 numbers
+    few, whole = (
+        HiddenLM(random_head(target), target, few) for few in (True, False)
+    )  # heads of 8 numbers
     assert few.quantised is None
     states = torch.randn(9, 32, generator=torch.Generator().manual_seed(0))
-    assert 1e-4 < error(few.logits(states), whole.logits(states)) < 0.05  # rounded, by what 8 bits round
+    assert (
+        1e-4 < error(few.logits(states), whole.logits(states)) < 0.05
+    )  # rounded, by what 8 bits round
     monkeypatch.setenv("FORERUN_KERNELS", "none")
     assert HiddenLM(random_head(target, **OF_C), target).quantised is None

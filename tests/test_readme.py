@@ -24,16 +24,20 @@ def columns(datasets: tuple[str, ...], *files: str) -> list[tuple[str, str]]:
 
 # Tables of figures: by page and header after the first column, the file in benchmarks/ and the dataset of each column.
 FIGURES = {
-    (README, "greedy: own prompts | HumanEval as chat | temperature 1: own prompts | HumanEval as chat"): columns(
-        TALK[:2], "qwen-coder/greedy.json", "qwen-coder/temperature-1.json"
-    ),
-    (RESULTS, "0.7, top-p 0.9: own prompts | HumanEval | GSM8K | 1: own prompts | HumanEval | GSM8K"): columns(
-        TALK, "chat/nucleus.json", "chat/temperature-1.json"
-    ),
+    (
+        README,
+        "greedy: own prompts | HumanEval as chat | temperature 1: own prompts | HumanEval as chat",
+    ): columns(TALK[:2], "qwen-coder/greedy.json", "qwen-coder/temperature-1.json"),
+    (
+        RESULTS,
+        "0.7, top-p 0.9: own prompts | HumanEval | GSM8K | 1: own prompts | HumanEval | GSM8K",
+    ): columns(TALK, "chat/nucleus.json", "chat/temperature-1.json"),
     (
         RESULTS,
         "128 tokens: stdlib | HumanEval | 512 tokens: stdlib | HumanEval | temperature 1: stdlib | HumanEval",
-    ): columns(CODE, "embedded/greedy.json", "embedded/greedy-512.json", "embedded/temperature-1.json"),
+    ): columns(
+        CODE, "embedded/greedy.json", "embedded/greedy-512.json", "embedded/temperature-1.json"
+    ),
     (RESULTS, "batches of 4: stdlib | HumanEval"): columns(CODE, "embedded/batch-4.json"),
 }
 NAMES = {  # rows that are not named as their methods; `hf-lookup` is one with any settings
@@ -47,7 +51,10 @@ NAMES = {  # rows that are not named as their methods; `hf-lookup` is one with a
 }
 # Tables of words, without figures.
 LENGTHS = "1 token | 8 tokens | prompt tokens/s | llama.cpp: 1 token | its prompt tokens/s"
-WORDS = {README: {"", "read", "take | by", "who proposes | settings", LENGTHS}, RESULTS: {"what it has | processor"}}
+WORDS = {
+    README: {"", "read", "take | by", "who proposes | settings", LENGTHS},
+    RESULTS: {"what it has | processor"},
+}
 Rows = dict[str, list[str]]
 Pages = dict[str, dict[str, Rows]]
 
@@ -56,9 +63,13 @@ def tables(text: str) -> dict[str, Rows]:
     """Every table of a page: its header after the first column, and the cells of each row by its first."""
     found = {}
     for match in re.finditer(r"^\|.*\n\|[-:|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE):
-        header, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in match[0].splitlines())
+        header, _, *rows = (
+            [cell.strip() for cell in line.split("|")[1:-1]] for line in match[0].splitlines()
+        )
         assert all(len(row) == len(header) for row in rows)
-        found[" | ".join(header[1:])] = {row[0].strip("*"): [cell.strip("*") for cell in row[1:]] for row in rows}
+        found[" | ".join(header[1:])] = {
+            row[0].strip("*"): [cell.strip("*") for cell in row[1:]] for row in rows
+        }
     return found
 
 
@@ -79,11 +90,23 @@ def wrong(sources: list[tuple[str, str]], rows: Rows) -> list[str]:
         ran |= methods.keys()
         for row, cells in rows.items():
             method = next((figures for name, figures in methods.items() if is_of(row, name)), None)
-            wanted = f"{method['tokens_per_s']:.0f} ({method['speedup']:.2f})" if method is not None else ""
+            wanted = (
+                f"{method['tokens_per_s']:.0f} ({method['speedup']:.2f})"
+                if method is not None
+                else ""
+            )
             if cells[column] != wanted:
                 found.append(f"{row}, {source}: {cells[column]!r} and not {wanted!r}")
-    found += [f"a row without a method: {row}" for row in rows if not any(is_of(row, name) for name in ran)]
-    return found + [f"a method without a row: {name}" for name in ran if not any(is_of(row, name) for row in rows)]
+    found += [
+        f"a row without a method: {row}"
+        for row in rows
+        if not any(is_of(row, name) for name in ran)
+    ]
+    return found + [
+        f"a method without a row: {name}"
+        for name in ran
+        if not any(is_of(row, name) for row in rows)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +120,9 @@ def test_figures_are_those_of_the_files(page: str, header: str, pages: Pages) ->
 
 
 def test_forwards_by_length_are_those_of_the_file(pages: Pages) -> None:
-    results = json.loads((ROOT / "docs/results/cpu/kernels-context.json").read_text())["results"]["qwen-coder"]
+    results = json.loads((ROOT / "docs/results/cpu/kernels-context.json").read_text())["results"][
+        "qwen-coder"
+    ]
     ours, theirs = (results[name]["contexts"] for name in ("avx512vnni", "llama.cpp"))
     wanted = {}
     for length, forwards in ours.items():

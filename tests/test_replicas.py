@@ -20,19 +20,36 @@ from forerun.server.app import Settings
 
 pytest.importorskip("ray", reason="needs ray: pip install '.[ray]'")
 
-HOW: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "room": 8, "drain": 1.0, "device": None, "begun": 0.0}
+HOW: dict[str, Any] = {
+    "host": "127.0.0.1",
+    "port": 0,
+    "room": 8,
+    "drain": 1.0,
+    "device": None,
+    "begun": 0.0,
+}
 BODY = {"prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 
 def test_replicas_have_their_share_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     from forerun.scale import replicas
 
-    nodes = [{"Alive": alive, "Resources": {"CPU": cores}} for alive, cores in ((True, 3.0), (True, 2.0), (False, 8.0))]
+    nodes = [
+        {"Alive": alive, "Resources": {"CPU": cores}}
+        for alive, cores in ((True, 3.0), (True, 2.0), (False, 8.0))
+    ]
     nodes.append({"Alive": True, "Resources": {}})
     monkeypatch.setattr(replicas, "cluster", lambda *options: nullcontext())
     monkeypatch.setattr("ray.nodes", lambda: nodes)
     monkeypatch.setattr("ray.cluster_resources", lambda: {"GPU": 2.0})
-    shares = {(1, None): 1, (2, "cuda"): 1, (3, None): 0.5, (5, None): 0.3333, (12, None): 0.1666, (3, "cpu"): 0}
+    shares = {
+        (1, None): 1,
+        (2, "cuda"): 1,
+        (3, None): 0.5,
+        (5, None): 0.3333,
+        (12, None): 0.1666,
+        (3, "cpu"): 0,
+    }
     assert {each: replicas.gpus_each(*each) for each in shares} == shares
 
     def run(count: int, cpus: int) -> None:
@@ -42,13 +59,23 @@ def test_replicas_have_their_share_of_a_cluster(monkeypatch: pytest.MonkeyPatch)
     # What cannot start is one line, and takes its application along, also where the cluster is gone.
     monkeypatch.setattr(signal, "signal", Mock())
     started = Mock(side_effect=RuntimeError("Deploying failed"))
-    failed = SimpleNamespace(deployments={"Replica": SimpleNamespace(message="Traceback\n\nValueError: no model\n")})
+    failed = SimpleNamespace(
+        deployments={"Replica": SimpleNamespace(message="Traceback\n\nValueError: no model\n")}
+    )
     status = SimpleNamespace(applications=MagicMock(__getitem__=lambda self, name: failed))
     deleted = Mock(side_effect=replicas.RayServeException("gone"))
-    for name, own in (("start", Mock()), ("run", started), ("delete", deleted), ("status", lambda: status)):
+    for name, own in (
+        ("start", Mock()),
+        ("run", started),
+        ("delete", deleted),
+        ("status", lambda: status),
+    ):
         monkeypatch.setattr(replicas.serve, name, own)
     refuses("^--ray: the replicas did not start: ValueError: no model$", run, 5, 1)
-    assert started.call_args.args[0]._bound_deployment.ray_actor_options == {"num_cpus": 1, "num_gpus": 0.3333}
+    assert started.call_args.args[0]._bound_deployment.ray_actor_options == {
+        "num_cpus": 1,
+        "num_gpus": 0.3333,
+    }
     assert deleted.call_args.args == (started.call_args.kwargs["name"],)
 
 
@@ -56,13 +83,28 @@ def test_replicas_have_their_share_of_a_cluster(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.timeout(900)
 def test_replicas_answer_and_come_back() -> None:
     """A replica that is killed is replaced, and another answers meanwhile; running answers end before the server."""
-    command = [sys.executable, "-m", "forerun", "serve", "--ray", "local", "--replicas", "2", "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "forerun",
+        "serve",
+        "--ray",
+        "local",
+        "--replicas",
+        "2",
+        "--port",
+        "0",
+    ]
     env = os.environ | {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
-    server = subprocess.Popen([*command, "--target", "embedded"], stderr=subprocess.PIPE, text=True, env=env)
+    server = subprocess.Popen(
+        [*command, "--target", "embedded"], stderr=subprocess.PIPE, text=True, env=env
+    )
     assert server.stderr is not None
     try:
         lines = []
-        while not (found := re.search(r"ready in .*(http://\S+)", line := server.stderr.readline())):
+        while not (
+            found := re.search(r"ready in .*(http://\S+)", line := server.stderr.readline())
+        ):
             assert line, lines
             lines.append(line)
         with httpx.Client(base_url=found[1], timeout=120, trust_env=False) as http:
@@ -78,9 +120,15 @@ def test_replicas_answer_and_come_back() -> None:
             while len(now := engines()) < 2 or victims[0] in now or len(answers) < 4:
                 answers.append(http.post(PLAIN, json=BODY))
                 time.sleep(0.5)
-            texts = [each.json()["choices"][0]["text"] for each in answers if each.status_code == 200]
-            assert len(texts) >= len(answers) - 1 and set(texts) == {first.json()["choices"][0]["text"]}
-            with http.stream("POST", PLAIN, json=BODY | {"max_tokens": 300, "stream": True}) as stream:
+            texts = [
+                each.json()["choices"][0]["text"] for each in answers if each.status_code == 200
+            ]
+            assert len(texts) >= len(answers) - 1 and set(texts) == {
+                first.json()["choices"][0]["text"]
+            }
+            with http.stream(
+                "POST", PLAIN, json=BODY | {"max_tokens": 300, "stream": True}
+            ) as stream:
                 events = stream.iter_lines()
                 assert next(events).startswith("data: ")
                 server.send_signal(signal.SIGTERM)
@@ -91,5 +139,9 @@ def test_replicas_answer_and_come_back() -> None:
 
 
 def engines() -> list[int]:
-    shown = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    return [int(line.split()[0]) for line in shown.splitlines() if "ray::ServeReplica:forerun-" in line]
+    shown = subprocess.run(
+        ["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True
+    ).stdout
+    return [
+        int(line.split()[0]) for line in shown.splitlines() if "ray::ServeReplica:forerun-" in line
+    ]

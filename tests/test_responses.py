@@ -14,8 +14,17 @@ from tools import make_decoder as make_caller
 from tools import scripted
 
 RESPONSES = "/v1/responses"
-SCHEMA: dict[str, Any] = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-COUNT: dict[str, Any] = {"type": "function", "name": "count", "description": "Count.", "parameters": SCHEMA}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}},
+    "required": ["x"],
+}
+COUNT: dict[str, Any] = {
+    "type": "function",
+    "name": "count",
+    "description": "Count.",
+    "parameters": SCHEMA,
+}
 CALL = '<tool_call>\n{"name": "count", "arguments": {"x": 12}}\n</tool_call>'
 caller = served(make_caller)
 
@@ -29,7 +38,9 @@ def client(server: Live) -> Iterator[openai.OpenAI]:
 def streamed(server: Live, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The events of a stream, each named twice, with numbers in order."""
     found = post(server, RESPONSES, body | {"stream": True})
-    assert found.status_code == 200 and found.headers["content-type"].startswith("text/event-stream"), found.text
+    assert found.status_code == 200 and found.headers["content-type"].startswith(
+        "text/event-stream"
+    ), found.text
     blocks = [block.split("\n") for block in found.text.strip().split("\n\n")]
     told = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
     assert [name.removeprefix("event: ") for name, _ in blocks] == [each["type"] for each in told]
@@ -41,13 +52,26 @@ def test_a_response_is_a_chats_answer(server: Live, client: openai.OpenAI) -> No
     """Greedily, with drafts and plainly; with usage in its own shape, and statistics as those of chats."""
     wanted = make_decoder().chat(HELLO, max_new_tokens=20)
     asked: dict[str, Any] = {"model": NAME, "temperature": 0, "max_output_tokens": 20}
-    message = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]}
+    message = {
+        "type": "message",
+        "role": "user",
+        "content": [{"type": "input_text", "text": "hello"}],
+    }
     for given in ("hello", HELLO, [message]):
         found = client.responses.create(input=given, **asked)  # type: ignore[call-overload]
-        assert found.output_text == wanted.text and found.status == "incomplete" and found.error is None
-        assert found.incomplete_details.reason == "max_output_tokens" and found.output[0].status == "incomplete"
+        assert (
+            found.output_text == wanted.text
+            and found.status == "incomplete"
+            and found.error is None
+        )
+        assert (
+            found.incomplete_details.reason == "max_output_tokens"
+            and found.output[0].status == "incomplete"
+        )
     body = {"input": "hello", "temperature": 0, "max_output_tokens": 20}
-    drafted, plain = (post(server, RESPONSES, body | {"forerun_method": each}).json() for each in (None, "ar"))
+    drafted, plain = (
+        post(server, RESPONSES, body | {"forerun_method": each}).json() for each in (None, "ar")
+    )
     chat = post(server, CHAT, {"messages": HELLO, "temperature": 0, "max_tokens": 20}).json()
     Response.model_validate(drafted)
     assert drafted["output"][0]["content"] == plain["output"][0]["content"]
@@ -69,19 +93,33 @@ def test_a_conversation_is_rendered_as_a_chats(server: Live) -> None:
         {"role": "developer", "content": "in English"},
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "hi"},
-        {"role": "user", "content": [{"type": "text", "text": "and"}, {"type": "text", "text": "now"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "and"}, {"type": "text", "text": "now"}],
+        },
     ]
     own: list[dict[str, Any]] = [dict(each) for each in messages[1:]]
     own[2]["content"] = [{"type": "output_text", "text": "hi", "annotations": []}]
     own[2] |= {"type": "message", "id": "msg_1", "status": "completed"}
-    own[3]["content"] = [{"type": "input_text", "text": each["text"]} for each in messages[4]["content"]]
+    own[3]["content"] = [
+        {"type": "input_text", "text": each["text"]} for each in messages[4]["content"]
+    ]
     same = {"temperature": 0.8, "seed": 3, "top_p": 0.9, "top_k": 40, "min_p": 0.01}
     chat = post(server, CHAT, {"messages": messages, "max_tokens": 12} | same).json()
-    more = {"instructions": "be short", "max_output_tokens": 12, "metadata": {"a": "b"}, "user": "me"}
+    more = {
+        "instructions": "be short",
+        "max_output_tokens": 12,
+        "metadata": {"a": "b"},
+        "user": "me",
+    }
     found = post(server, RESPONSES, {"input": own} | more | same).json()
     assert found["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
     assert found["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
-    assert (found["instructions"], found["metadata"], found["user"]) == ("be short", {"a": "b"}, "me")
+    assert (found["instructions"], found["metadata"], found["user"]) == (
+        "be short",
+        {"a": "b"},
+        "me",
+    )
 
 
 def test_a_stream_tells_items_as_they_come(server: Live) -> None:
@@ -109,16 +147,32 @@ def test_calls_are_items(caller: Live, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: dict[str, Any] = {"model": NAME, "tools": [COUNT], "max_output_tokens": 200}
         found = client.responses.create(input="hello", **asked)
         assert [item.type for item in found.output] == ["message", "function_call", "function_call"]
-        assert found.output_text == "I count." and found.status == "completed" and found.tools[0].name == "count"
+        assert (
+            found.output_text == "I count."
+            and found.status == "completed"
+            and found.tools[0].name == "count"
+        )
         calls = found.output[1:]
-        assert len({call.call_id for call in calls}) == 2 and {call.arguments for call in calls} == {'{"x": 12}'}
-        items: list[Any] = [{"role": "user", "content": "hello"}, *(item.to_dict() for item in found.output)]
-        items += [{"type": "function_call_output", "call_id": call.call_id, "output": "twelve"} for call in calls]
+        assert len({call.call_id for call in calls}) == 2 and {
+            call.arguments for call in calls
+        } == {'{"x": 12}'}
+        items: list[Any] = [
+            {"role": "user", "content": "hello"},
+            *(item.to_dict() for item in found.output),
+        ]
+        items += [
+            {"type": "function_call_output", "call_id": call.call_id, "output": "twelve"}
+            for call in calls
+        ]
         again = client.responses.create(input=items, **asked)
         assert again.output_text == "So 12." and [item.type for item in again.output] == ["message"]
-        told = [{"id": c.call_id, "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
+        told = [
+            {"id": c.call_id, "function": {"name": c.name, "arguments": c.arguments}} for c in calls
+        ]
         messages = [*HELLO, {"role": "assistant", "content": "I count.", "tool_calls": told}]
-        messages += [{"role": "tool", "content": "twelve", "tool_call_id": call.call_id} for call in calls]
+        messages += [
+            {"role": "tool", "content": "twelve", "tool_call_id": call.call_id} for call in calls
+        ]
         tool = {"type": "function", "function": {key: COUNT[key] for key in COUNT if key != "type"}}
         chat = post(caller, CHAT, {"messages": messages, "tools": [tool]}).json()
         assert again.usage.input_tokens == chat["usage"]["prompt_tokens"]  # the same prompt
@@ -126,16 +180,30 @@ def test_calls_are_items(caller: Live, monkeypatch: pytest.MonkeyPatch) -> None:
             kinds = [event.type.removeprefix("response.") for event in events]
             final = events.get_final_response()
         for item, one in zip(final.output, found.output, strict=True):
-            assert item.type == one.type and item.to_dict().get("arguments") == one.to_dict().get("arguments")
+            assert item.type == one.type and item.to_dict().get("arguments") == one.to_dict().get(
+                "arguments"
+            )
         assert kinds.count("output_item.added") == kinds.count("output_item.done") == 3
-        assert kinds.count("function_call_arguments.done") == 2 and "function_call_arguments.delta" in kinds
+        assert (
+            kinds.count("function_call_arguments.done") == 2
+            and "function_call_arguments.delta" in kinds
+        )
         assert kinds[-1] == "completed"
 
 
 def test_forced_calls_follow_their_schema(caller: Live) -> None:
     pytest.importorskip("llguidance")
-    schema = {"type": "object", "properties": {"x": {"enum": [3]}}, "required": ["x"], "additionalProperties": False}
-    body = {"input": "hello", "tools": [COUNT | {"parameters": schema}], "parallel_tool_calls": False}
+    schema = {
+        "type": "object",
+        "properties": {"x": {"enum": [3]}},
+        "required": ["x"],
+        "additionalProperties": False,
+    }
+    body = {
+        "input": "hello",
+        "tools": [COUNT | {"parameters": schema}],
+        "parallel_tool_calls": False,
+    }
     for choice in ("required", {"type": "function", "name": "count"}):
         found = post(caller, RESPONSES, body | {"tool_choice": choice}).json()
         (item,) = found["output"]
@@ -184,7 +252,9 @@ BAD: list[tuple[str, list[Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("param", "values"), BAD, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("param", "values"), BAD, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_bad_fields_are_named(server: Live, param: str, values: list[Any]) -> None:
     for value in values:
         for more in ({}, {"stream": True}):
@@ -194,12 +264,34 @@ def test_bad_fields_are_named(server: Live, param: str, values: list[Any]) -> No
 
 def test_what_asks_for_nothing_is_accepted(server: Live) -> None:
     """Nothing is stored, whatever was asked for."""
-    names = ("previous_response_id", "conversation", "instructions", "tools", "tool_choice", "text", "metadata", "user")
+    names = (
+        "previous_response_id",
+        "conversation",
+        "instructions",
+        "tools",
+        "tool_choice",
+        "text",
+        "metadata",
+        "user",
+    )
     body: dict[str, Any] = {"input": "hello", "max_output_tokens": 3, **dict.fromkeys(names)}
-    body |= {"store": True, "include": ["reasoning.encrypted_content"], "background": False, "truncation": "disabled"}
-    body |= {"reasoning": {"effort": None}, "prompt_cache_key": "a", "stream_options": {"include_obfuscation": False}}
+    body |= {
+        "store": True,
+        "include": ["reasoning.encrypted_content"],
+        "background": False,
+        "truncation": "disabled",
+    }
+    body |= {
+        "reasoning": {"effort": None},
+        "prompt_cache_key": "a",
+        "stream_options": {"include_obfuscation": False},
+    }
     found = post(server, RESPONSES, body).json()
-    assert found["store"] is False and found["tool_choice"] == "auto" and found["text"] == {"format": {"type": "text"}}
+    assert (
+        found["store"] is False
+        and found["tool_choice"] == "auto"
+        and found["text"] == {"format": {"type": "text"}}
+    )
 
 
 def test_an_error_in_a_stream_is_its_last_event(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +304,9 @@ def test_an_error_in_a_stream_is_its_last_event(monkeypatch: pytest.MonkeyPatch)
         assert post(server, RESPONSES, body).status_code == 500
 
 
-@pytest.mark.skipif(find_spec("langchain_openai") is None, reason="langchain-openai is not installed")
+@pytest.mark.skipif(
+    find_spec("langchain_openai") is None, reason="langchain-openai is not installed"
+)
 def test_langchain(caller: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_openai import ChatOpenAI
@@ -220,7 +314,12 @@ def test_langchain(caller: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     says = scripted(lambda prompt: "So 12." if "twelve" in prompt else CALL)
     monkeypatch.setattr("forerun.server.requests.requests", says)
-    asked: dict[str, Any] = {"base_url": f"{caller.url}/v1", "api_key": "none", "model": NAME, "max_retries": 0}
+    asked: dict[str, Any] = {
+        "base_url": f"{caller.url}/v1",
+        "api_key": "none",
+        "model": NAME,
+        "max_retries": 0,
+    }
     tool = {"type": "function", "function": {key: COUNT[key] for key in COUNT if key != "type"}}
     chat = ChatOpenAI(**asked, use_responses_api=True).bind_tools([tool])
     messages: list[Any] = [HumanMessage("hello")]

@@ -8,7 +8,13 @@ import families
 import pytest
 import torch
 from toys import CONTEXT, join_all, random_tree, refuses, tiny
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from forerun.backends import prepare, quantised
 from forerun.backends.costs import forward_costs
@@ -22,19 +28,28 @@ VOCAB = families.SIZES["vocab_size"]
 
 @pytest.mark.parametrize("architecture", families.MODELS)
 @pytest.mark.parametrize("lengths", [[9], [0], [7, 7, 7], [3, 12, 1, 30]])
-def test_a_small_float32_forward_in_c_equals_the_stock_one(lengths: list[int], architecture: str) -> None:
+def test_a_small_float32_forward_in_c_equals_the_stock_one(
+    lengths: list[int], architecture: str
+) -> None:
     model = families.tiny(architecture)
     plain, quick = CausalLM(model), prepare(model)
     assert isinstance(quick.backend, QuantisedForward) and quick.exact == "bitwise"
     generator = torch.Generator().manual_seed(len(lengths))
-    prompts = {id: torch.randint(VOCAB, (n,), generator=generator).tolist() for id, n in enumerate(lengths)}
+    prompts = {
+        id: torch.randint(VOCAB, (n,), generator=generator).tolist() for id, n in enumerate(lengths)
+    }
     ids = list(prompts)
     for lm in (plain, quick):
         join_all(lm, prompts)
     steps = [[Draft.chain(5, [6, 7, 8])] * len(prompts), [Draft.root(9)] * len(prompts)]
-    steps += [[random_tree(9, VOCAB, generator) for _ in prompts], [Draft.chain(3, [4, 5]) for _ in prompts]]
+    steps += [
+        [random_tree(9, VOCAB, generator) for _ in prompts],
+        [Draft.chain(3, [4, 5]) for _ in prompts],
+    ]
     for drafts in steps:
-        for a, b in zip(plain.forward(ids, drafts).logits, quick.forward(ids, drafts).logits, strict=True):
+        for a, b in zip(
+            plain.forward(ids, drafts).logits, quick.forward(ids, drafts).logits, strict=True
+        ):
             torch.testing.assert_close(a, b, atol=1e-4 * float(a.std()), rtol=1e-4)
         # Rows go on from different nodes, so that their lengths and entries differ.
         paths = [draft.path(row % len(draft)) for row, draft in enumerate(drafts)]
@@ -47,10 +62,14 @@ def test_the_last_position_of_the_context() -> None:
     plain, quick = CausalLM(model), prepare(model)
     for lm in (plain, quick):
         join_all(lm, {0: [5] * (CONTEXT - 1)})
-    torch.testing.assert_close(plain.extend([0], [[7]])[0], quick.extend([0], [[7]])[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        plain.extend([0], [[7]])[0], quick.extend([0], [[7]])[0], atol=1e-4, rtol=1e-4
+    )
 
 
-@pytest.mark.parametrize("change", [{"attention_bias": True}, {"mlp_bias": True}, {"hidden_act": "gelu"}])
+@pytest.mark.parametrize(
+    "change", [{"attention_bias": True}, {"mlp_bias": True}, {"hidden_act": "gelu"}]
+)
 def test_what_c_does_not_have_is_left_to_transformers(
     change: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +99,11 @@ def test_prepare_takes_the_fastest_forward() -> None:
     assert prepare(llama, fast=False).model is llama
     assert isinstance(prepare(qwen).backend, EagerForward)
     with pytest.raises(ValueError, match="encoder-decoder"):
-        prepare(T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=8, d_ff=8, num_layers=1, num_heads=1)))
+        prepare(
+            T5ForConditionalGeneration(
+                T5Config(vocab_size=32, d_model=8, d_ff=8, num_layers=1, num_heads=1)
+            )
+        )
 
 
 def test_costs_have_a_figure_for_each_count_that_fits() -> None:
@@ -93,7 +116,9 @@ def test_costs_have_a_figure_for_each_count_that_fits() -> None:
 
 
 def _hook(model: PreTrainedModel) -> None:
-    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, given, output: output * 0.5)
+    model.model.layers[0].mlp.down_proj.register_forward_hook(
+        lambda module, given, output: output * 0.5
+    )
 
 
 def _patch(model: PreTrainedModel) -> None:
@@ -117,7 +142,9 @@ def _wrap(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("change", [_hook, _patch, _wrap])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_what_was_changed_in_a_model_is_heeded(architecture: str, change: Callable[[PreTrainedModel], None]) -> None:
+def test_what_was_changed_in_a_model_is_heeded(
+    architecture: str, change: Callable[[PreTrainedModel], None]
+) -> None:
     model = families.tiny(architecture)
     ids = [3, 4, 5, 6]
     with torch.no_grad():

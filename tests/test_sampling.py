@@ -23,12 +23,22 @@ from forerun.engine.draft import Draft
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling import threads
 from forerun.sampling.params import SamplingParams
-from forerun.sampling.sampler import LogitBias, Penalties, QuickTopP, Sampler, Source, next_tokens, sample
+from forerun.sampling.sampler import (
+    LogitBias,
+    Penalties,
+    QuickTopP,
+    Sampler,
+    Source,
+    next_tokens,
+    sample,
+)
 from forerun.sampling.seeded import SeededStream
 
 V, LENGTH, TRIALS, FITS, BROKEN = 4, 3, 6000, 1e-4, 1e-6
 
-Distributions = list[np.ndarray]  # [V], [V, V], [V, V, V]: the distribution of the next token after 0, 1, 2 tokens
+Distributions = list[
+    np.ndarray
+]  # [V], [V, V], [V, V, V]: the distribution of the next token after 0, 1, 2 tokens
 
 
 def distributions(seed: int) -> Distributions:
@@ -60,7 +70,9 @@ class Grown:
         self.q += [] if q is None else [q]
         return len(self.tokens) - 1
 
-    def sample_children(self, rng: np.random.Generator, parent: int, count: int, tell: str = "truth") -> list[int]:
+    def sample_children(
+        self, rng: np.random.Generator, parent: int, count: int, tell: str = "truth"
+    ) -> list[int]:
         """Children sampled from Q without replacement.
 
         `tell` is the q of each: the "truth", given that its earlier siblings were rejected; that of the "first" one; or
@@ -71,12 +83,16 @@ class Grown:
         for _ in range(count):
             left = left / left.sum()
             token = pick(rng, left)
-            nodes.append(self.add(parent, token, {"truth": left, "first": first, "nothing": None}[tell]))
+            nodes.append(
+                self.add(parent, token, {"truth": left, "first": first, "nothing": None}[tell])
+            )
             left = np.where(np.arange(V) == token, 0.0, left)
         return nodes
 
     def draft(self) -> Draft:
-        return Draft(self.tokens, self.parents, torch.tensor(np.array(self.q)).float() if self.q else None)
+        return Draft(
+            self.tokens, self.parents, torch.tensor(np.array(self.q)).float() if self.q else None
+        )
 
 
 def block(rng: np.random.Generator, depth: int = 3, points: bool = False) -> Draft:
@@ -150,19 +166,54 @@ MUTATIONS = {
     "q of another node": ("_read", "own[i, draft", "own[i - 1, draft", "sampled chain"),
     "one number for all nodes": ("_accept_sampled", "u[child] *", "u[0] *", "sampled chain"),
     "p of the wrong node": ("_read", "max(parent, 0)", "(parent + 1)", "sampled chain"),
-    "correction from p": ("_accept_sampled", "_residual(draft, p[node], rejected), ", "p[node], ", "sampled chain"),
-    "no residual of siblings": ("_accept_sampled", "_residual(draft, p[node], rejected)[", "p[node][", "sampled tree"),
-    "residual of the last sibling only": ("_residual", "in rejected:", "in rejected[-1:]:", "sampled tree"),
+    "correction from p": (
+        "_accept_sampled",
+        "_residual(draft, p[node], rejected), ",
+        "p[node], ",
+        "sampled chain",
+    ),
+    "no residual of siblings": (
+        "_accept_sampled",
+        "_residual(draft, p[node], rejected)[",
+        "p[node][",
+        "sampled tree",
+    ),
+    "residual of the last sibling only": (
+        "_residual",
+        "in rejected:",
+        "in rejected[-1:]:",
+        "sampled tree",
+    ),
     "negative residual": ("_residual", ".clamp_(min=0.0)", ".abs_()", "sampled tree"),
     "points never leave": ("_residual", "rest[draft.tokens[child]] = 0.0", "pass", "point tree"),
     "points keep their mass": ("_accept_sampled", "mass -= p_at[child]", "pass", "point tree"),
     "points too welcome": ("_read", "[1.0] * len(draft)", "[0.5] * len(draft)", "point chain"),
     "a hold above 1": ("_accept_block", "min(hold[-1] * ratio, 1.0)", "hold[-1] * ratio", "block"),
     "a hold of one token": ("_accept_block", "hold[-1] * ratio", "ratio", "block"),
-    "all as the last": ("_accept_block", "u[i] * (mass[i] + 1.0 - hold[i]) < mass[i]", "u[i] < hold[i]", "block"),
-    "a residual without the hold": ("_accept_block", "[:, None] * p[:last]", "[:, None] ** 0 * p[:last]", "block"),
-    "a block's correction from p": ("_accept_block", "rest[accepted] if", "p[accepted] if", "block"),
-    "a block's q of another node": ("_accept_block", "sub_(draft.q)", "sub_(draft.q.roll(1, 0))", "block"),
+    "all as the last": (
+        "_accept_block",
+        "u[i] * (mass[i] + 1.0 - hold[i]) < mass[i]",
+        "u[i] < hold[i]",
+        "block",
+    ),
+    "a residual without the hold": (
+        "_accept_block",
+        "[:, None] * p[:last]",
+        "[:, None] ** 0 * p[:last]",
+        "block",
+    ),
+    "a block's correction from p": (
+        "_accept_block",
+        "rest[accepted] if",
+        "p[accepted] if",
+        "block",
+    ),
+    "a block's q of another node": (
+        "_accept_block",
+        "sub_(draft.q)",
+        "sub_(draft.q.roll(1, 0))",
+        "block",
+    ),
     "sampled as points": ("_residual", "child <= draft.sampled", "child <= 0", "sampled tree"),
 }
 
@@ -190,7 +241,10 @@ def test_a_block_accepts_more() -> None:
         for whole in accepted:
             verdict = accept(replace(chain, block=whole), scores, False, generator)
             accepted[whole] += verdict.accepted
-            assert verdict.rejected == (verdict.accepted < 2) and verdict.tested == verdict.accepted + verdict.rejected
+            assert (
+                verdict.rejected == (verdict.accepted < 2)
+                and verdict.tested == verdict.accepted + verdict.rejected
+            )
     assert accepted[False] / 4000 == pytest.approx(10 / 9, abs=0.04)
     assert accepted[True] / 4000 == pytest.approx(11 / 9, abs=0.04)
 
@@ -229,7 +283,11 @@ def test_counts_of_a_verdict(rule: str) -> None:
     always[0, 1] = always[1, 2] = always[2, 3] = 0.0
     for draft, rows, expected in (
         (Draft.chain(0, [1, 2]), [0, 1, 2], ([0, 1, 2], 3, 2, False)),
-        (Draft.chain(0, [2, 2]), [0, 1, 2], ([0], 1, 1, True)),  # after the first rejection nothing was looked at
+        (
+            Draft.chain(0, [2, 2]),
+            [0, 1, 2],
+            ([0], 1, 1, True),
+        ),  # after the first rejection nothing was looked at
         (Draft([0, 3, 1, 0], [-1, 0, 0, 2]), [0, 1, 1, 1], ([0, 2], 2, 2, True)),
         (Draft.root(0), [0], ([0], 1, 0, False)),
     ):
@@ -242,7 +300,9 @@ def near_ties(size: int, generator: torch.Generator) -> Tensor:
     scores = torch.full((size, V), 3.0)
     step = torch.nextafter(torch.tensor(3.0), torch.tensor(4.0))
     best = torch.randint(V, (size,), generator=generator)
-    scores[torch.arange(size), best] = torch.where(torch.rand(size, generator=generator) < 0.7, step, 3.0)
+    scores[torch.arange(size), best] = torch.where(
+        torch.rand(size, generator=generator) < 0.7, step, 3.0
+    )
     return scores
 
 
@@ -253,7 +313,9 @@ def greedy_is_argmax(seed: int) -> bool:
     scores = near_ties(len(draft), generator)
     best = scores.argmax(-1).tolist()
     verdict = accept(draft, scores, True, generator)
-    walked = all(draft.tokens[b] == best[a] for a, b in zip(verdict.path, verdict.path[1:], strict=False))
+    walked = all(
+        draft.tokens[b] == best[a] for a, b in zip(verdict.path, verdict.path[1:], strict=False)
+    )
     end = verdict.path[-1]
     goes_on = any(draft.tokens[child] == best[end] for child in draft.children[end])
     return walked and verdict.token == best[end] and not goes_on
@@ -275,26 +337,55 @@ def test_greedy_through_ratios_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     "options",
     [
         {},
-        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": -0.25, "logit_bias": {3: 2.0}},
+        {
+            "repetition_penalty": 1.3,
+            "presence_penalty": 0.5,
+            "frequency_penalty": -0.25,
+            "logit_bias": {3: 2.0},
+        },
         {"temperature": 1.0, "top_k": 3},
         {"temperature": 0.7, "top_p": 0.8},
         {"temperature": 1.5, "min_p": 0.1, "repetition_penalty": 0.8},
-        {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.05, "presence_penalty": 1.0, "logit_bias": {0: -9.0}},
+        {
+            "temperature": 0.5,
+            "top_k": 5,
+            "top_p": 0.9,
+            "min_p": 0.05,
+            "presence_penalty": 1.0,
+            "logit_bias": {0: -9.0},
+        },
     ],
 )
-@pytest.mark.parametrize("own", [[], [hf.NoRepeatNGramLogitsProcessor(2)], [hf.RepetitionPenaltyLogitsProcessor(2.0)]])
-def test_a_sampler_of_parameters_is_transformers_own(options: dict[str, Any], own: list[LogitsProcessor]) -> None:
+@pytest.mark.parametrize(
+    "own", [[], [hf.NoRepeatNGramLogitsProcessor(2)], [hf.RepetitionPenaltyLogitsProcessor(2.0)]]
+)
+def test_a_sampler_of_parameters_is_transformers_own(
+    options: dict[str, Any], own: list[LogitsProcessor]
+) -> None:
     """The same processors in the same order, and the same scores to the bit."""
     lm, text, params = CausalLM(tiny("llama")), [5, 6, 7, 5, 6, 9], SamplingParams(**options)
     sampler = Sampler.of(params, 3, lm.vocab_size, own)
-    kept = {name: options[name] for name in ("temperature", "top_p", "min_p", "repetition_penalty") if name in options}
-    config = GenerationConfig(do_sample=params.temperature > 0, top_k=params.top_k, pad_token_id=0, **kept)
-    penalties = [Penalties(params.presence_penalty, params.frequency_penalty, 3)] if params.presence_penalty else []
+    kept = {
+        name: options[name]
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty")
+        if name in options
+    }
+    config = GenerationConfig(
+        do_sample=params.temperature > 0, top_k=params.top_k, pad_token_id=0, **kept
+    )
+    penalties = (
+        [Penalties(params.presence_penalty, params.frequency_penalty, 3)]
+        if params.presence_penalty
+        else []
+    )
     biases = [LogitBias(params.logit_bias)] if params.logit_bias else []
     extra = LogitsProcessorList([*penalties, *biases, *own])
     lm.model._prepare_special_tokens(config, True, device=lm.device)
     theirs = lm.model._get_logits_processor(config, 3, logits_processor=extra)
-    found = [hf.TopPLogitsWarper if type(each) is QuickTopP else type(each) for each in sampler.processors or ()]
+    found = [
+        hf.TopPLogitsWarper if type(each) is QuickTopP else type(each)
+        for each in sampler.processors or ()
+    ]
     assert found == [type(each) for each in theirs] and sampler.greedy == (not params.temperature)
     logits = 4 * torch.randn(2, lm.vocab_size, generator=torch.Generator().manual_seed(0))
     wanted = theirs(torch.tensor([text] * 2), logits.clone())
@@ -322,11 +413,16 @@ def test_scores_of_a_tree_equal_those_of_its_nodes_one_by_one(names: list[str]) 
         draft = random_tree(size, 6, generator)
         prompt = torch.randint(6, (6,), generator=generator).tolist()
         logits = torch.randn(len(draft), 6, generator=generator)
-        prefixes = [prompt + [draft.tokens[i] for i in draft.path(node)] for node in range(len(draft))]
+        prefixes = [
+            prompt + [draft.tokens[i] for i in draft.path(node)] for node in range(len(draft))
+        ]
         before = logits.clone()
         scores = Sampler(False, processors).scores(logits, prefixes.__getitem__)
         assert logits.equal(before)
-        alone = [processors(torch.tensor([own]), logits[i : i + 1].clone())[0] for i, own in enumerate(prefixes)]
+        alone = [
+            processors(torch.tensor([own]), logits[i : i + 1].clone())[0]
+            for i, own in enumerate(prefixes)
+        ]
         assert scores.equal(torch.stack(alone))
     # The last tree must be one in which the prefix matters: reading the root's for all gives something else.
     assert not Sampler(False, processors).scores(logits, lambda _: prefixes[0]).equal(scores)
@@ -350,10 +446,14 @@ def test_rows_chosen_together_are_chosen_as_alone(names: list[str]) -> None:
     shared = Sampler(False, processors)
     for samplers in ([shared] * 5, [Sampler(row % 2 == 0, processors) for row in range(5)]):
 
-        def choose(rows: range, samplers: list[Sampler] = samplers) -> tuple[list[int], Tensor, Tensor | None]:
+        def choose(
+            rows: range, samplers: list[Sampler] = samplers
+        ) -> tuple[list[int], Tensor, Tensor | None]:
             generators = [torch.Generator().manual_seed(row) for row in rows]
             own = [samplers[row] for row in rows]
-            return next_tokens(own, logits[rows.start : rows.stop], lambda at: prefixes[rows[at]], generators)
+            return next_tokens(
+                own, logits[rows.start : rows.stop], lambda at: prefixes[rows[at]], generators
+            )
 
         tokens, scores, distributions = choose(range(5))
         assert distributions is not None

@@ -9,7 +9,18 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare
 from test_decode import DRAFTERS, PROCESSORS
-from toys import DRAFT, PROMPT, TARGET, TableLM, decode, fit, noisy_copy, random_table, tiny, tokens_of
+from toys import (
+    DRAFT,
+    PROMPT,
+    TARGET,
+    TableLM,
+    decode,
+    fit,
+    noisy_copy,
+    random_table,
+    tiny,
+    tokens_of,
+)
 
 from forerun import Decoder
 from forerun.engine.sequence import Request, Sequence
@@ -25,7 +36,9 @@ from forerun.sampling.seeded import FLOOR, SeededStream
 
 def counts(distribution: torch.Tensor, trials: int) -> np.ndarray:
     stream = SeededStream(7)
-    return np.bincount([stream.at(i).sample(distribution) for i in range(trials)], minlength=len(distribution))
+    return np.bincount(
+        [stream.at(i).sample(distribution) for i in range(trials)], minlength=len(distribution)
+    )
 
 
 def test_a_token_is_sampled_with_its_probability() -> None:
@@ -67,13 +80,18 @@ def test_positions_streams_and_seeds_are_independent() -> None:
         table = np.zeros((3, 3))
         for i in range(4000):
             one = SeededStream(i).at(3)
-            other = (SeededStream(i).at(4), SeededStream(i, 1).at(3), SeededStream(i + 1).at(3))[kind]
+            other = (SeededStream(i).at(4), SeededStream(i, 1).at(3), SeededStream(i + 1).at(3))[
+                kind
+            ]
             table[one.sample(probabilities), other.sample(probabilities)] += 1
         assert chi2_contingency(table).pvalue > 1e-4
 
 
 def asked(rows: int, processors: str, seed: int = 5) -> list[Request]:
-    return [Request(PROMPT, 5, Sampler(False, PROCESSORS[processors]), seed=seed, stream=row) for row in range(rows)]
+    return [
+        Request(PROMPT, 5, Sampler(False, PROCESSORS[processors]), seed=seed, stream=row)
+        for row in range(rows)
+    ]
 
 
 @pytest.mark.parametrize("processors", PROCESSORS)
@@ -99,7 +117,10 @@ def test_a_text_that_is_resumed_goes_on_as_it_would_have(name: str) -> None:
     """As a server does that takes over from another: the prompt, and what was sampled of the answer so far."""
     target = tiny("llama")
     decoder = Decoder(target, None, noisy_copy(target, 0.02), method(name), False)
-    prompt, options = [3, 4, 5, 3, 4], {"temperature": 0.8, "top_p": 0.95, "seed": 11, "ignore_eos": True}
+    prompt, options = (
+        [3, 4, 5, 3, 4],
+        {"temperature": 0.8, "top_p": 0.95, "seed": 11, "ignore_eos": True},
+    )
     whole = decoder.generate(prompt, max_new_tokens=40, **options).tokens
     for cut in (1, 17, 30):
         rest = decoder.generate([*prompt, *whole[:cut]], max_new_tokens=40 - cut, **options).tokens
@@ -123,7 +144,11 @@ def test_draft_and_target_use_the_same_numbers() -> None:
     rates = {}
     for kind in (ChainDrafter, Strangers):
         drafter = kind(TableLM(target + 0.2 * random_table(8, 6)), FixedLength(3))
-        rows = decode(TableLM(target), drafter, [Request([0, 1], 40, Sampler(False), seed=i) for i in range(40)])
+        rows = decode(
+            TableLM(target),
+            drafter,
+            [Request([0, 1], 40, Sampler(False), seed=i) for i in range(40)],
+        )
         rates[kind] = summarise([step for row in rows for step in row], 1.0).alpha
     assert rates[ChainDrafter] > 0.8 > 0.6 > rates[Strangers]
 

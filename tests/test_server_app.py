@@ -105,7 +105,9 @@ def test_a_silent_answer_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
         body = {"prompt": "a", "max_tokens": 3, "stream": True, "echo": True, "temperature": 0}
         with (
             held(server.worker.engine) as go,
-            httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=120, trust_env=False) as response,
+            httpx.stream(
+                "POST", server.url + "/v1/completions", json=body, timeout=120, trust_env=False
+            ) as response,
         ):
             lines = response.iter_lines()
             assert next(lines) == ": keep-alive"
@@ -119,7 +121,11 @@ def test_a_reader_that_has_stopped_reading_is_cut_off(monkeypatch: pytest.Monkey
 
     async def stall(resumes: bool) -> bool:
         protocol, transport = Protocol.__new__(Protocol), MagicMock()
-        protocol.loop, protocol.transport, protocol.flow = asyncio.get_running_loop(), transport, MagicMock()
+        protocol.loop, protocol.transport, protocol.flow = (
+            asyncio.get_running_loop(),
+            transport,
+            MagicMock(),
+        )
         protocol.pause_writing()
         if resumes:
             protocol.resume_writing()
@@ -132,7 +138,9 @@ def test_a_reader_that_has_stopped_reading_is_cut_off(monkeypatch: pytest.Monkey
 @pytest.mark.skipif(not (STATIC / "index.html").is_file(), reason="the page is not there")
 def test_the_page_may_load_nothing_from_elsewhere() -> None:
     async def ask() -> None:
-        async with inside(create_app(Worker(make_decoder), Settings(NAME, api_key="secret"))) as client:
+        async with inside(
+            create_app(Worker(make_decoder), Settings(NAME, api_key="secret"))
+        ) as client:
             for path in ("/", "/page.js", "/page.css"):
                 response = await client.get(path)
                 assert response.status_code == 200
@@ -159,7 +167,9 @@ def test_nothing_that_a_client_sends_breaks_it(tmp_path: Path) -> None:
     """Schemathesis makes the same cases in each run. It also sends what the schema allows and the server refuses, such
     as token ids that there are not: that is no failure."""
     report = tmp_path / "report.json"
-    with live(lambda: make_filler(context=48)) as server:  # a short one, so that no answer takes long
+    with live(
+        lambda: make_filler(context=48)
+    ) as server:  # a short one, so that no answer takes long
         command = [*COMMAND, f"{server.url}/openapi.json", "--report-json-path", str(report)]
         env = os.environ | {"NO_PROXY": "127.0.0.1", "COLUMNS": "200"}
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)

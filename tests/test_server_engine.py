@@ -17,7 +17,11 @@ from forerun.sampling.params import SamplingParams
 from forerun.sampling.sampler import LogitBias, Penalties
 
 PROMPT = [1, 2, 3, 2, 1, 2]
-PENALTIES: dict[str, Any] = {"presence_penalty": 0.7, "frequency_penalty": 0.9, "logit_bias": {1: 1.5, 4: -2.0}}
+PENALTIES: dict[str, Any] = {
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.9,
+    "logit_bias": {1: 1.5, 4: -2.0},
+}
 
 
 def made(name: str = "sd", vocab: int = 64, **options: Any) -> Decoder:
@@ -30,10 +34,14 @@ def made(name: str = "sd", vocab: int = 64, **options: Any) -> Decoder:
 def test_openais_penalties() -> None:
     ids, scores = torch.tensor([[3, 3, 1, 1, 2], [3, 3, 2, 2, 2]]), torch.zeros(2, 4)
     assert Penalties(0.5, 0.25, 2)(ids, scores).tolist() == [[0, -1.0, -0.75, 0], [0, 0, -1.25, 0]]
-    beyond = Penalties(0.5, 0.25, 2)(torch.tensor([[0, 0, 9]]), torch.zeros(1, 4))  # a token that a draft lacks
+    beyond = Penalties(0.5, 0.25, 2)(
+        torch.tensor([[0, 0, 9]]), torch.zeros(1, 4)
+    )  # a token that a draft lacks
     assert beyond.tolist() == [[0] * 4]
     assert Penalties(0.5, 0.25, 2)(ids[:, :2], scores) is scores
-    assert LogitBias({1: 2.0, 9: 5.0})(ids, scores).tolist() == [[0, 2, 0, 0]] * 2 and not scores.any()
+    assert (
+        LogitBias({1: 2.0, 9: 5.0})(ids, scores).tolist() == [[0, 2, 0, 0]] * 2 and not scores.any()
+    )
 
 
 @pytest.mark.parametrize("name", ["sd", "suffix", "lyanna"])
@@ -45,11 +53,15 @@ def test_penalties_are_part_of_the_law(name: str) -> None:
 
 def test_sampling_with_penalties_follows_their_law() -> None:
     decoder = made(vocab=6, max_rows=250)
-    law = LogitsProcessorList([LogitBias(PENALTIES["logit_bias"]), Penalties(0.7, 0.9, len(PROMPT))])
+    law = LogitsProcessorList(
+        [LogitBias(PENALTIES["logit_bias"]), Penalties(0.7, 0.9, len(PROMPT))]
+    )
     joint = joint_distribution(decoder.target.model, PROMPT, 3, law)
     rows = decoder.generate([PROMPT] * 700, max_new_tokens=5, temperature=1.0, seed=5, **PENALTIES)
     assert p_value([row.tokens[:3] for row in rows], joint) > 1e-4
-    tested, accepted = (sum(getattr(row.stats, each) for row in rows) for each in ("tested", "accepted"))
+    tested, accepted = (
+        sum(getattr(row.stats, each) for row in rows) for each in ("tested", "accepted")
+    )
     assert 0 < accepted < tested
 
 
@@ -58,7 +70,9 @@ def test_plain_rows_among_drafted_ones(name: str) -> None:
     decoder = made(name)
     asked = [decoder.request(PROMPT[:size], max_new_tokens=30) for size in (3, 4, 5, 6)]
     alone = [tokens_of(steps) for steps in made("ar").session.add(asked).collect()]
-    steps = decoder.session.add([replace(each, plain=bool(at % 2)) for at, each in enumerate(asked)]).collect()
+    steps = decoder.session.add(
+        [replace(each, plain=bool(at % 2)) for at, each in enumerate(asked)]
+    ).collect()
     assert [tokens_of(each) for each in steps] == alone
     assert [len(each) == 30 for each in steps][1::2] == [True, True]
     assert not any(step.drafted for each in steps[1::2] for step in each)
@@ -68,8 +82,12 @@ def test_plain_rows_among_drafted_ones(name: str) -> None:
 @pytest.mark.parametrize("name", ["ar", "sd", "hybrid"])
 def test_log_probabilities_are_the_models_own(name: str) -> None:
     decoder = made(name)
-    (plain,) = decoder.session.add([decoder.request(PROMPT, max_new_tokens=5)]).collect()  # which asks for none
-    assert all(step.logprobs == () and step.prompt_logprobs is None and step.waited >= 0 for step in plain)
+    (plain,) = decoder.session.add(
+        [decoder.request(PROMPT, max_new_tokens=5)]
+    ).collect()  # which asks for none
+    assert all(
+        step.logprobs == () and step.prompt_logprobs is None and step.waited >= 0 for step in plain
+    )
     how = {"max_new_tokens": 20, "temperature": 0.8, "seed": 1} | PENALTIES
     asked = [
         replace(decoder.request(prompt, **how), logprobs=top, prompt_logprobs=bool(top))
@@ -94,7 +112,11 @@ def test_log_probabilities_are_the_models_own(name: str) -> None:
 
 def test_bad_penalties_are_refused() -> None:
     biases: list[Any] = [{5: 101}, {"5": 1}, {-1: 1}, [1]]
-    bad = [("presence_penalty", 2.5), ("frequency_penalty", "1"), *(("logit_bias", each) for each in biases)]
+    bad = [
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", "1"),
+        *(("logit_bias", each) for each in biases),
+    ]
     for name, value in bad:
         refuses(name, SamplingParams, **{name: value})
     refuses(r"logit_bias has token ids outside 0\.\.63", made().request, PROMPT, logit_bias={64: 1})
@@ -104,4 +126,8 @@ def test_parameters_can_be_keys() -> None:
     form = {"type": "regex", "regex": "a"}
     one, other = (SamplingParams(logit_bias={1: 2.0}, response_format=form) for _ in range(2))
     form["regex"] = "b"
-    assert hash(one) == hash(other) and one == other and one.response_format == {"type": "regex", "regex": "a"}
+    assert (
+        hash(one) == hash(other)
+        and one == other
+        and one.response_format == {"type": "regex", "regex": "a"}
+    )

@@ -10,7 +10,21 @@ from unittest.mock import AsyncMock, Mock, patch
 
 import httpx
 import pytest
-from serving import CHAT, HELLO, PLAIN, Live, answered, events, figures, get, held, live, make_decoder, post, until
+from serving import (
+    CHAT,
+    HELLO,
+    PLAIN,
+    Live,
+    answered,
+    events,
+    figures,
+    get,
+    held,
+    live,
+    make_decoder,
+    post,
+    until,
+)
 from test_engine import Panic
 
 from forerun.sampling.grammar import FormError, Grammar
@@ -26,7 +40,13 @@ def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     return error
 
 
-CONTENTS = [None, "a\0", "\udfff", [{"type": "image_url", "image_url": "x"}], [{"type": "text", "text": "a" * 2**20}]]
+CONTENTS = [
+    None,
+    "a\0",
+    "\udfff",
+    [{"type": "image_url", "image_url": "x"}],
+    [{"type": "text", "text": "a" * 2**20}],
+]
 BAD: list[tuple[str, str, list[Any]]] = [  # path, field, and values that it cannot have
     (PLAIN, "max_tokens", [0, 2**40, "7", True]),
     (PLAIN, "temperature", [-1, 1e-9, 10**400]),
@@ -66,23 +86,40 @@ BAD: list[tuple[str, str, list[Any]]] = [  # path, field, and values that it can
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "param", "values"), BAD, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("path", "param", "values"), BAD, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_bad_fields_are_named(server: Live, path: str, param: str, values: list[Any]) -> None:
     base: dict[str, Any] = {PLAIN: {"prompt": "a"}, CHAT: {"messages": HELLO}}.get(path, {})
     for value in values:
         field, _, inner = param.partition(".")
-        assert refusal(sent(server, path, base | {field: {inner: value} if inner else value}))["param"] == param
+        assert (
+            refusal(sent(server, path, base | {field: {inner: value} if inner else value}))["param"]
+            == param
+        )
 
 
 def sent(server: Live, path: str, body: Any) -> httpx.Response:
     """Post JSON that httpx itself would refuse to write, or bytes."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json"}
-    return httpx.post(server.url + path, content=content, headers=headers, timeout=60, trust_env=False)
+    return httpx.post(
+        server.url + path, content=content, headers=headers, timeout=60, trust_env=False
+    )
 
 
-NO_REQUESTS = [b"", b"{", b"[" * 10**6, b'{"prompt":' * 10**5, b'{"prompt": "\xff"}', b"[1]", b'"prompt"']
-NO_REQUESTS += [b'{"prompt": "a", %s}' % each for each in (b'"temperature": NaN', b'"temperature": 1e999')]
+NO_REQUESTS = [
+    b"",
+    b"{",
+    b"[" * 10**6,
+    b'{"prompt":' * 10**5,
+    b'{"prompt": "\xff"}',
+    b"[1]",
+    b'"prompt"',
+]
+NO_REQUESTS += [
+    b'{"prompt": "a", %s}' % each for each in (b'"temperature": NaN', b'"temperature": 1e999')
+]
 NO_REQUESTS += [b'{"prompt": "a", "seed": ' + b"9" * 10**5 + b"}"]
 
 
@@ -106,7 +143,10 @@ def test_other_refusals(server: Live) -> None:
 
 
 def test_a_full_queue_answers_at_once() -> None:
-    with live(lambda: make_decoder(max_rows=1, max_queue=1)) as server, httpx.Client(trust_env=False) as http:
+    with (
+        live(lambda: make_decoder(max_rows=1, max_queue=1)) as server,
+        httpx.Client(trust_env=False) as http,
+    ):
         url, body = server.url + PLAIN, {"prompt": "a", "max_tokens": 5, "stream": True}
         with (  # one has the row to come, one waits, and there is no room for more
             held(server.worker.engine) as go,
@@ -114,7 +154,10 @@ def test_a_full_queue_answers_at_once() -> None:
             http.stream("POST", url, json=body) as other,
         ):
             found = post(server, PLAIN, {"prompt": "a"})
-            assert refusal(found, 503)["code"] == "queue_full" and int(found.headers["Retry-After"]) > 0
+            assert (
+                refusal(found, 503)["code"] == "queue_full"
+                and int(found.headers["Retry-After"]) > 0
+            )
             assert refusal(post(server, PLAIN, {"prompt": "a", "n": 5}))["param"] == "n"
             go.set()
             for each in (one, other):
@@ -123,15 +166,26 @@ def test_a_full_queue_answers_at_once() -> None:
 
 def test_a_form_for_the_answer(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance")
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["cat", "mat"]}, "strict": True}}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": {"enum": ["cat", "mat"]}, "strict": True},
+    }
     body = {"messages": HELLO, "response_format": form, "max_tokens": 40, "seed": 1}
     (choice,) = post(server, CHAT, body).json()["choices"]
-    assert json.loads(choice["message"]["content"]) in ("cat", "mat") and choice["finish_reason"] == "stop"
+    assert (
+        json.loads(choice["message"]["content"]) in ("cat", "mat")
+        and choice["finish_reason"] == "stop"
+    )
     # One that cannot be kept may show only after some tokens, and is the request's fault too.
-    monkeypatch.setattr(Grammar, "complete", Mock(side_effect=FormError("the response_format cannot be kept")))
+    monkeypatch.setattr(
+        Grammar, "complete", Mock(side_effect=FormError("the response_format cannot be kept"))
+    )
     nowhere = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#/nowhere"}}}
     for form in ({"type": "regex", "regex": "(a"}, nowhere, {"type": "json_object"}):
-        assert refusal(post(server, CHAT, {"messages": HELLO, "response_format": form}))["param"] == "response_format"
+        assert (
+            refusal(post(server, CHAT, {"messages": HELLO, "response_format": form}))["param"]
+            == "response_format"
+        )
 
 
 def test_too_much_for_the_memory_is_refused_and_less_waits() -> None:
@@ -140,8 +194,15 @@ def test_too_much_for_the_memory_is_refused_and_less_waits() -> None:
         return decoder.replace(kv_memory=300 * decoder.target.position_bytes)
 
     with live(make) as server:
-        assert refusal(post(server, PLAIN, {"prompt": "a", "max_tokens": 500}))["param"] == "max_tokens"
-        found = post(server, PLAIN, {"prompt": "a", "max_tokens": 100, "n": 8, "ignore_eos": True, "temperature": 0})
+        assert (
+            refusal(post(server, PLAIN, {"prompt": "a", "max_tokens": 500}))["param"]
+            == "max_tokens"
+        )
+        found = post(
+            server,
+            PLAIN,
+            {"prompt": "a", "max_tokens": 100, "n": 8, "ignore_eos": True, "temperature": 0},
+        )
         assert len({each["text"] for each in found.json()["choices"]}) == 1
 
 
@@ -150,12 +211,19 @@ FAILURES = [*product(("forward", "prefill", "observe"), ("whole", "streamed"))]
 FAILURES += product(("forward", "commit", "prefill", "join"), ("once",))
 
 
-@pytest.mark.parametrize("error", [RuntimeError("broken"), Panic("broken")], ids=["exception", "panic"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("broken"), Panic("broken")], ids=["exception", "panic"]
+)
 @pytest.mark.parametrize(("place", "how"), FAILURES)
-def test_a_failing_step_is_undone(monkeypatch: pytest.MonkeyPatch, place: str, how: str, error: BaseException) -> None:
+def test_a_failing_step_is_undone(
+    monkeypatch: pytest.MonkeyPatch, place: str, how: str, error: BaseException
+) -> None:
     """Of 16 requests, one breaks every step and ends alone; or one call fails once, and all are answered."""
     with live(lambda: make_decoder(max_rows=12)) as server:  # so that four wait for a row
-        engine, more = server.worker.engine, {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        engine, more = (
+            server.worker.engine,
+            {"max_tokens": 24, "temperature": 0, "ignore_eos": True},
+        )
         more["stream"] = how == "streamed"
         bodies = [more | {"prompt": [5 + at, *range(20, 24 + at)]} for at in range(16)]
         bodies[3] |= {"temperature": 1.0, "seed": 5}
@@ -179,7 +247,10 @@ def test_a_failing_step_is_undone(monkeypatch: pytest.MonkeyPatch, place: str, h
             return real(given, *args, **kwargs)
 
         monkeypatch.setattr(owner, place, fails)
-        with held(engine) as go, ThreadPoolExecutor(len(bodies)) as pool:  # the first step has all of them queued
+        with (
+            held(engine) as go,
+            ThreadPoolExecutor(len(bodies)) as pool,
+        ):  # the first step has all of them queued
             asked = [pool.submit(post, server, PLAIN, body) for body in bodies]
             until(lambda: len(engine.waiting) == len(bodies))
             go.set()
@@ -189,7 +260,9 @@ def test_a_failing_step_is_undone(monkeypatch: pytest.MonkeyPatch, place: str, h
             del wanted[7]
             error_body = events(bad)[-1]["error"] if more["stream"] else refusal(bad, 500)
             assert error_body["code"] == "decoding"
-        assert [answered(each) for each in found] == wanted and len(failed) == (1 if how == "once" else 2)
+        assert [answered(each) for each in found] == wanted and len(failed) == (
+            1 if how == "once" else 2
+        )
         assert post(server, PLAIN, more | {"prompt": "a"}).status_code == 200 and not server.rows
 
 
@@ -203,14 +276,24 @@ def test_a_key_is_needed_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> 
     compare = Mock(wraps=hmac.compare_digest)  # whose time says nothing about the key
     monkeypatch.setattr("hmac.compare_digest", compare)
     with live(api_key="secret", allow_origin=("http://a.example",)) as server:
-        for given in (b"", b"Bearer secre", b"Bearer " + b"s" * 5000, b"Bearer \xff", b"Basic secret", b"secret"):
+        for given in (
+            b"",
+            b"Bearer secre",
+            b"Bearer " + b"s" * 5000,
+            b"Bearer \xff",
+            b"Basic secret",
+            b"secret",
+        ):
             headers = {b"authorization": given} if given else {}
             found = post(server, PLAIN, {"prompt": "a"}, headers=headers)
             assert refusal(found, 401)["code"] == "invalid_api_key"
         assert compare.call_count == 6
         right = {"authorization": "Bearer secret", "origin": "http://a.example"}
         found = post(server, PLAIN, {"prompt": "a", "max_tokens": 1}, headers=right)
-        assert found.status_code == 200 and found.headers["access-control-allow-origin"] == "http://a.example"
+        assert (
+            found.status_code == 200
+            and found.headers["access-control-allow-origin"] == "http://a.example"
+        )
         assert get(server, "/health").status_code == 200
         assert get(server, "/metrics").status_code == 401
         asked = {"origin": "http://b.example", "access-control-request-method": "POST"}
@@ -225,7 +308,9 @@ def test_a_body_that_never_ends(limit: int, seconds: float, status: int) -> None
         return {"type": "http.request", "body": b" ", "more_body": True}
 
     app, send = AsyncMock(), AsyncMock()
-    asyncio.run(BodyLimit(app, limit, seconds)({"type": "http", "path": "/", "headers": []}, receive, send))
+    asyncio.run(
+        BodyLimit(app, limit, seconds)({"type": "http", "path": "/", "headers": []}, receive, send)
+    )
     assert send.await_args_list[0].args[0]["status"] == status and not app.called
 
 
@@ -237,6 +322,8 @@ def test_a_reader_that_goes_ends_its_request(server: Live, stream: bool) -> None
         try:
             httpx.post(server.url + PLAIN, json=body, timeout=2, trust_env=False)
         finally:
-            until(lambda: not server.service.open)  # the abort is with the engine before its next step
+            until(
+                lambda: not server.service.open
+            )  # the abort is with the engine before its next step
     until(lambda: not server.rows)
     assert figures(server)["forerun:generation_tokens_total"] - before < 40

@@ -50,7 +50,12 @@ def test_a_body_that_takes_long_to_read_holds_up_no_other(server: Live, reading:
     with ThreadPoolExecutor(READERS) as pool:
         heavy = [pool.submit(post, server, PLAIN, HEAVY) for _ in range(READERS - 1)]
         until(lambda: reading.read.count("heavy") == READERS - 1)
-        found = httpx.post(server.url + PLAIN, json={"prompt": "light", "max_tokens": 2}, timeout=60, trust_env=False)
+        found = httpx.post(
+            server.url + PLAIN,
+            json={"prompt": "light", "max_tokens": 2},
+            timeout=60,
+            trust_env=False,
+        )
         assert found.status_code == 200 and not any(each.done() for each in heavy)
         heavy.append(pool.submit(post, server, PLAIN, HEAVY))
         until(lambda: reading.read.count("heavy") == READERS)
@@ -79,15 +84,24 @@ def test_times_and_their_limit_count_from_when_a_request_came(server: Live, read
     assert metrics["time_to_first_token_ms"] - metrics["queue_time_ms"] > 200
 
 
-MANY = [Logprob(5 + at % 3, -0.5, tuple((token, -1.0) for token in range(20))) for at in range(40 * SLICE)]
+MANY = [
+    Logprob(5 + at % 3, -0.5, tuple((token, -1.0) for token in range(20)))
+    for at in range(40 * SLICE)
+]
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_many_log_probabilities_leave_others_their_turns(is_chat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_log_probabilities_leave_others_their_turns(
+    is_chat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer, decoded, sizes = tiny_tokenizer(), list[int](), list[int]()
     decode, as_json = tokenizer.decode, logprobs.as_json
-    monkeypatch.setattr(tokenizer, "decode", lambda ids, **more: decoded.extend(ids) or decode(ids, **more))
-    monkeypatch.setattr(logprobs, "as_json", lambda content: sizes.append(len(content)) or as_json(content))
+    monkeypatch.setattr(
+        tokenizer, "decode", lambda ids, **more: decoded.extend(ids) or decode(ids, **more)
+    )
+    monkeypatch.setattr(
+        logprobs, "as_json", lambda content: sizes.append(len(content)) or as_json(content)
+    )
 
     async def main() -> tuple[bytes, int]:
         turns = 0
@@ -110,27 +124,51 @@ def test_many_log_probabilities_leave_others_their_turns(is_chat: bool, monkeypa
     content = json.loads(found)
     if is_chat:
         ChoiceLogprobs.model_validate(content, strict=True)
-        assert [each["token"] for each in content["content"]] == [decode([each.token]) for each in MANY]
+        assert [each["token"] for each in content["content"]] == [
+            decode([each.token]) for each in MANY
+        ]
     else:
         Logprobs.model_validate(content)
-        ends = [at + len(text) for at, text in zip(content["text_offset"], content["tokens"], strict=True)]
-        assert content["text_offset"] == [0, *ends[:-1]] and len(content["top_logprobs"]) == len(MANY)
+        ends = [
+            at + len(text)
+            for at, text in zip(content["text_offset"], content["tokens"], strict=True)
+        ]
+        assert content["text_offset"] == [0, *ends[:-1]] and len(content["top_logprobs"]) == len(
+            MANY
+        )
 
 
 def test_no_large_answer_is_made_in_one_go(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[bytes] = []
     as_json = logprobs.as_json
     for module in (answers, logprobs):
-        monkeypatch.setattr(module, "as_json", lambda content: written.append(as_json(content)) or written[-1])
-    body = {"messages": HELLO, "max_tokens": 200, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+        monkeypatch.setattr(
+            module, "as_json", lambda content: written.append(as_json(content)) or written[-1]
+        )
+    body = {
+        "messages": HELLO,
+        "max_tokens": 200,
+        "ignore_eos": True,
+        "logprobs": True,
+        "top_logprobs": 20,
+    }
     found = post(server, CHAT, body)
     assert len(found.json()["choices"][0]["logprobs"]["content"]) == 200
     assert len(found.content) > 200_000 > 5 * max(map(len, written))
 
 
-def test_every_choice_begins_with_its_scored_prompt(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_choice_begins_with_its_scored_prompt(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server.worker.engine.target, "fresh", None)  # there is no second cache
-    body = {"prompt": ["the cat", "def add(a"], "n": 3, "max_tokens": 3, "logprobs": 2, "echo": True, "seed": 1}
+    body = {
+        "prompt": ["the cat", "def add(a"],
+        "n": 3,
+        "max_tokens": 3,
+        "logprobs": 2,
+        "echo": True,
+        "seed": 1,
+    }
     whole = post(server, PLAIN, body).json()["choices"]
     tokenizer = make_decoder().tokenizer
     for at, choice in enumerate(whole):
@@ -154,7 +192,11 @@ def test_every_choice_begins_with_its_scored_prompt(server: Live, monkeypatch: p
 def ended(server: Live) -> dict[str, float]:
     """How many answers have ended, by how."""
     found = figures(server).items()
-    return {name.split('"')[1]: value for name, value in found if name.startswith("forerun:request_success_total{")}
+    return {
+        name.split('"')[1]: value
+        for name, value in found
+        if name.startswith("forerun:request_success_total{")
+    }
 
 
 def test_answers_are_counted_by_how_they_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +214,9 @@ def test_answers_are_counted_by_how_they_ended(monkeypatch: pytest.MonkeyPatch) 
     with live(max_seconds=60) as server:
         assert post(server, PLAIN, body).status_code == 200 and ended(server) == {"length": 2}
         monkeypatch.setattr(answers, "_steps", slowly)
-        with httpx.stream("POST", server.url + PLAIN, json=body | {"stream": True}, trust_env=False) as response:
+        with httpx.stream(
+            "POST", server.url + PLAIN, json=body | {"stream": True}, trust_env=False
+        ) as response:
             next(response.iter_lines())
         until(lambda: not server.service.open)
         assert ended(server) == {"length": 2, "abort": 2}
@@ -182,7 +226,9 @@ def test_answers_are_counted_by_how_they_ended(monkeypatch: pytest.MonkeyPatch) 
         found = post(server, PLAIN, body)
         assert (found.status_code, found.json()["error"]["code"]) == (504, "timeout")
         assert "took too long" in found.text and found.headers["x-should-retry"] == "false"
-        assert events(post(server, PLAIN, body | {"stream": True}))[-1]["error"]["code"] == "timeout"
+        assert (
+            events(post(server, PLAIN, body | {"stream": True}))[-1]["error"]["code"] == "timeout"
+        )
         until(lambda: not server.service.open)
         assert ended(server) == {"length": 2, "abort": 2, "timeout": 4}
 
@@ -222,10 +268,24 @@ def test_a_job_loses_nothing() -> None:
 
 def test_answers_have_the_fields_that_clients_know(server: Live) -> None:
     more = {"max_tokens": 5, "n": 2}
-    chat = post(server, CHAT, more | {"messages": HELLO, "logprobs": True, "top_logprobs": 2}).json()
+    chat = post(
+        server, CHAT, more | {"messages": HELLO, "logprobs": True, "top_logprobs": 2}
+    ).json()
     plain = post(server, PLAIN, more | {"prompt": "the cat", "logprobs": 2}).json()
     for found, kind, choice in ((chat, ChatCompletion, {"message"}), (plain, Completion, {"text"})):
         kind.model_validate(found, strict=True)
-        assert found.keys() == {"id", "object", "created", "model", "choices", "usage", "metrics", "timings"}
-        assert all(each.keys() == {"index", "finish_reason", "logprobs"} | choice for each in found["choices"])
+        assert found.keys() == {
+            "id",
+            "object",
+            "created",
+            "model",
+            "choices",
+            "usage",
+            "metrics",
+            "timings",
+        }
+        assert all(
+            each.keys() == {"index", "finish_reason", "logprobs"} | choice
+            for each in found["choices"]
+        )
     assert chat["choices"][0]["message"].keys() == {"role", "content", "refusal"}

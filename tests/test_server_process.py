@@ -66,12 +66,20 @@ def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
         other = commands.run("serve", "--port", "0", "--target", str(broken), "--method", "ar")
         assert other.returncode == 2 and "cannot load" in other.stderr.splitlines()[-1]
         # An answer that is under way is given to its end while others are refused.
-        body = {"prompt": "the cat", "max_tokens": 300, "ignore_eos": True, "forerun_method": "ar", "stream": True}
+        body = {
+            "prompt": "the cat",
+            "max_tokens": 300,
+            "ignore_eos": True,
+            "forerun_method": "ar",
+            "stream": True,
+        }
         lines: list[str] = []
         began = threading.Event()
 
         def read() -> None:
-            with httpx.stream("POST", url + "/v1/completions", json=body, timeout=200, trust_env=False) as response:
+            with httpx.stream(
+                "POST", url + "/v1/completions", json=body, timeout=200, trust_env=False
+            ) as response:
                 for line in response.iter_lines():
                     lines.append(line)
                     began.set()
@@ -84,16 +92,22 @@ def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
         while reader.is_alive():
             statuses.add(health(url))
             reader.join(0.1)
-        assert [line for line in lines if line][-1] == "data: [DONE]" and '"finish_reason":"length"' in "".join(lines)
+        assert [line for line in lines if line][
+            -1
+        ] == "data: [DONE]" and '"finish_reason":"length"' in "".join(lines)
         assert statuses <= {200, 503, None}
         assert process.wait(100) == 0
         assert process.stderr is not None
         logged = process.stderr.read()
-        first, listening, *_ = messages = [each.partition(" INFO ")[2] for each in logged.splitlines()]
+        first, listening, *_ = messages = [
+            each.partition(" INFO ")[2] for each in logged.splitlines()
+        ]
         assert first == f"loading {folder} ..." and listening.startswith(url)
         assert sum(each.startswith("ready in ") and each.endswith(url) for each in messages) == 1
         (line,) = [each for each in messages if " tokens=" in each]
-        assert line.endswith(" reason='length'") and " tokens=300 " in line and "the cat" not in logged
+        assert (
+            line.endswith(" reason='length'") and " tokens=300 " in line and "the cat" not in logged
+        )
 
 
 @pytest.mark.slow
@@ -106,7 +120,9 @@ def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
         until(lambda: health(url) == 200, 250)
         there = sorted(tmp_path.iterdir())
         with (
-            httpx.stream("POST", url + "/v1/completions", json=body, timeout=100, trust_env=False) as response,
+            httpx.stream(
+                "POST", url + "/v1/completions", json=body, timeout=100, trust_env=False
+            ) as response,
             pytest.raises(httpx.RemoteProtocolError),  # no chunk of length 0, which would be an end
         ):
             for line in response.iter_lines():
@@ -115,19 +131,25 @@ def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
                     os.kill(process.pid, signal.SIGKILL)
         assert lines[0].startswith("data: {") and "data: [DONE]" not in lines
         assert process.wait(60) == -signal.SIGKILL
-        with started(*options, "--drain", "0", port=int(url.rpartition(":")[2]), folder=tmp_path) as (other, again):
+        with started(
+            *options, "--drain", "0", port=int(url.rpartition(":")[2]), folder=tmp_path
+        ) as (other, again):
             assert again == url
             until(lambda: other.poll() is not None or health(url) == 200, 250)
             asked = body | {"stream": False, "n": 1, "max_tokens": 5}
             found = httpx.post(url + "/v1/completions", json=asked, timeout=100, trust_env=False)
             assert found.status_code == 200 and found.json()["usage"]["completion_tokens"] == 5
             assert sorted(tmp_path.iterdir()) == there == []
-            with httpx.stream("POST", url + "/v1/completions", json=body, timeout=100, trust_env=False) as response:
+            with httpx.stream(
+                "POST", url + "/v1/completions", json=body, timeout=100, trust_env=False
+            ) as response:
                 rest = response.iter_lines()
                 next(rest)
                 os.kill(other.pid, signal.SIGTERM)
                 *_, error, done = [line for line in rest if line]
-            assert json.loads(error[6:])["error"]["code"] == "shutting_down" and done == "data: [DONE]"
+            assert (
+                json.loads(error[6:])["error"]["code"] == "shutting_down" and done == "data: [DONE]"
+            )
             assert other.wait(100) == 0
 
 
@@ -146,9 +168,14 @@ def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_one_line(
-    options: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("forerun.cli.options.find_spec", lambda name: options or name != "uvicorn" or None)
+    monkeypatch.setattr(
+        "forerun.cli.options.find_spec", lambda name: options or name != "uvicorn" or None
+    )
     monkeypatch.setattr(sys, "argv", ["forerun", "serve", "--target", "embedded", *options])
     assert cli._run() == 2
     error = capsys.readouterr().err

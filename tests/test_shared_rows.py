@@ -24,12 +24,20 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "1 head a group": ("qwen3", "int4", {}),
     "2 heads a group, float32": ("llama", "float32", {}),
     "2 heads a group, tied": ("qwen2", "int8", {}),
-    "3 heads a group": ("llama", "int4", {"num_attention_heads": 12, "hidden_size": 96, "num_key_value_heads": 4}),
+    "3 heads a group": (
+        "llama",
+        "int4",
+        {"num_attention_heads": 12, "hidden_size": 96, "num_key_value_heads": 4},
+    ),
     "6 heads a group": ("qwen2", "bfloat16", {"num_attention_heads": 12}),
     "6 heads a group, float32": ("qwen2", "float32", {"num_attention_heads": 12}),
     "7 heads a group": ("qwen2", "int4", {"num_attention_heads": 14, "head_dim": 64}),
     "a window of 20": ("mistral", "int4", {}),
-    "a window of 100, float32": ("mistral", "float32", {"sliding_window": 100, "num_key_value_heads": 2}),
+    "a window of 100, float32": (
+        "mistral",
+        "float32",
+        {"sliding_window": 100, "num_key_value_heads": 2},
+    ),
     "windows in some layers": ("smollm3", "bfloat16", {"sliding_window": 70}),
     "a window of 5": ("smollm3", "float32", {}),
 }
@@ -62,7 +70,9 @@ def test_rows_have_the_bits_of_single_ones_at_all_lengths(name: str) -> None:
 
 
 @pytest.mark.parametrize("spoilt", ["logits", "keys"])
-def test_a_bit_that_differs_is_told_with_its_place(spoilt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bit_that_differs_is_told_with_its_place(
+    spoilt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One bit changes in forwards of more than 8 rows behind more than 100 tokens."""
     model = model_of("2 heads a group, tied")
     reference, forward = reference_of(model, 200, seed=1), CausalLM.forward
@@ -94,5 +104,8 @@ def test_cases_are_all_combinations_each_once() -> None:
     assert len(whole) == len(cases) == len(contexts(40, (8, 32))) * 64 * 5 * 2 * 3
     few = [cases[number] for number in range(60)]
     assert {case.kind for case in few} == {"chain", "tree", "chunks", "batch", "walk"}
-    assert {case.threads for case in few} == {1, 2, 3} and {case.variant for case in few} == {"plain", "avx2"}
+    assert {case.threads for case in few} == {1, 2, 3} and {case.variant for case in few} == {
+        "plain",
+        "avx2",
+    }
     assert min(case.size for case in few) < 8 and max(case.size for case in few) > 56

@@ -10,7 +10,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_engine import interrupt_once
-from toys import DRAFT, TARGET, TableLM, fit, noisy_copy, piecemeal, random_head, random_layer, refuses, sampled, tiny
+from toys import (
+    DRAFT,
+    TARGET,
+    TableLM,
+    fit,
+    noisy_copy,
+    piecemeal,
+    random_head,
+    random_layer,
+    refuses,
+    sampled,
+    tiny,
+)
 from transformers import LogitsProcessorList
 
 from forerun import Decoder
@@ -38,7 +50,12 @@ class Brute:
     """All stretches of some texts, counted one by one."""
 
     def __init__(self, kept: abc.Sequence[abc.Sequence[int]]) -> None:
-        spans = [tuple(text[i:j]) for text in kept for i in range(len(text)) for j in range(i + 1, len(text) + 1)]
+        spans = [
+            tuple(text[i:j])
+            for text in kept
+            for i in range(len(text))
+            for j in range(i + 1, len(text) + 1)
+        ]
         self.counts = Counter(spans)
 
     def match(self, text: abc.Sequence[int]) -> int:
@@ -80,7 +97,9 @@ def test_a_text_knows_its_longest_suffix_that_occurred_before(text: list[int]) -
     for token in text:
         last = automaton.extend(last, token)
     brute = Brute([text])
-    longest = next((n for n in range(len(text) - 1, 0, -1) if brute.counts[tuple(text[-n:])] > 1), 0)
+    longest = next(
+        (n for n in range(len(text) - 1, 0, -1) if brute.counts[tuple(text[-n:])] > 1), 0
+    )
     assert automaton.longest[automaton.links[last]] == longest
 
 
@@ -102,7 +121,11 @@ def test_drafts_follow_the_counts(
     for token, probability in zip(tokens, probabilities, strict=True):
         after = brute.after(path)
         sure *= after[token] / sum(after.values())
-        assert after[token] == max(after.values()) and probability == pytest.approx(sure) and sure >= least
+        assert (
+            after[token] == max(after.values())
+            and probability == pytest.approx(sure)
+            and sure >= least
+        )
         path = (*path, token)
     assert ends.isdisjoint(tokens[:-1]) and len(tokens) <= most
     after = brute.after(path)
@@ -124,13 +147,17 @@ def test_a_text_in_circles_takes_no_longer_and_longer() -> None:
     assert automaton.grow(automaton.match([7] * 20)[0], 9, 0.3)[0] == [7] * 9
 
 
-def begun(drafter: Drafter, tokens: abc.Sequence[int], room: int = 20, *options: Any, **more: Any) -> Sequence:
+def begun(
+    drafter: Drafter, tokens: abc.Sequence[int], room: int = 20, *options: Any, **more: Any
+) -> Sequence:
     seq = Sequence(Request(list(tokens), room, *options, **more))
     list(drafter.admit(seq, None, 8))
     return seq
 
 
-def proposed(tokens: list[int], room: int = 20, eos: abc.Sequence[int] = (), **options) -> list[int]:
+def proposed(
+    tokens: list[int], room: int = 20, eos: abc.Sequence[int] = (), **options
+) -> list[int]:
     chosen = Suffix(**{"factor": 1.0, "offset": 3.0} | options)
     drafter = chosen.build(Parts(TableLM(TARGET)))
     seq = begun(drafter, tokens, room, eos=frozenset(eos))
@@ -143,7 +170,10 @@ def proposed(tokens: list[int], room: int = 20, eos: abc.Sequence[int] = (), **o
         ([1], []),
         ([1, 2, 3], []),
         ([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], [4, 5, 6, 7, 8, 9]),  # 3 tokens matched, and 3 more
-        ([1, 2, 9, 4, 2, 7, 1, 2], [9, 4, 2, 7, 1]),  # the longer match, though a shorter one is nearer
+        (
+            [1, 2, 9, 4, 2, 7, 1, 2],
+            [9, 4, 2, 7, 1],
+        ),  # the longer match, though a shorter one is nearer
         ([5, 1, 5, 2, 5, 1, 5], [2, 5, 1, 5, 2, 5]),  # the end of the text is a period
         ([7, 7, 7], [7] * 5),
         ([5, 1, 5, 1, 8, 5, 2, 9, 5], [1, 8, 5, 2]),  # what came most often, not what came last
@@ -155,7 +185,9 @@ def test_lengths_follow_the_match(tokens: list[int], draft: list[int]) -> None:
 
 def test_what_limits_a_draft() -> None:
     assert proposed([7, 7, 7], room=3) == [7, 7] and proposed([7, 7, 7], room=1) == []
-    assert proposed([7, 7, 7], most=2) == [7, 7] and proposed([7, 7, 7], factor=0.0, offset=0.5) == []
+    assert (
+        proposed([7, 7, 7], most=2) == [7, 7] and proposed([7, 7, 7], factor=0.0, offset=0.5) == []
+    )
     assert proposed([1, 2, 3, 9, 1], eos=[3]) == [2, 3]
     # 5 is followed by 1, 2 and 3, then by anything: probabilities 1/3 and then 1.
     text = [5, 1, 6, 5, 2, 7, 5, 3, 8, 5]
@@ -251,8 +283,18 @@ def test_greedy_output_is_that_of_plain_decoding() -> None:
     wanted = greedy(AR())
     assert greedy(Suffix()) == wanted
     small = noisy_copy(tiny("llama"), 0.03)
-    for other in ("auto", "sd", "cumulative", "ouroboros", "benchmarks.baselines.lookahead:Lookahead:guesses=2"):
-        assert greedy(Hybrid(threshold=2.0, other=other), small) == greedy(Hybrid(other=other), small) == wanted
+    for other in (
+        "auto",
+        "sd",
+        "cumulative",
+        "ouroboros",
+        "benchmarks.baselines.lookahead:Lookahead:guesses=2",
+    ):
+        assert (
+            greedy(Hybrid(threshold=2.0, other=other), small)
+            == greedy(Hybrid(other=other), small)
+            == wanted
+        )
     for kind in ("lyanna", "eagle"):
         head = random_head(CausalLM(tiny("llama")), kind=kind)
         assert greedy(Hybrid(threshold=2.0, other=kind), head=head) == wanted
@@ -264,7 +306,9 @@ def test_sampling_follows_the_targets_distribution() -> None:
     suffixes = SuffixDrafter(Suffix(factor=2.0, offset=1.0, most=8, least=0.1), memory)
     costs = Costs(target={1: 30.0, 400: 50.0}, draft={1: 3.0, 400: 9.0})
     for balance, kept, drafted in ((None, 400, 200), (Balance(costs, SD(2)), 250, 150)):
-        made = HybridDrafter(suffixes, SD(2).build(Parts(TableLM(TARGET), TableLM(DRAFT))), 2.0, balance)
+        made = HybridDrafter(
+            suffixes, SD(2).build(Parts(TableLM(TARGET), TableLM(DRAFT))), 2.0, balance
+        )
         rows = sampled(lambda made=made: made, 50, 20)
         origins = Counter(origin for steps in rows for step in steps for origin in step.origins)
         assert fit(rows) > 1e-4
@@ -273,17 +317,25 @@ def test_sampling_follows_the_targets_distribution() -> None:
 
 def test_the_text_and_the_memory_both_save_forwards() -> None:
     target = tiny("llama")
-    plain, cold, warm = (Decoder(target, method=each, guard=False) for each in (AR(), Suffix(warm=False), Suffix()))
+    plain, cold, warm = (
+        Decoder(target, method=each, guard=False) for each in (AR(), Suffix(warm=False), Suffix())
+    )
 
     def forwards(decoder: Decoder) -> int:
-        return sum(row.stats.target_forwards for row in decoder.generate(PROMPTS, max_new_tokens=40, ignore_eos=True))
+        return sum(
+            row.stats.target_forwards
+            for row in decoder.generate(PROMPTS, max_new_tokens=40, ignore_eos=True)
+        )
 
     assert forwards(cold) == forwards(cold) < forwards(plain)
     first, second = forwards(warm), forwards(warm)
     assert first <= forwards(cold) and second < first / 2 and not cold.pools
     # It does not change what is sampled with a seed.
     options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.0, "seed": 3}
-    assert len({tuple(each.generate(PROMPTS[0], **options).tokens) for each in (warm, warm, cold)}) == 1
+    assert (
+        len({tuple(each.generate(PROMPTS[0], **options).tokens) for each in (warm, warm, cold)})
+        == 1
+    )
 
 
 def test_auto_is_what_the_decoder_has() -> None:
@@ -296,10 +348,21 @@ def test_auto_is_what_the_decoder_has() -> None:
     for name, part in (("sd", {}), ("pacer", {"pre_verifier": layer}), ("eagle", {"head": head})):
         decoder = Decoder(target, None, small, Hybrid(), **part)
         assert decoder.method == Hybrid(other=name)
-        both = Decoder(target, None, small, SD(), sampling_method=Hybrid(), **part)  # which brings its parts along
+        both = Decoder(
+            target, None, small, SD(), sampling_method=Hybrid(), **part
+        )  # which brings its parts along
         for each in (decoder, both):
-            assert (each.head is not None) == ("head" in part) and each.pre_verifier is part.get("pre_verifier")
-        assert len(both.generate([[1, 2, 3]], temperature=1.0, max_new_tokens=6, ignore_eos=True)[0].tokens) == 6
+            assert (each.head is not None) == ("head" in part) and each.pre_verifier is part.get(
+                "pre_verifier"
+            )
+        assert (
+            len(
+                both.generate([[1, 2, 3]], temperature=1.0, max_new_tokens=6, ignore_eos=True)[
+                    0
+                ].tokens
+            )
+            == 6
+        )
     late = Decoder(target, None, small, SD(), guard=False).replace(method=Hybrid())
     assert isinstance(late.engine.drafter, HybridDrafter)
     refuses("method 'hybrid' needs a draft model", Decoder, target, method=Hybrid(other="sd"))
@@ -340,7 +403,11 @@ def test_the_other_one_sees_the_steps_that_it_has_to_see(wants_hidden: Capture) 
         engine = Engine(CausalLM(tiny("llama")), beside(inner))
         ids = [engine.add(Request(prompt, 8)) for prompt in ([3, 4, 5, 6, 7, 3, 4, 5], [21])]
         engine.step()
-    assert other.asked[0] == ids[1:] and other.seen[0] == (ids if wants_hidden else ids[1:]) and not judged
+    assert (
+        other.asked[0] == ids[1:]
+        and other.seen[0] == (ids if wants_hidden else ids[1:])
+        and not judged
+    )
     engine.abort(ids[0])
     engine.step()
     assert judged == [1]
@@ -350,7 +417,10 @@ def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
     """In a pause of its guard, and where it is asked in vain; but a guard's plain steps stay plain."""
     pace = SpeedTracker()
     guarded = Guarded(Fixed(), pace)
-    for other, wanted in ((Fixed(), [[4, 5]]), (guarded, [[]] * 2)):  # it looks at two plain steps first
+    for other, wanted in (
+        (Fixed(), [[4, 5]]),
+        (guarded, [[]] * 2),
+    ):  # it looks at two plain steps first
         made = beside(other)
         seq = begun(made, [3, 4, 5, 6, 7, 8, 2, 3])
         for tokens in wanted:
@@ -378,16 +448,27 @@ def test_a_balance_goes_by_what_came_true_and_by_costs() -> None:
 
     assert prefers(4) and not prefers(1)  # of a long match most comes, of one token little
     for _ in range(40):
-        balance.observe(drafts[4], 4.0, none, [9, 2], 0, 50.0, False)  # nothing of the promised four
+        balance.observe(
+            drafts[4], 4.0, none, [9, 2], 0, 50.0, False
+        )  # nothing of the promised four
         balance.observe(drafts[1], 1.0, none, [1, 5], 0, 50.0, False)  # all of it
     assert not prefers(4) and prefers(1)
     for _ in range(40):
         balance.observe(drafts[4], 4.0, none, [1, 2], 0, 50.0, False)  # all that can be seen
     assert prefers(4)
-    for used, brought, forwards in ((other, 8, 7), (other, 1, 7), (other, 8, 7), (none, 1, 7), (other, 8, 14)):
+    for used, brought, forwards in (
+        (other, 8, 7),
+        (other, 1, 7),
+        (other, 8, 7),
+        (none, 1, 7),
+        (other, 8, 14),
+    ):
         for _ in range(400):  # with `none` it ran and proposed nothing
             balance.observe(none, 0.0, used, [0] * brought, forwards, 25.0 * brought, True)
-        assert (prefers(1), round(balance._other[3] / balance._other[0])) == (brought == 1 or forwards == 14, brought)
+        assert (prefers(1), round(balance._other[3] / balance._other[0])) == (
+            brought == 1 or forwards == 14,
+            brought,
+        )
     # A method that drafts with neither a model nor a head: its forwards are free, and its tokens are verified.
     free = Balance(Costs(target=table.target, draft={}), Suffix())
     assert free.saved(False, drafts[1], 1.0, 1)[1] > 0 and free.pays(0.1, 999, 1, 1)

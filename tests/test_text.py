@@ -59,11 +59,15 @@ def test_a_tokenizer_that_decodes_in_its_own_way_is_asked() -> None:
     ids = tiny_tokenizer().encode("the cat")
     for kind in (PreTrainedTokenizerFast, Loud):
         stream = TextStream(kind(tokenizer_object=tiny_tokenizer().backend_tokenizer), [])
-        assert push(stream, ids, finished=True) == ("the cat" if kind is PreTrainedTokenizerFast else "THE CAT")
+        assert push(stream, ids, finished=True) == (
+            "the cat" if kind is PreTrainedTokenizerFast else "THE CAT"
+        )
 
 
 @given(chunked(), stops, texts)
-def test_text_is_of_whole_characters(chunks: tuple[str, list[list[int]]], stop: list[str], prompt: str) -> None:
+def test_text_is_of_whole_characters(
+    chunks: tuple[str, list[list[int]]], stop: list[str], prompt: str
+) -> None:
     text, parts = chunks
     before = [] if stop else tiny_tokenizer().encode(prompt)  # where a stop string might begin
     stream, seen, emitted = TextStream(tiny_tokenizer(), before, stop), [], ""
@@ -122,7 +126,9 @@ def embedded() -> PreTrainedTokenizerBase:
 
 
 @cache
-def theirs(tokenizer: Callable[[], PreTrainedTokenizerBase], stop: tuple[str, ...]) -> StopStringCriteria:
+def theirs(
+    tokenizer: Callable[[], PreTrainedTokenizerBase], stop: tuple[str, ...]
+) -> StopStringCriteria:
     return StopStringCriteria(tokenizer(), list(stop))
 
 
@@ -138,10 +144,18 @@ STOPS = [
     st.lists(st.integers(0, 299), max_size=12),
     st.randoms(),
 )
-def test_any_tokens_end_where_theirs_end(stop: tuple[str, ...], others: list[int], chance: random.Random) -> None:
+def test_any_tokens_end_where_theirs_end(
+    stop: tuple[str, ...], others: list[int], chance: random.Random
+) -> None:
     """Most tokens are such as the stop strings are made of, and they end with one."""
-    for tokenizer in (tiny_tokenizer, pieces, embedded) if stop in STOPS else (tiny_tokenizer, pieces):
-        near = [token for text in stop for token in tokenizer().encode("a" + text + chance.choice(["", "b", " "]))]
+    for tokenizer in (
+        (tiny_tokenizer, pieces, embedded) if stop in STOPS else (tiny_tokenizer, pieces)
+    ):
+        near = [
+            token
+            for text in stop
+            for token in tokenizer().encode("a" + text + chance.choice(["", "b", " "]))
+        ]
         tokens = [*others, *(chance.choice(near) for _ in range(10)), *near]
         ours = StopStrings(tokenizer(), stop)
         answers = [ours(tokens[:n]) for n in range(1, len(tokens) + 1)]
@@ -150,7 +164,9 @@ def test_any_tokens_end_where_theirs_end(stop: tuple[str, ...], others: list[int
         except ValueError:  # transformers refuses strings that no token ends; they cannot come
             assert not any(answers)
             continue
-        assert answers == [bool(criterion(torch.tensor([tokens[:n]]), None)) for n in range(1, len(tokens) + 1)]
+        assert answers == [
+            bool(criterion(torch.tensor([tokens[:n]]), None)) for n in range(1, len(tokens) + 1)
+        ]
         assert any(answers)
 
 
@@ -165,7 +181,9 @@ def test_a_stop_string_ends_in_the_last_token_wherever_it_begins(tokenizer: Any)
     whole = ids("xx ab st")
     assert stop(whole) and not stop(whole + ids("c")[-1:])  # it stands wholly in the prompt
     split = ids("a\u6f22")
-    assert [stop(split[:n]) for n in range(1, len(split) + 1)] == [False] * (len(split) - 1) + [True]
+    assert [stop(split[:n]) for n in range(1, len(split) + 1)] == [False] * (len(split) - 1) + [
+        True
+    ]
     assert not StopStrings(tokenizer(), [])(whole)
 
 
@@ -177,11 +195,15 @@ def test_tokens_without_text_do_not_hide_a_stop_string() -> None:
     assert not stop([0, 7, 1])  # 7 is padding of the embedding: it is in no text
 
 
-def test_a_vocabulary_of_any_size_costs_nothing_to_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vocabulary_of_any_size_costs_nothing_to_begin_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tokenizer, asked = embedded(), []
     kind, plain = type(tokenizer), type(tokenizer).convert_tokens_to_string
     monkeypatch.setattr(kind, "get_vocab", lambda self: pytest.fail("the vocabulary was read"))
-    monkeypatch.setattr(kind, "convert_tokens_to_string", lambda self, each: asked.append(each) or plain(self, each))
+    monkeypatch.setattr(
+        kind, "convert_tokens_to_string", lambda self, each: asked.append(each) or plain(self, each)
+    )
     stop = StopStrings(tokenizer, ["return"])
     ids = tokenizer.encode("def add(a, b):\n    return a + b\n") * 3
     for n in range(1, len(ids) + 1):
@@ -189,11 +211,17 @@ def test_a_vocabulary_of_any_size_costs_nothing_to_begin_with(monkeypatch: pytes
     assert len(asked) <= 1 + len(set(ids))  # each token once
 
 
-@given(st.lists(st.integers(0, 299), max_size=10), st.lists(st.integers(0, 299), min_size=1, max_size=14), stops)
+@given(
+    st.lists(st.integers(0, 299), max_size=10),
+    st.lists(st.integers(0, 299), min_size=1, max_size=14),
+    stops,
+)
 def test_text_ends_with_tokens(prompt: list[int], tokens: list[int], stop: list[str]) -> None:
     """What the stream gives out of a prompt's continuation, special tokens among them, up to the token that ends it."""
     tokenizer, has_ended = tiny_tokenizer(), StopStrings(tiny_tokenizer(), stop)
-    count = next((n for n in range(1, len(tokens) + 1) if has_ended(prompt + tokens[:n])), len(tokens))
+    count = next(
+        (n for n in range(1, len(tokens) + 1) if has_ended(prompt + tokens[:n])), len(tokens)
+    )
     stream, text = TextStream(tokenizer, prompt, stop), ""
     for n, token in enumerate(tokens[:count], 1):
         text += push(stream, [token], n == count)
@@ -223,23 +251,38 @@ def test_a_special_token_counts_for_stop_strings_and_is_no_text() -> None:
     stop = ["a<|endoftext|>b"]
     assert StopStrings(tokenizer, stop)(a + end + b)
     stream = TextStream(tokenizer, b, stop)
-    assert push(stream, b + a, False) == "b" and push(stream, end, False) == "" and push(stream, b, True) == ""
+    assert (
+        push(stream, b + a, False) == "b"
+        and push(stream, end, False) == ""
+        and push(stream, b, True) == ""
+    )
     other = TextStream(tokenizer, b, stop)
     assert push(other, a + end, False) == "" and push(other, a, True) == "aa"
 
 
 @pytest.mark.parametrize("stop", [[], ["<|end|>!"]])
 @pytest.mark.parametrize("kind", ["special", "halves", "a half after which nothing comes"])
-def test_tokens_without_text_cost_no_more_and_more(kind: str, stop: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_without_text_cost_no_more_and_more(
+    kind: str, stop: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer, runs = tiny_tokenizer(), 400
-    special, half = tokenizer.all_special_ids[0], tokenizer.convert_tokens_to_ids(bytes_to_unicode()[0x80])
+    special, half = (
+        tokenizer.all_special_ids[0],
+        tokenizer.convert_tokens_to_ids(bytes_to_unicode()[0x80]),
+    )
     lead, *rest = tokenizer.encode("\U0001f600")
-    endless = {"special": [special] * runs, "halves": [half] * runs}.get(kind, [lead, *[special] * runs])
+    endless = {"special": [special] * runs, "halves": [half] * runs}.get(
+        kind, [lead, *[special] * runs]
+    )
     stream, read = TextStream(tokenizer, tokenizer.encode("ab"), stop), list[int]()
     decode = stream._decode
     monkeypatch.setattr(
-        stream, "_decode", lambda ids, *args, **more: read.append(len(ids)) or decode(ids, *args, **more)
+        stream,
+        "_decode",
+        lambda ids, *args, **more: read.append(len(ids)) or decode(ids, *args, **more),
     )
     ids = [*tokenizer.encode("a"), *endless, *tokenizer.encode("b\u00e9"), lead, *rest]
-    text = "".join(push(stream, [token], finished=at == len(ids) - 1) for at, token in enumerate(ids))
+    text = "".join(
+        push(stream, [token], finished=at == len(ids) - 1) for at, token in enumerate(ids)
+    )
     assert text == tokenizer.decode(ids, skip_special_tokens=True) and max(read) < 50

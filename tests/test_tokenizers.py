@@ -16,7 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
-from toys import DRAFT, PROMPT, TARGET, TableLM, decode, fit, pieces, sampled, tiny, tiny_tokenizer, tokens_of
+from toys import (
+    DRAFT,
+    PROMPT,
+    TARGET,
+    TableLM,
+    decode,
+    fit,
+    pieces,
+    sampled,
+    tiny,
+    tiny_tokenizer,
+    tokens_of,
+)
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation import logits_process as hf
 
@@ -42,19 +54,26 @@ TEXT = "the cat sat on the mat, def add(a, b): caf\u00e9 \u6771\u4eac"
 
 def bytelevel() -> PreTrainedTokenizerFast:
     """Like the target's, but of other texts: another vocabulary with other numbers."""
-    return train_tokenizer(["of mice and men", "the cats and the mats", "def cat(a): pass"], vocab_size=285)
+    return train_tokenizer(
+        ["of mice and men", "the cats and the mats", "def cat(a): pass"], vocab_size=285
+    )
 
 
 def lowercasing() -> PreTrainedTokenizerFast:
     tokenizer = bytelevel()
-    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFKC(), normalizers.Lowercase()]
+    )
     return tokenizer
 
 
 def of_letters(letters: str, merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
     names = [*letters.replace(" ", "\u0120"), *("".join(pair) for pair in merges)]
     backend = Tokenizer(models.BPE({name: id for id, name in enumerate(names)}, list(merges)))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
@@ -93,8 +112,12 @@ def test_of_several_tokens_with_the_same_bytes_one_counts() -> None:
     ours = Vocabulary(tiny_tokenizer())
     assert both.shared[ours.ids[b"a"]] == names["a"]
     assert len(set(both.shared.values())) == len(both.shared)
-    assert {ours.of(id) for id in both.shared if id} <= {theirs.of(id) for id in names.values()} | {b"  "}
-    assert both.shared[0] == 2 and all(ours.of(id) for id in both.shared if id)  # the ends of texts, no other special
+    assert {ours.of(id) for id in both.shared if id} <= {theirs.of(id) for id in names.values()} | {
+        b"  "
+    }
+    assert both.shared[0] == 2 and all(
+        ours.of(id) for id in both.shared if id
+    )  # the ends of texts, no other special
 
 
 def test_texts_in_the_middle_of_others_get_no_space() -> None:
@@ -122,8 +145,15 @@ def test_what_is_cut_off_is_the_beginning_of_a_character(text: str, other: bytes
 ours = st.lists(st.integers(0, 299), max_size=24)
 
 
-@given(tokens=ours, other=ours, cuts=st.lists(st.integers(0, 24), max_size=6), name=st.sampled_from(list(MAKERS)))
-def test_what_is_read_is_the_text(tokens: list[int], other: list[int], cuts: list[int], name: str) -> None:
+@given(
+    tokens=ours,
+    other=ours,
+    cuts=st.lists(st.integers(0, 24), max_size=6),
+    name=st.sampled_from(list(MAKERS)),
+)
+def test_what_is_read_is_the_text(
+    tokens: list[int], other: list[int], cuts: list[int], name: str
+) -> None:
     """Whatever was read before, of this text or of another one with the same beginning."""
     both = translation(name)
     reader = Reader(both)
@@ -177,7 +207,9 @@ V, ROWS, FITS, BROKEN = 4, 1200, 1e-4, 1e-6
 ORDER = [2, 0, 3, 1]  # the draft's numbers of the target's tokens
 NONE: LogitsProcessorList | None = None
 HEAT = LogitsProcessorList([hf.TemperatureLogitsWarper(0.6), hf.TopKLogitsWarper(3)])
-AGAIN = LogitsProcessorList([hf.RepetitionPenaltyLogitsProcessor(1.8), hf.NoRepeatNGramLogitsProcessor(3)])
+AGAIN = LogitsProcessorList(
+    [hf.RepetitionPenaltyLogitsProcessor(1.8), hf.NoRepeatNGramLogitsProcessor(3)]
+)
 CASES: dict[str, tuple[Method, LogitsProcessorList | None]] = {
     "sd": (SD(3), NONE),
     "sd, top-k": (SD(3), HEAT),
@@ -208,7 +240,9 @@ def permuted(table: Tensor, order: Sequence[int]) -> Tensor:
 def test_sampling_follows_the_targets_distribution(case: str) -> None:
     chosen, processors = CASES[case]
     # Those with a penalty take one row after the other.
-    rows = sampled(lambda: drafter_of(chosen), ROWS if processors is not AGAIN else ROWS // 3, 1, processors)
+    rows = sampled(
+        lambda: drafter_of(chosen), ROWS if processors is not AGAIN else ROWS // 3, 1, processors
+    )
     found = summarise([step for row in rows for step in row], 1.0)
     assert found.drafted > found.accepted > 0.2 * len(rows)
     assert fit(rows, processors=processors) > FITS
@@ -242,14 +276,22 @@ def test_a_seed_gives_the_tokens_of_plain_decoding() -> None:
 
 
 @pytest.mark.parametrize("asked", ["greedy", "sampled", "seeded"])
-@pytest.mark.parametrize("chosen", [SD(3), Cumulative(0.3, 5), Heuristic(3)], ids=lambda chosen: chosen.name)
+@pytest.mark.parametrize(
+    "chosen", [SD(3), Cumulative(0.3, 5), Heuristic(3)], ids=lambda chosen: chosen.name
+)
 def test_the_same_draft_under_other_numbers_does_what_it_did(chosen: Method, asked: str) -> None:
     table = TARGET + toys.random_table(V, 6, 0.4)
 
     def run(drafter: Drafter) -> list:
         sampler, seeded = Sampler(asked == "greedy"), asked == "seeded"
         requests = [
-            Request(PROMPT, 40, sampler, seed=row if seeded else None, generator=torch.Generator().manual_seed(row))
+            Request(
+                PROMPT,
+                40,
+                sampler,
+                seed=row if seeded else None,
+                generator=torch.Generator().manual_seed(row),
+            )
             for row in range(12)
         ]
         rows = decode(TableLM(TARGET), drafter, requests)
@@ -277,7 +319,9 @@ def test_the_drafts_rows_hold_what_was_read() -> None:
         engine.step()
         for id, own in table.rows.items():
             reader = drafter._readers[id]
-            assert own == drafter._held[id] == reader.tokens[: len(own)] and len(own) < len(reader.tokens)
+            assert own == drafter._held[id] == reader.tokens[: len(own)] and len(own) < len(
+                reader.tokens
+            )
     assert not table.rows and not drafter._held and not drafter._readers
 
 
@@ -309,7 +353,10 @@ def test_greedy_output_is_the_targets(name: str) -> None:
         assert [each.tokens for each in found] == wanted
         if guard is False:
             assert sum(each.stats.drafted for each in found) > 20
-        seeded, also = (each.generate(PROMPTS, max_new_tokens=24, temperature=1.0, seed=5) for each in (decoder, plain))
+        seeded, also = (
+            each.generate(PROMPTS, max_new_tokens=24, temperature=1.0, seed=5)
+            for each in (decoder, plain)
+        )
         assert [each.tokens for each in seeded] == [each.tokens for each in also]
 
 
@@ -318,10 +365,20 @@ def test_hot_tokens_and_processors_that_force_others() -> None:
     draft = prepare_draft(draft_for("byte-level"), None, 40)
     decoder = Decoder(target_model(), tiny_tokenizer(), draft, SD(3), False, translation=both)
     strange = next(id for id in range(1, 300) if id not in both.shared)
-    forced = LogitsProcessorList([hf.SuppressTokensLogitsProcessor([id for id in range(300) if id != strange])])
+    forced = LogitsProcessorList(
+        [hf.SuppressTokensLogitsProcessor([id for id in range(300) if id != strange])]
+    )
     for processors, heat in ((None, 0.0), (forced, 0.0), (forced, 1.0)):
-        options = {"max_new_tokens": 8, "temperature": heat, "seed": 1, "logits_processor": processors}
-        assert decoder.generate(PROMPTS[1], **options).tokens == plain.generate(PROMPTS[1], **options).tokens
+        options = {
+            "max_new_tokens": 8,
+            "temperature": heat,
+            "seed": 1,
+            "logits_processor": processors,
+        }
+        assert (
+            decoder.generate(PROMPTS[1], **options).tokens
+            == plain.generate(PROMPTS[1], **options).tokens
+        )
 
 
 def test_the_drafts_context_may_be_short() -> None:
@@ -337,7 +394,9 @@ def test_the_drafts_context_may_be_short() -> None:
 def test_steps_without_drafts_and_other_drafts_between() -> None:
     """The guard asks for a sequence later, or now and then."""
     both = translation("byte-level")
-    drafter = SD(3).build(Parts(CausalLM(target_model()), CausalLM(draft_for("byte-level")), translation=both))
+    drafter = SD(3).build(
+        Parts(CausalLM(target_model()), CausalLM(draft_for("byte-level")), translation=both)
+    )
     propose, observe, is_asked = drafter.propose, drafter.observe, [False]
     random, plainly = Random(0), PlainDrafter()
 
@@ -366,7 +425,9 @@ def folders(tmp_path: Path) -> Path:
 def test_a_draft_with_another_tokenizer_is_loaded_and_its_way_is_said(
     folders: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wanted = forerun.load(folders / "target", method="ar").generate(PROMPTS[0], max_new_tokens=20).tokens
+    wanted = (
+        forerun.load(folders / "target", method="ar").generate(PROMPTS[0], max_new_tokens=20).tokens
+    )
     with caplog.at_level(logging.WARNING, "forerun"):
         decoder = forerun.load(folders / "target", draft=folders / "byte-level")
     assert decoder.translation is not None and decoder.method.name == "sd"
@@ -376,7 +437,10 @@ def test_a_draft_with_another_tokenizer_is_loaded_and_its_way_is_said(
     assert decoder.generate(PROMPTS[0], max_new_tokens=20).tokens == wanted
     caplog.clear()
     decoder = forerun.load(folders / "target", draft=folders / "pieces", method="cumulative")
-    assert decoder.translation is not None and decoder.generate(PROMPTS[0], max_new_tokens=20).tokens == wanted
+    assert (
+        decoder.translation is not None
+        and decoder.generate(PROMPTS[0], max_new_tokens=20).tokens == wanted
+    )
     # The target's own tokenizer changes nothing.
     caplog.clear()
     toys.save_models(folders, same=target_model())
@@ -386,15 +450,31 @@ def test_a_draft_with_another_tokenizer_is_loaded_and_its_way_is_said(
 
 def test_errors_name_both(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = {"target": folders / "target", "draft": folders / "pieces"}
-    monkeypatch.setattr("forerun.api.load.load_model", lambda *_, **__: pytest.fail("weights loaded"))
-    strict = {name for name in METHODS if method(name).needs_draft and not method(name).any_tokenizer}
+    monkeypatch.setattr(
+        "forerun.api.load.load_model", lambda *_, **__: pytest.fail("weights loaded")
+    )
+    strict = {
+        name for name in METHODS if method(name).needs_draft and not method(name).any_tokenizer
+    }
     assert strict == {"pacer", "ouroboros", "pacer-ouroboros"}
-    assert method("hybrid", other="sd").any_tokenizer and not method("hybrid", other="pacer").any_tokenizer
-    refused: list[dict[str, Any]] = [{"method": "hybrid", "other": "ouroboros"}, {"method": "ouroboros"}]
+    assert (
+        method("hybrid", other="sd").any_tokenizer
+        and not method("hybrid", other="pacer").any_tokenizer
+    )
+    refused: list[dict[str, Any]] = [
+        {"method": "hybrid", "other": "ouroboros"},
+        {"method": "ouroboros"},
+    ]
     for options in refused:
-        toys.refuses("needs a draft with the target's tokenizer.*pieces", forerun.load, **pair, **options)
+        toys.refuses(
+            "needs a draft with the target's tokenizer.*pieces", forerun.load, **pair, **options
+        )
     of_letters("thean").save_pretrained(folders / "pieces")
-    toys.refuses(r"draft '.*pieces': its tokenizer has \d+% of the target's .*at least 50%", forerun.load, **pair)
+    toys.refuses(
+        r"draft '.*pieces': its tokenizer has \d+% of the target's .*at least 50%",
+        forerun.load,
+        **pair,
+    )
 
 
 def test_the_chat_model_with_the_embedded_draft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,10 +482,16 @@ def test_the_chat_model_with_the_embedded_draft(monkeypatch: pytest.MonkeyPatch)
     target = find(SMOLLM2)
     if target is None:
         pytest.skip("the chat model is not there: forerun fetch smollm2")
-    prompts = ["def quicksort(items):\n", "The capital of France is", "import os\n\nclass Reader:\n"]
+    prompts = [
+        "def quicksort(items):\n",
+        "The capital of France is",
+        "import os\n\nclass Reader:\n",
+    ]
     draft = locate("embedded", "draft")
     decoder = forerun.load(target, draft=draft, method="sd", gamma=4, guard=False)
     found = decoder.generate(prompts, max_new_tokens=12)
-    plain = Decoder(decoder.target, decoder.tokenizer, method=AR()).generate(prompts, max_new_tokens=12)
+    plain = Decoder(decoder.target, decoder.tokenizer, method=AR()).generate(
+        prompts, max_new_tokens=12
+    )
     assert [each.tokens for each in found] == [each.tokens for each in plain]
     assert sum(each.stats.accepted for each in found) > 3

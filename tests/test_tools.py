@@ -11,7 +11,19 @@ import torch
 import toys
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import CHAT, HELLO, NAME, Live, client_of, client_output, events, figures, live, post, served
+from serving import (
+    CHAT,
+    HELLO,
+    NAME,
+    Live,
+    client_of,
+    client_output,
+    events,
+    figures,
+    live,
+    post,
+    served,
+)
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tools import MARKERS, TEMPLATES, make_decoder, scripted
@@ -32,11 +44,18 @@ PIECES = {  # of texts that are partly calls
     "llama3": ['{"name": "g", "parameters": {"x": 1}}', "<|python_tag|>", ";", " ", '{"name": "Al", "parameters": {}}'],
     "mistral": ["[TOOL_CALLS]", "[", CALL, ", ", "]", " ", '{"name": "g", "arguments": {}, "id": "abcdefghi"}'],
 }  # fmt: skip
-BROKEN = ['{"name": "f", "a', '{"name": "f", "arguments": {"x": nope}}', '{"name": "f", "arguments": []}', '{"nam']
+BROKEN = [
+    '{"name": "f", "a',
+    '{"name": "f", "arguments": {"x": nope}}',
+    '{"name": "f", "arguments": []}',
+    '{"nam',
+]
 BROKEN += ["é <|", "{}", '"}', "}"]
 
 
-def read(form: str, pieces: list[str], most: int | None = None) -> tuple[ToolStream, str, list[Any]]:
+def read(
+    form: str, pieces: list[str], most: int | None = None
+) -> tuple[ToolStream, str, list[Any]]:
     """What reads these pieces; the text and the calls that it gave."""
     stream = ToolStream(FORMS[form], ("f", "g"), most)
     given = [*chain(*(stream.push(piece, False) for piece in pieces), stream.push("", True))]
@@ -50,14 +69,18 @@ def test_any_split_of_a_text_gives_the_same(form: str, data: st.DataObject) -> N
     text = "".join(data.draw(st.lists(st.sampled_from(PIECES[form] + BROKEN), max_size=9)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
     whole, *streamed = read(form, [text])
-    cut, *cut_streamed = read(form, [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)])
+    cut, *cut_streamed = read(
+        form, [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    )
     assert streamed == cut_streamed == [whole.text, whole.calls]
     assert (cut.text, cut.calls, cut.broken) == (whole.text, whole.calls, whole.broken)
     if not whole.calls:
         assert whole.text == text
 
 
-DIGITS = '<tool_call>{"name": "f", "arguments": {"x": ' + "1" * 5000 + "}}</tool_call>"  # more than Python's int reads
+DIGITS = (
+    '<tool_call>{"name": "f", "arguments": {"x": ' + "1" * 5000 + "}}</tool_call>"
+)  # more than Python's int reads
 WANTED: list[tuple[str, str, str, list[str], int]] = [  # form, text, what is left of it, names called, broken calls
     ("hermes", f"Look: \n<tool_call>\n{CALL}\n</tool_call>", "Look:", ["f"], 0),
     ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL} </tool_call>\nDone.\n", "\nDone.", ["f", "f"], 0),
@@ -89,9 +112,15 @@ def test_what_is_read(form: str, text: str, left: str, names: list[str], broken:
 
 def test_texts_wait_no_longer_than_a_marker_may_begin_and_calls_come_whole() -> None:
     stream = ToolStream(FORMS["hermes"], ())
-    said = [stream.push(piece, False) for piece in ("So <", "b> <tool_ca", "n ", "x\n<tool_call>", '{"name": "f", ')]
+    said = [
+        stream.push(piece, False)
+        for piece in ("So <", "b> <tool_ca", "n ", "x\n<tool_call>", '{"name": "f", ')
+    ]
     assert said == [["So"], [" <b>"], [" <tool_can"], [" x"], []]
-    said = [stream.push(piece, False) for piece in ('"arguments": {"x', '": "1', '23"', "}", "}\n</tool", "_call> ")]
+    said = [
+        stream.push(piece, False)
+        for piece in ('"arguments": {"x', '": "1', '23"', "}", "}\n</tool", "_call> ")
+    ]
     assert said == [[], [], [], [], [], [ToolCall("f", '{"x": "123"}')]]
     bare = ToolStream(FORMS["llama3"], ("f",))
     assert [bare.push(piece, False) for piece in ('{"na', 'me": "fx"', ', "a": ')] == [
@@ -118,7 +147,12 @@ def test_the_form_is_that_of_the_template() -> None:
 
 
 def tool(name: str, properties: dict[str, Any], strict: Any = None) -> dict[str, Any]:
-    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
     if "$ref" in json.dumps(properties):
         schema["$defs"] = {"Unit": {"enum": ["C", "F"]}}
     return {"type": "function", "function": {"name": name, "parameters": schema, "strict": strict}}
@@ -130,7 +164,9 @@ TOOLS = [tool("count", X), tool("get_weather", CITY)]
 NAMED = {"type": "function", "function": {"name": "count"}}
 
 
-def of(name: str, choice: Any, parallel: bool = True, are_tokens: bool = True, tools: Any = None) -> Any:
+def of(
+    name: str, choice: Any, parallel: bool = True, are_tokens: bool = True, tools: Any = None
+) -> Any:
     """A decoder, and how the tools are used with it."""
     decoder, read = make_decoder(name, are_tokens), checked_tools(tools or TOOLS)
     return decoder, tools_for(read, checked_choice(choice, read), parallel, decoder.tokenizer)
@@ -178,8 +214,20 @@ def test_what_the_grammars_allow(name: str, are_tokens: bool) -> None:
         ("auto", True, strict, "So: \n" + many + "\nok", True),
         ("auto", False, strict, many, False),
         ("auto", True, strict, 'Ok:\n```json\n{"x": 1}\n```', True),
-        ("auto", True, strict, 'Ok:\n```json\n{"name": "count", "arguments": {"x": 7}}\n```\nSo.', True),
-        ("auto", True, strict, 'Ok:\n```json\n{"name": "count", "arguments": {}}\n```', name != "hermes"),
+        (
+            "auto",
+            True,
+            strict,
+            'Ok:\n```json\n{"name": "count", "arguments": {"x": 7}}\n```\nSo.',
+            True,
+        ),
+        (
+            "auto",
+            True,
+            strict,
+            'Ok:\n```json\n{"name": "count", "arguments": {}}\n```',
+            name != "hermes",
+        ),
     ]:
         decoder, use = of(name, choice, parallel, are_tokens, tools)
         assert allows(name, use, text, decoder) == allowed, (choice, parallel, text)
@@ -203,13 +251,21 @@ def test_500_sampled_calls_follow_their_schema(name: str) -> None:
             if call.name == "count":
                 assert [*value] == ["x"] and 0 <= value["x"] <= 99 and type(value["x"]) is int
             else:
-                assert [*value] == ["city", "unit"] and len(value["city"]) <= 4 and value["unit"] in ("C", "F")
+                assert (
+                    [*value] == ["city", "unit"]
+                    and len(value["city"]) <= 4
+                    and value["unit"] in ("C", "F")
+                )
     assert names.total() == 170 and names["count"] > 5  # of all three forms: 510
 
 
 END, MARKER, CLOSE = 0, 1, 2
 SPELLED = {"\n": "\u010a", " ": "\u0120"}  # as byte-level vocabularies do
-LETTERS = ["<end>", *(text for text, _ in MARKERS["hermes"]), *sorted(set('\n {"name:farguts,x}bc'))]
+LETTERS = [
+    "<end>",
+    *(text for text, _ in MARKERS["hermes"]),
+    *sorted(set('\n {"name:farguts,x}bc')),
+]
 WORDS = ("ab", "ba", "b", "bca", "cb")
 
 
@@ -217,9 +273,14 @@ def letters() -> PreTrainedTokenizerFast:
     """A tokenizer whose texts have one spelling each: a token a character, and the markers."""
     vocab = {SPELLED.get(letter, letter): token for token, letter in enumerate(LETTERS)}
     backend = Tokenizer(BPE(vocab, []))
-    backend.decoder, backend.pre_tokenizer = decoders.ByteLevel(), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder, backend.pre_tokenizer = (
+        decoders.ByteLevel(),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    )
     backend.add_special_tokens([AddedToken("<end>", special=True)])
-    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in LETTERS[MARKER : CLOSE + 1]])
+    backend.add_tokens(
+        [AddedToken(text, special=False, normalized=False) for text in LETTERS[MARKER : CLOSE + 1]]
+    )
     made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     made.chat_template = TEMPLATES["hermes"]
     return made
@@ -241,7 +302,9 @@ def test_sampled_calls_follow_the_models_distribution_restricted_to_the_grammar(
     def joint(before: int, last: int, text: str, left: int) -> torch.Tensor:
         """[V] * left: the distribution of the next tokens in the word, whose quote is its end."""
         found = torch.zeros([size] * left)
-        allowed = sorted({LETTERS.index(f'{word}"'[len(text)]) for word in WORDS if f'{word}"'.startswith(text)})
+        allowed = sorted(
+            {LETTERS.index(f'{word}"'[len(text)]) for word in WORDS if f'{word}"'.startswith(text)}
+        )
         for token, p in zip(allowed, target[before, last][allowed].softmax(-1), strict=True):
             is_end = LETTERS[token] == '"'
             if is_end or left == 1:
@@ -253,7 +316,14 @@ def test_sampled_calls_follow_the_models_distribution_restricted_to_the_grammar(
     own = compiled(form, tokenizer, frozenset([END]))(len(prompt))
     sampler = Sampler(False, LogitsProcessorList([own]))
     generator = torch.Generator().manual_seed(0)
-    asked = Request(prompt, len(begin) + 3, sampler, eos=frozenset([END]), stop=own.stop(None), generator=generator)
+    asked = Request(
+        prompt,
+        len(begin) + 3,
+        sampler,
+        eos=frozenset([END]),
+        stop=own.stop(None),
+        generator=generator,
+    )
     parts = Parts(toys.TableLM(target), toys.TableLM(draft))
     outcomes, quote = [], LETTERS.index('"')
     for steps in toys.decode(toys.TableLM(target), DRAFTERS[name].build(parts), [asked] * 500):
@@ -281,33 +351,63 @@ server = served(make_decoder)
 CHOICES: list[dict[str, Any]] = [
     {"tool_choice": "required", "parallel_tool_calls": False},
     {"tool_choice": NAMED},
-    {"tools": [tool("count", X, True)], "logit_bias": {"300": 100}, "parallel_tool_calls": False},  # the marker
+    {
+        "tools": [tool("count", X, True)],
+        "logit_bias": {"300": 100},
+        "parallel_tool_calls": False,
+    },  # the marker
 ]
 
 
 @pytest.mark.parametrize("more", CHOICES, ids=["required", "named", "strict"])
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_forced_calls_whole_and_streamed(server: Live, more: dict[str, Any], temperature: float) -> None:
+def test_forced_calls_whole_and_streamed(
+    server: Live, more: dict[str, Any], temperature: float
+) -> None:
     """Tokens with drafts are those without."""
     pytest.importorskip("llguidance")
-    body = {"messages": HELLO, "tools": TOOLS, "temperature": temperature, "seed": 2, "max_tokens": 200} | more
-    answers = [post(server, CHAT, body | {"forerun_method": method}).json() for method in (None, "ar")]
-    drafted, plain = (answer["metrics"]["speculative_decoding"]["num_draft_tokens"] for answer in answers)
+    body = {
+        "messages": HELLO,
+        "tools": TOOLS,
+        "temperature": temperature,
+        "seed": 2,
+        "max_tokens": 200,
+    } | more
+    answers = [
+        post(server, CHAT, body | {"forerun_method": method}).json() for method in (None, "ar")
+    ]
+    drafted, plain = (
+        answer["metrics"]["speculative_decoding"]["num_draft_tokens"] for answer in answers
+    )
     assert drafted > plain == 0
     first, second = (answer["choices"][0] for answer in answers)
     calls = first["message"]["tool_calls"]
-    assert [call["function"] for call in calls] == [call["function"] for call in second["message"]["tool_calls"]]
+    assert [call["function"] for call in calls] == [
+        call["function"] for call in second["message"]["tool_calls"]
+    ]
     assert first["finish_reason"] == "tool_calls" and first["message"]["content"] is None
-    assert all(re.fullmatch("call_[0-9a-f]{24}", call["id"]) and call["type"] == "function" for call in calls)
-    assert answers[0]["metrics"]["tool_calls"] == 1 and answers[0]["metrics"]["unparsed_tool_calls"] == 0
+    assert all(
+        re.fullmatch("call_[0-9a-f]{24}", call["id"]) and call["type"] == "function"
+        for call in calls
+    )
+    assert (
+        answers[0]["metrics"]["tool_calls"] == 1
+        and answers[0]["metrics"]["unparsed_tool_calls"] == 0
+    )
     chunks = events(post(server, CHAT, body | {"stream": True}))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     (piece,) = [piece for delta in deltas for piece in delta.get("tool_calls", [])]
-    assert (piece["index"], piece["type"], piece["function"]) == (0, "function", calls[0]["function"])
+    assert (piece["index"], piece["type"], piece["function"]) == (
+        0,
+        "function",
+        calls[0]["function"],
+    )
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_texts_beside_calls_and_what_cannot_be_read(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_beside_calls_and_what_cannot_be_read(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = f"See:\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>nothing</tool_call>"
     monkeypatch.setattr("forerun.server.requests.requests", scripted(lambda prompt: text))
     before = figures(server)
@@ -315,20 +415,31 @@ def test_texts_beside_calls_and_what_cannot_be_read(server: Live, monkeypatch: p
     found = post(server, CHAT, body).json()
     for choice in found["choices"]:
         (call,) = choice["message"]["tool_calls"]
-        assert call["function"] == {"name": "f", "arguments": json.dumps(json.loads(CALL)["arguments"])}
+        assert call["function"] == {
+            "name": "f",
+            "arguments": json.dumps(json.loads(CALL)["arguments"]),
+        }
         assert choice["message"]["content"] == "See:\n<tool_call>nothing</tool_call>"
         assert choice["finish_reason"] == "tool_calls"
     assert found["metrics"]["tool_calls"] == found["metrics"]["unparsed_tool_calls"] == 2
     after = figures(server)
     for line in ("forerun:tool_calls_total", "forerun:unparsed_tool_calls_total"):
         assert after[line] - before[line] == 2
-    deltas = [chunk["choices"][0]["delta"] for chunk in events(post(server, CHAT, body | {"stream": True, "n": 1}))]
-    assert "".join(delta.get("content", "") for delta in deltas) == "See:\n<tool_call>nothing</tool_call>"
+    deltas = [
+        chunk["choices"][0]["delta"]
+        for chunk in events(post(server, CHAT, body | {"stream": True, "n": 1}))
+    ]
+    assert (
+        "".join(delta.get("content", "") for delta in deltas)
+        == "See:\n<tool_call>nothing</tool_call>"
+    )
     for choice in ({"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
         message = post(server, CHAT, {"messages": HELLO} | choice).json()["choices"][0]["message"]
         assert message["content"] == text and "tool_calls" not in message
     cut = post(server, CHAT, body | {"max_tokens": 20}).json()["choices"][0]
-    assert cut["finish_reason"] == "length" and cut["message"]["content"].startswith('See:\n<tool_call>\n{"name": "f"')
+    assert cut["finish_reason"] == "length" and cut["message"]["content"].startswith(
+        'See:\n<tool_call>\n{"name": "f"'
+    )
 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral"])
@@ -350,7 +461,13 @@ def test_the_next_turn_finds_what_the_last_one_left(name: str) -> None:
     pytest.importorskip("llguidance")
     with live(lambda: make_decoder(name)) as server:
         model: Any = server.worker.engine.target
-        body = {"messages": HELLO, "tools": TOOLS, "tool_choice": NAMED, "temperature": 0, "max_tokens": 200}
+        body = {
+            "messages": HELLO,
+            "tools": TOOLS,
+            "tool_choice": NAMED,
+            "temperature": 0,
+            "max_tokens": 200,
+        }
         first = post(server, CHAT, body).json()
         message = first["choices"][0]["message"]
         ran, hits = model.prefilled, model.prompts.store.hits
@@ -358,7 +475,9 @@ def test_the_next_turn_finds_what_the_last_one_left(name: str) -> None:
         again = post(server, CHAT, body | {"messages": [*HELLO, message, result]}).json()
         assert model.prompts.store.hits == hits + 1
         new = again["usage"]["prompt_tokens"] - first["usage"]["total_tokens"]
-        if name != "mistral":  # the last token of the answer was not run; the end and the result are new
+        if (
+            name != "mistral"
+        ):  # the last token of the answer was not run; the end and the result are new
             assert 0 < new < 40 and model.prefilled - ran <= new + 1
 
 
@@ -385,12 +504,20 @@ def test_openais_client(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert message.content == ("Let me see." if turn < 2 else "It is sunny.")
                 messages.append(message.model_dump(exclude_none=True) if turn else message)
                 for call in message.tool_calls or []:
-                    messages.append({"role": "tool", "tool_call_id": call.id, "content": call.function.arguments})
+                    messages.append(
+                        {
+                            "role": "tool",
+                            "tool_call_id": call.id,
+                            "content": call.function.arguments,
+                        }
+                    )
             assert messages[-2]["content"] == COUNT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "package"), [("langchain_agent.py", "langchain"), ("tools_client.cjs", "openai")])
+@pytest.mark.parametrize(
+    ("script", "package"), [("langchain_agent.py", "langchain"), ("tools_client.cjs", "openai")]
+)
 def test_agents(server: Live, monkeypatch: pytest.MonkeyPatch, script: str, package: str) -> None:
     monkeypatch.setattr("forerun.server.requests.requests", scripted(agent))
     found = client_output(script, f"{server.url}/v1", package)
@@ -399,7 +526,10 @@ def test_agents(server: Live, monkeypatch: pytest.MonkeyPatch, script: str, pack
 
 
 UNKNOWN = {"role": "tool", "tool_call_id": "call_1", "content": "x"}
-CALLED = {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f"}}]}
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f"}}],
+}
 BAD: list[tuple[str, list[Any]]] = [
     ("tools", [5, [5], [{"type": "function"}], [{"type": "retrieval", "function": {"name": "f"}}]]),
     ("tools", [[tool("two words", X)], [tool("f", X)] * 2, [tool(f"f{each}", X) for each in range(129)]]),
@@ -418,11 +548,17 @@ BAD: list[tuple[str, list[Any]]] = [
 @pytest.mark.parametrize(("param", "values"), BAD)
 def test_what_is_refused(server: Live, param: str, values: list[Any]) -> None:
     pytest.importorskip("llguidance")
-    body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required" if param == "ignore_eos" else "auto"}
+    body = {
+        "messages": HELLO,
+        "tools": TOOLS,
+        "tool_choice": "required" if param == "ignore_eos" else "auto",
+    }
     for value in values:
         found = post(server, CHAT, body | {param: value})
         assert found.status_code == 400, found.text
-        assert found.json()["error"]["param"] == param and len(found.json()["error"]["message"]) <= 300
+        assert (
+            found.json()["error"]["param"] == param and len(found.json()["error"]["message"]) <= 300
+        )
 
 
 def test_chats_from_python() -> None:
@@ -436,25 +572,38 @@ def test_chats_from_python() -> None:
     assert [chunk.tool_calls for chunk in decoder.stream_chat(HELLO, **how)][-1] == [call]
     with pytest.raises(ValueError, match="response_format cannot be given beside tools"):
         decoder.chat(HELLO, tools=TOOLS, response_format={"type": "json_object"})
-    assert decoder.chat(HELLO, tools=TOOLS, tool_choice="none", response_format={"type": "text"}, max_new_tokens=2).text
+    assert decoder.chat(
+        HELLO, tools=TOOLS, tool_choice="none", response_format={"type": "text"}, max_new_tokens=2
+    ).text
 
 
 def test_a_call_without_arguments_comes_back_as_an_object() -> None:
     function = {"name": "f", "arguments": "{}"}
-    _, message = checked([*HELLO, {"role": "assistant", "tool_calls": [{"id": "a", "function": function}]}])
+    _, message = checked(
+        [*HELLO, {"role": "assistant", "tool_calls": [{"id": "a", "function": function}]}]
+    )
     assert message["tool_calls"][0]["function"]["arguments"] == {}
 
 
 def test_templates_without_tools(server: Live) -> None:
     def plain() -> Any:
         decoder = make_decoder()
-        decoder.tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        decoder.tokenizer.chat_template = (
+            "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        )
         return decoder
 
     with live(plain) as other:
-        for param, more in (("tools", {"tools": TOOLS}), ("messages", {"messages": [*HELLO, CALLED, UNKNOWN]})):
+        for param, more in (
+            ("tools", {"tools": TOOLS}),
+            ("messages", {"messages": [*HELLO, CALLED, UNKNOWN]}),
+        ):
             found = post(other, CHAT, {"messages": HELLO} | more)
             assert found.status_code == 400 and found.json()["error"]["param"] == param
-            assert "the chat template of this model takes no tool" in found.json()["error"]["message"]
+            assert (
+                "the chat template of this model takes no tool" in found.json()["error"]["message"]
+            )
     for more in ({"tool_choice": "required"}, {"tool_choice": NAMED}):
-        assert post(server, CHAT, {"messages": HELLO} | more).json()["error"]["param"] == "tool_choice"
+        assert (
+            post(server, CHAT, {"messages": HELLO} | more).json()["error"]["param"] == "tool_choice"
+        )

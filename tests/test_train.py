@@ -48,9 +48,14 @@ def random_windows(rows: int, length: int) -> np.ndarray:
 def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
     config = TrainConfig(steps=12, warmup=2, lr=1e-2, save_every=4, tokens=5)
 
-    def run(out: str, seed: int = 0, stop_at: int | None = None, factor: float = 1.0) -> tuple[list[Tensor], list[str]]:
+    def run(
+        out: str, seed: int = 0, stop_at: int | None = None, factor: float = 1.0
+    ) -> tuple[list[Tensor], list[str]]:
         torch.manual_seed(seed)
-        model, lines = nn.Sequential(nn.Linear(3, 4), nn.Embedding(2, 1), nn.Linear(4, 1)), list[str]()
+        model, lines = (
+            nn.Sequential(nn.Linear(3, 4), nn.Embedding(2, 1), nn.Linear(4, 1)),
+            list[str](),
+        )
 
         def batch(step: int) -> Tensor:
             if step == stop_at:
@@ -66,11 +71,17 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
     straight, _ = run("straight")
     with pytest.raises(InterruptedError):
         run("broken", stop_at=10)
-    resumed, lines = run("broken", seed=5)  # what it starts from must not matter: the checkpoint holds everything
-    assert "resuming broken at step 8 of 12" in lines[0] and re.match(r"broken step 10/12 loss .* left$", lines[1])
+    resumed, lines = run(
+        "broken", seed=5
+    )  # what it starts from must not matter: the checkpoint holds everything
+    assert "resuming broken at step 8 of 12" in lines[0] and re.match(
+        r"broken step 10/12 loss .* left$", lines[1]
+    )
     assert re.search(r"step 12/12 loss .* tokens/s, 0 s left", lines[-1])
     assert all(map(torch.equal, straight, resumed)) and not list(tmp_path.rglob("*.tmp"))
-    refuses("the loss of step 1 is nan: lower the learning rate", run, "no number", factor=torch.nan)
+    refuses(
+        "the loss of step 1 is nan: lower the learning rate", run, "no number", factor=torch.nan
+    )
 
 
 def test_products_are_in_the_faster_type(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +95,9 @@ def test_products_are_in_the_faster_type(monkeypatch: pytest.MonkeyPatch) -> Non
             assert (one @ one).dtype == loop.product_dtype("cpu") == wanted
     monkeypatch.undo()
     loop.product_dtype.cache_clear()
-    assert loop.product_dtype("cuda") == torch.bfloat16 and loop.product_dtype("cpu").is_floating_point
+    assert (
+        loop.product_dtype("cuda") == torch.bfloat16 and loop.product_dtype("cpu").is_floating_point
+    )
 
 
 def test_read_texts(tmp_path: Path) -> None:
@@ -92,11 +105,17 @@ def test_read_texts(tmp_path: Path) -> None:
         return list(read_texts([str(path)]))
 
     (tmp_path / "a.txt").write_text("one")
-    (tmp_path / "b.jsonl").write_text('{"text": "two"}\n\n{"text": "thr\u2028ee"}\n', encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text(
+        '{"text": "two"}\n\n{"text": "thr\u2028ee"}\n', encoding="utf-8"
+    )
     (tmp_path / "c.bin").write_bytes(b"\xff")
     assert read(tmp_path) == ["one", "two", "thr\u2028ee"]
     (tmp_path / "d.jsonl").write_text('{"prompt": "two"}\n')
-    for name, message in (("c.bin", "not UTF-8"), ("nothing.txt", "cannot read"), ("d.jsonl", r"d\.jsonl line 1")):
+    for name, message in (
+        ("c.bin", "not UTF-8"),
+        ("nothing.txt", "cannot read"),
+        ("d.jsonl", r"d\.jsonl line 1"),
+    ):
         refuses(message, read, tmp_path / name)
     refuses("the data holds no text", tokenize, tiny_tokenizer(), [])
 
@@ -105,7 +124,9 @@ def test_windows_for_validation_stay_when_there_are_more() -> None:
     windows = random_windows(20, 6)
     few, more = (split_windows(windows[:count], 0.2, 0, 3) for count in (10, 20))
     assert [len(part) for part in (*few, *more)] == [8, 2, 16, 4]
-    assert torch.equal(few[1].tokens, more[1].tokens[:2]) and torch.equal(few[0].tokens, more[0].tokens[:8])
+    assert torch.equal(few[1].tokens, more[1].tokens[:2]) and torch.equal(
+        few[0].tokens, more[0].tokens[:8]
+    )
     assert few[0].counted().all() and few[1].counted().sum() == 2 * 3
 
 
@@ -122,7 +143,9 @@ def test_own_output_is_the_targets_and_is_not_made_twice(tmp_path: Path) -> None
     assert windows.shape == (8, 24)
     for row in windows[:4]:  # greedy
         ids = torch.tensor(row[None, :3].astype(np.int64))
-        alone = model.generate(ids, do_sample=False, max_new_tokens=21, eos_token_id=None, pad_token_id=0)
+        alone = model.generate(
+            ids, do_sample=False, max_new_tokens=21, eos_token_id=None, pad_token_id=0
+        )
         assert alone[0].tolist() == row.tolist()
     stamps = {path: path.stat().st_mtime_ns for path in run.shared.rglob("*")}
     assert np.array_equal(windows, make(8))
@@ -154,7 +177,9 @@ def test_labels_are_what_the_target_says(architecture: str, tmp_path: Path) -> N
         torch.testing.assert_close(probs.probs, wanted.probs, rtol=1e-2, atol=1e-3)
         assert (probs.tokens[:, 0] == wanted.tokens[:, 0]).all()
         for row, end in enumerate(part.ends.tolist()):
-            torch.testing.assert_close(states[row, :end], captured[0][row, :end].float(), rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(
+                states[row, :end], captured[0][row, :end].float(), rtol=1e-2, atol=1e-2
+            )
     more = label(run, runner, joined(texts, texts))
     assert len(more.probs(torch.arange(140)).tokens) == 2 * int(texts.counted().sum())
 
@@ -170,7 +195,9 @@ def test_distributions_are_of_the_most_probable_tokens() -> None:
     dense = -(scores.softmax(-1) * found.log_softmax(-1)).sum()
     torch.testing.assert_close(cross_entropy(found, top_probs(scores)), dense)
     within = -(scores.softmax(-1)[:, hot] * found[:, hot].log_softmax(-1)).sum()
-    torch.testing.assert_close(cross_entropy(found[:, hot], top_probs(scores).within(hot, 50)), within)
+    torch.testing.assert_close(
+        cross_entropy(found[:, hot], top_probs(scores).within(hot, 50)), within
+    )
 
 
 def test_a_loss_in_parts_has_the_gradients_of_the_whole() -> None:
@@ -204,10 +231,16 @@ def test_a_draft_learns_what_the_target_says(hot: list[int] | None, tmp_path: Pa
 
     def among(model: Any) -> Tensor:
         with torch.no_grad():
-            return model(input_ids=texts.tokens).logits[..., slice(None) if hot is None else hot].log_softmax(-1)
+            return (
+                model(input_ids=texts.tokens)
+                .logits[..., slice(None) if hot is None else hot]
+                .log_softmax(-1)
+            )
 
     def apart() -> Tensor:
-        return functional.kl_div(among(draft), among(target), reduction="sum", log_target=True) / (12 * 16)
+        return functional.kl_div(among(draft), among(target), reduction="sum", log_target=True) / (
+            12 * 16
+        )
 
     def loss(rows: Tensor) -> Tensor:
         return distillation_loss(CausalLM(draft), labels, rows, chosen)[0]
@@ -216,7 +249,15 @@ def test_a_draft_learns_what_the_target_says(hot: list[int] | None, tmp_path: Pa
     if hot is None:  # all tokens are among the most probable ones
         torch.testing.assert_close(loss(every), first, rtol=2e-2, atol=1e-2)
         draft.zero_grad()
-    train(draft, loss, lambda step: every, lambda: 0.0, TrainConfig(12, 1e-2, warmup=1), tmp_path, lambda _: None)
+    train(
+        draft,
+        loss,
+        lambda step: every,
+        lambda: 0.0,
+        TrainConfig(12, 1e-2, warmup=1),
+        tmp_path,
+        lambda _: None,
+    )
     assert apart() < 0.7 * first
     moved = (draft.get_output_embeddings().weight - before).abs().amax(-1) > 0
     tied = draft.get_output_embeddings().weight is draft.get_input_embeddings().weight
@@ -242,10 +283,21 @@ def test_a_draft_from_a_model_that_is_there(target: str, tmp_path: Path) -> None
     for source, changes, init, message in (
         (target, {}, str(tmp_path / "other"), r"has a vocabulary of 64 entries, .* of 300"),
         (target, {"hot": 0.0}, None, "hot must be above 0 and at most 1, not 0"),
-        (target, {"length": 400}, None, "a window is 400 tokens, more than the target's context of 256"),
+        (
+            target,
+            {"length": 400},
+            None,
+            "a window is 400 tokens, more than the target's context of 256",
+        ),
         (str(padded), {}, None, "pad_token_id must be below the target's 300 embeddings, not 300"),
     ):
-        refuses(message, train_draft, make_run(source, tmp_path / "no"), replace(recipe, **changes), init=init)
+        refuses(
+            message,
+            train_draft,
+            make_run(source, tmp_path / "no"),
+            replace(recipe, **changes),
+            init=init,
+        )
     assert not (tmp_path / "no").exists()
 
 
@@ -261,7 +313,9 @@ def test_train_draft_goes_on_after_sigkill(target: str, tmp_path: Path) -> None:
         return ["train", "draft", *files, *sizes.split()]
 
     checkpoint = tmp_path / "killed/work/training/killed/checkpoint.pt"
-    with subprocess.Popen([sys.executable, "-m", "forerun", *command("killed")], stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "forerun", *command("killed")], stderr=subprocess.PIPE
+    ) as process:
         until(lambda: checkpoint.exists() or process.poll() is not None, 120)
         assert process.poll() is None, process.communicate()
         process.kill()
@@ -273,7 +327,9 @@ def test_train_draft_goes_on_after_sigkill(target: str, tmp_path: Path) -> None:
     found = losses(make_run(target, tmp_path / "whole"))
     assert found[-1] < found[0]
     decoder = forerun.load(target, draft=tmp_path / "killed")
-    assert decoder.draft is not None and len(decoder.draft.hot.tokens) == round(0.5 * decoder.target.vocab_size)
+    assert decoder.draft is not None and len(decoder.draft.hot.tokens) == round(
+        0.5 * decoder.target.vocab_size
+    )
     result = decoder.generate("def alpha", max_new_tokens=30)
     plain = forerun.load(target, method="ar").generate("def alpha", max_new_tokens=30)
     assert result.stats.drafted > 0 and result.tokens == plain.tokens
@@ -282,11 +338,15 @@ def test_train_draft_goes_on_after_sigkill(target: str, tmp_path: Path) -> None:
 
 
 FORMS = [{}, {"rank": 0}, {"kind": "eagle"}, {"kind": "eagle", "rank": 0, "layers": 2}]
-RECIPE = HeadRecipe(sequences=32, prompt=8, output=24, steps=40, batch=4, unroll=3, lr=1e-2, held=0.2)
+RECIPE = HeadRecipe(
+    sequences=32, prompt=8, output=24, steps=40, batch=4, unroll=3, lr=1e-2, held=0.2
+)
 
 
 def same(one: HiddenDrafter, other: HiddenDrafter) -> bool:
-    return all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+    return all(
+        torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -297,25 +357,39 @@ def test_a_head_learns_and_decodes(form: dict[str, Any], target: str, tmp_path: 
     assert losses(run)[-1] < losses(run)[0]
     assert 0 < found["coverage"] <= 1 and found["survival"][0] >= found["survival"][-1]
     made, model = load_head(run.out, judge(), recipe.kind), judge().model
-    assert made.config.hot_size == round(0.25 * made.config.vocab_size) and len(made.config.curves) == 3
+    assert (
+        made.config.hot_size == round(0.25 * made.config.vocab_size)
+        and len(made.config.curves) == 3
+    )
     assert hasattr(made, "embed") == (recipe.kind == "lyanna" and recipe.rank > 0)
     assert (run.out / "README.md").read_text().count('"sequences": 32') == 1
     decoder = Decoder(model, None, None, method(recipe.kind), guard=False, head=made)
     plain = Decoder(model, None)
     for prompt in ([5, 6, 7, 8], [9]):
-        done, wanted = (each.generate(prompt, max_new_tokens=20, ignore_eos=True) for each in (decoder, plain))
+        done, wanted = (
+            each.generate(prompt, max_new_tokens=20, ignore_eos=True) for each in (decoder, plain)
+        )
         assert done.tokens == wanted.tokens and done.stats.drafted > 0
 
 
 def test_a_copied_head_begins_as_the_targets_last_layer(target: str, tmp_path: Path) -> None:
     """Behind the linear map of least squares, which drafts better than random weights before any step."""
-    runs = {copied: make_run(target, tmp_path / str(copied), work=tmp_path / "work") for copied in (True, False)}
+    runs = {
+        copied: make_run(target, tmp_path / str(copied), work=tmp_path / "work")
+        for copied in (True, False)
+    }
     for copied, run in runs.items():
-        train_head(run, replace(RECIPE, steps=1, lr=0.0, linear=0, copied=copied, inner=20, sequences=256))
+        train_head(
+            run, replace(RECIPE, steps=1, lr=0.0, linear=0, copied=copied, inner=20, sequences=256)
+        )
     assert losses(runs[True])[-1] < losses(runs[False])[-1]
     own, last = load_head(runs[True].out, judge()).layers[0], judge().model.model.layers[-1]
     parts = [getattr(last.self_attn, f"{name}_proj").weight for name in "qkv"]
-    assert torch.equal(own.qkv.weight, torch.cat(parts)) and not own.out.weight.any() and not own.down.weight.any()
+    assert (
+        torch.equal(own.qkv.weight, torch.cat(parts))
+        and not own.out.weight.any()
+        and not own.down.weight.any()
+    )
     gate, up = own.gate_up.weight.chunk(2)
     places = [int((last.mlp.gate_proj.weight == row).all(1).nonzero()) for row in gate]
     assert len(set(places)) == 20 and torch.equal(up, last.mlp.up_proj.weight[places])
@@ -325,7 +399,9 @@ def test_a_copied_head_begins_as_the_targets_last_layer(target: str, tmp_path: P
 def test_heads_of_both_kinds_are_of_one_size(rank: int, target: str, tmp_path: Path) -> None:
     def size(kind: str) -> int:
         recipe = replace(RECIPE, kind=kind, sequences=8, steps=1, unroll=2, held=0.5, rank=rank)
-        return train_head(make_run(target, tmp_path / kind, work=tmp_path / "work"), recipe)["parameters"]
+        return train_head(make_run(target, tmp_path / kind, work=tmp_path / "work"), recipe)[
+            "parameters"
+        ]
 
     assert size("eagle") == pytest.approx(size("lyanna"), rel=0.02)  # whole rows of an MLP
 
@@ -355,7 +431,9 @@ def test_training_goes_on_from_a_head(kind: str, target: str, tmp_path: Path) ->
         return load_head(each.out, judge(), recipe.kind)
 
     turned = run("counted", recipe)
-    with mock.patch("forerun.train.head.initialise", None):  # a run that goes on does not begin anew
+    with mock.patch(
+        "forerun.train.head.initialise", None
+    ):  # a run that goes on does not begin anew
         assert same(turned, run("counted", recipe))
     turned.hot.copy_(turned.hot.flip(0))  # no longer what the output's own counts give
     turned.save_pretrained(tmp_path / "first")
@@ -368,11 +446,23 @@ def test_training_goes_on_from_a_head(kind: str, target: str, tmp_path: Path) ->
         ("further", further, "counted", "other settings"),
         ("further", further, None, "other settings"),
         ("counted", replace(recipe, unroll=3), None, "other settings"),
-        ("other", replace(further, rank=40), "first", "first' is of another form; give it the same layers"),
-        ("other", replace(further, kind="eagle" if kind != "eagle" else "lyanna"), "first", f"of the kind '{kind}'"),
+        (
+            "other",
+            replace(further, rank=40),
+            "first",
+            "first' is of another form; give it the same layers",
+        ),
+        (
+            "other",
+            replace(further, kind="eagle" if kind != "eagle" else "lyanna"),
+            "first",
+            f"of the kind '{kind}'",
+        ),
         ("other", further, "nothing", "there is no"),
         ("first", further, "first", "start and out are one folder"),
     ):
         refuses(message, run, out, changed, start)
     assert not (tmp_path / "other").exists()
-    assert len(list((tmp_path / "work/own-output").glob("*.safetensors"))) == 3  # more of it, not all of it again
+    assert (
+        len(list((tmp_path / "work/own-output").glob("*.safetensors"))) == 3
+    )  # more of it, not all of it again

@@ -23,11 +23,18 @@ MOST = 6
 COUNTING = list(range(10, 22)) * 3
 
 
-def config(model: PreTrainedModel | None = None, tokenizer: str | None = None, **options: Any) -> SimpleNamespace:
+def config(
+    model: PreTrainedModel | None = None, tokenizer: str | None = None, **options: Any
+) -> SimpleNamespace:
     """What the proposer reads of vLLM's configuration."""
     text = model.config if model is not None else SimpleNamespace(eos_token_id=None)
     size = model.config.vocab_size if model is not None else 300
-    own = {"max_model_len": CONTEXT, "hf_text_config": text, "get_vocab_size": lambda: size, "tokenizer": tokenizer}
+    own = {
+        "max_model_len": CONTEXT,
+        "hf_text_config": text,
+        "get_vocab_size": lambda: size,
+        "tokenizer": tokenizer,
+    }
     return SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=MOST),
         model_config=SimpleNamespace(**own),
@@ -53,7 +60,9 @@ def test_drafts_are_ragged_and_bounded() -> None:
     assert new == unread == []
     assert 0 < len(repeated) <= MOST and repeated[0] == 7
     text = (COUNTING * 10)[: CONTEXT - 3]
-    assert len(ask(proposer, [(text, [text[-12]])])[0]) == 1  # one more comes from the target itself
+    assert (
+        len(ask(proposer, [(text, [text[-12]])])[0]) == 1
+    )  # one more comes from the target itself
     full = (COUNTING * 10)[:CONTEXT]
     assert ask(proposer, [(full[:-1], full[-1:])]) == [[]]
 
@@ -83,7 +92,12 @@ def test_rows_that_move_keep_their_text_and_those_that_end_are_forgotten() -> No
 
 def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
     """A random Llama with heads of a size that vLLM has kernels for."""
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     sizes |= {"vocab_size": 300, "num_key_value_heads": 1, "max_position_embeddings": 512}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -94,17 +108,23 @@ def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, and a draft that agrees sometimes."""
     target = tiny_llama()
-    return save_models(tmp_path_factory.mktemp("models"), target=target, draft=noisy_copy(target, 0.006))
+    return save_models(
+        tmp_path_factory.mktemp("models"), target=target, draft=noisy_copy(target, 0.006)
+    )
 
 
 METHODS: list[dict[str, Any]] = [{"threshold": 0.1}, {"method": "sd", "gamma": 4}]
 
 
-@pytest.mark.parametrize("options", METHODS, ids=lambda options: options.get("method", "-".join(options)))
+@pytest.mark.parametrize(
+    "options", METHODS, ids=lambda options: options.get("method", "-".join(options))
+)
 def test_a_draft_model_says_what_it_would_say_alone(folder: Path, options: dict[str, Any]) -> None:
     """After whatever was accepted and rejected, a draft is the draft model's own continuation."""
     target, draft = tiny_llama(), str(folder / "draft")
-    proposer = Proposer(config(target, str(folder / "target"), draft=draft, draft_weights="float32", **options))
+    proposer = Proposer(
+        config(target, str(folder / "target"), draft=draft, draft_weights="float32", **options)
+    )
     alone = LlamaForCausalLM.from_pretrained(draft).eval()
 
     def next_of(model: PreTrainedModel, tokens: list[int]) -> int:
@@ -194,7 +214,11 @@ def answered(folder: Path) -> Answers:
         pytest.skip("vllm is not installed here; .ci/vllm makes an environment that has it")
     drafting = {"draft": str(folder / "draft"), "draft_weights": "float32", "threshold": 0.1}
     cases: list[dict[str, Any] | None] = [None, {"method": "suffix"}, drafting]
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
     settings |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     settings |= {"PYTHONPATH": str(Path(__file__).parents[1])}
     asked = json.dumps([str(folder / "target"), PROMPTS, cases])
@@ -203,7 +227,9 @@ def answered(folder: Path) -> Answers:
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     assert len(lines) == len(cases), done.stdout[-2000:] + done.stderr[-4000:]
     found = [json.loads(line.removeprefix("RESULT")) for line in lines]
-    return dict(zip((None, *METHODS_OF_VLLM), ((tokens, counts) for tokens, counts in found), strict=True))
+    return dict(
+        zip((None, *METHODS_OF_VLLM), ((tokens, counts) for tokens, counts in found), strict=True)
+    )
 
 
 @pytest.mark.slow

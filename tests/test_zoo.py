@@ -29,9 +29,16 @@ def pair() -> Decoder:
 
 def test_split_is_a_stable_hash_of_the_path() -> None:
     # Fixed for good: a file that moved between splits would leak into training.
-    assert [split_of(path) for path in ("shutil.py", "pprint.py", "ast.py")] == ["validation", "test", "train"]
+    assert [split_of(path) for path in ("shutil.py", "pprint.py", "ast.py")] == [
+        "validation",
+        "test",
+        "train",
+    ]
     names = [f"{i}.py" for i in range(5000)]
-    shares = [sum(split_of(name) == split for name in names) / 5000 for split in ("train", "validation", "test")]
+    shares = [
+        sum(split_of(name) == split for name in names) / 5000
+        for split in ("train", "validation", "test")
+    ]
     assert shares == pytest.approx([0.9, 0.05, 0.05], abs=0.02)
 
 
@@ -41,7 +48,11 @@ def test_source_files_skips_tables_broken_files_and_other_packages(tmp_path: Pat
         path.parent.mkdir(exist_ok=True)
         path.write_text("" if name == "empty.py" else "x = 1\n")
     (tmp_path / "broken.py").write_bytes(b"\xff\xfe")
-    found = [name for split in ("train", "validation", "test") for name, _ in source_files(split, tmp_path)]
+    found = [
+        name
+        for split in ("train", "validation", "test")
+        for name, _ in source_files(split, tmp_path)
+    ]
     assert found == ["a.py"]
 
 
@@ -62,16 +73,23 @@ def test_texts_that_share_a_stretch_are_found() -> None:
     random = Random(0)
     for _ in range(300):
         length = random.randint(1, 9)
-        texts, others = ([random.choices("ab", k=random.randint(0, 40)) for _ in range(5)] for _ in range(2))
+        texts, others = (
+            [random.choices("ab", k=random.randint(0, 40)) for _ in range(5)] for _ in range(2)
+        )
         texts, others = (["".join(each) for each in rows] for rows in (texts, others))
-        shared = {other[at : at + length] for other in others for at in range(len(other) - length + 1)}
+        shared = {
+            other[at : at + length] for other in others for at in range(len(other) - length + 1)
+        }
         expected = {i for i, text in enumerate(texts) if any(stretch in text for stretch in shared)}
         assert sharing(texts, others, length) == expected
 
 
 def test_prompts_that_share_a_stretch_with_a_training_file_are_left_out(tmp_path: Path) -> None:
     """One shares the least that counts, one a character less."""
-    names = {split: [name for name in map("{}.py".format, range(200)) if split_of(name) == split] for split in SPLITS}
+    names = {
+        split: [name for name in map("{}.py".format, range(200)) if split_of(name) == split]
+        for split in SPLITS
+    }
     letters = Random(0).choices("abcdefghij ", k=STRETCH)
     far, near = "".join(letters[1:]), "".join(letters)
     (tmp_path / names["train"][0]).write_text(f"1{near}2\n")
@@ -121,13 +139,19 @@ def greedy(pair: Decoder) -> tuple[list[list[int]], list[list[int]]]:
     prompts = held_out_prompts(pair.tokenizer, "validation", count=4)
     prompts = [*(prompt[: 128 - 30 * i] for i, prompt in enumerate(prompts)), prompts[0][:1]]
     how = {"do_sample": False, "max_new_tokens": 64}
-    outputs = [pair.target.model.generate(torch.tensor([prompt]), **how)[0].tolist() for prompt in prompts]
+    outputs = [
+        pair.target.model.generate(torch.tensor([prompt]), **how)[0].tolist() for prompt in prompts
+    ]
     return prompts, [output[len(prompt) :] for prompt, output in zip(prompts, outputs, strict=True)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].head in (None, "lyanna")])
-def test_greedy_output_is_transformers_own(greedy: tuple[list[list[int]], list[list[int]]], name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name in METHODS if METHODS[name].head in (None, "lyanna")]
+)
+def test_greedy_output_is_transformers_own(
+    greedy: tuple[list[list[int]], list[list[int]]], name: str
+) -> None:
     """Batch 1 and 5 on the embedded target."""
     prompts, theirs = greedy
     decoder = forerun.load(method=name, guard=False)
@@ -144,7 +168,9 @@ REUSED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", REUSED)
-def test_every_way_to_reuse_states(greedy: tuple[list[list[int]], list[list[int]]], way: str) -> None:
+def test_every_way_to_reuse_states(
+    greedy: tuple[list[list[int]], list[list[int]]], way: str
+) -> None:
     """Batch 1, 2, 5 and 16 with the embedded target's own head."""
     prompts, theirs = greedy
     decoder = forerun.load(method="lyanna", guard=False, **REUSED[way])
@@ -169,7 +195,17 @@ def test_the_gate_is_kept_with_the_weights() -> None:
     # Greedy output of a target this small loops, and docs say so; drawn output must not.
     assert results["distinct_4gram_share"]["0.8"] >= 0.5
     sizes = {path: path.stat().st_size for path in FOLDER.rglob("*.safetensors")}
-    own = {part: sum(size for path, size in sizes.items() if part in path.parts) for part in (SMOLLM2, QWEN_CODER)}
-    assert own[SMOLLM2] <= 30e6 and own[QWEN_CODER] <= 24e6 and sum(sizes.values()) - sum(own.values()) < 32e6
-    digests = {part: hashlib.sha256((FOLDER / part / WEIGHTS).read_bytes()).hexdigest() for part in ("target", "draft")}
+    own = {
+        part: sum(size for path, size in sizes.items() if part in path.parts)
+        for part in (SMOLLM2, QWEN_CODER)
+    }
+    assert (
+        own[SMOLLM2] <= 30e6
+        and own[QWEN_CODER] <= 24e6
+        and sum(sizes.values()) - sum(own.values()) < 32e6
+    )
+    digests = {
+        part: hashlib.sha256((FOLDER / part / WEIGHTS).read_bytes()).hexdigest()
+        for part in ("target", "draft")
+    }
     assert results["sha256"] == digests

@@ -17,7 +17,9 @@ from forerun.api import requests
 from forerun.api.decoder import Decoder
 
 NAMES = ("hermes", "llama3", "mistral")
-TEMPLATES = {name: (Path(__file__).parent / f"templates/{name}.jinja").read_text().rstrip() for name in NAMES}
+TEMPLATES = {
+    name: (Path(__file__).parent / f"templates/{name}.jinja").read_text().rstrip() for name in NAMES
+}
 # Markers that are tokens, and whether they are special: as in Qwen's, Llama's and Mistral's tokenizers.
 MARKERS = {
     "hermes": [("<tool_call>", False), ("</tool_call>", False)],
@@ -39,7 +41,9 @@ def make_decoder(name: str = "hermes", are_tokens: bool = True, **options: Any) 
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.chat_template = TEMPLATES[name]
     if are_tokens:
-        tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text, special in MARKERS[name]])
+        tokenizer.add_tokens(
+            [AddedToken(text, special=special, normalized=False) for text, special in MARKERS[name]]
+        )
     target, draft = models()
     return Decoder(target, tokenizer, draft, guard=False, **options)
 
@@ -61,9 +65,18 @@ def scripted(say: Callable[[str], str]) -> Callable[..., Any]:
     """Stands in for `forerun.api.requests.requests`: answers are what `say` returns for the text of the prompt."""
 
     def make(rows: Any, params: Any, target: Any, tokenizer: Any) -> Any:
-        scripts = [tokenizer.encode(say(tokenizer.decode(row)), add_special_tokens=False) for row in rows]
-        lists = [LogitsProcessorList([_Script(len(row), script)]) for row, script in zip(rows, scripts, strict=True)]
+        scripts = [
+            tokenizer.encode(say(tokenizer.decode(row)), add_special_tokens=False) for row in rows
+        ]
+        lists = [
+            LogitsProcessorList([_Script(len(row), script)])
+            for row, script in zip(rows, scripts, strict=True)
+        ]
         given = zip(rows, lists, strict=True)
-        return [each for row, own in given for each in requests.requests([row], params, target, tokenizer, own)]
+        return [
+            each
+            for row, own in given
+            for each in requests.requests([row], params, target, tokenizer, own)
+        ]
 
     return make

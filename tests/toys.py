@@ -39,13 +39,19 @@ VOCAB, CONTEXT, WINDOW = 64, 256, 16
 # A large initializer range makes outputs varied: with the default one a random model repeats one token.
 _TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": None}
 _WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
-_SIZES = _TOKENS | _WIDTHS | {"num_key_value_heads": 2, "intermediate_size": 64, "initializer_range": 0.2}
+_SIZES = (
+    _TOKENS
+    | _WIDTHS
+    | {"num_key_value_heads": 2, "intermediate_size": 64, "initializer_range": 0.2}
+)
 _GPT_SIZES = _TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
 _ONE_HEAD_SIZE = _SIZES | {"head_dim": 8}
 _BOTH_KINDS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _UNTIED = {"tie_word_embeddings": False, "initializer_range": 0.4}  # else these repeat one token
-_UNGROUPED = {name: size for name, size in _SIZES.items() if name != "num_key_value_heads"} | _UNTIED
+_UNGROUPED = {
+    name: size for name, size in _SIZES.items() if name != "num_key_value_heads"
+} | _UNTIED
 _QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 _ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", _SIZES),
@@ -65,14 +71,33 @@ _ARCHITECTURES |= {
         "DeepseekV3ForCausalLM",
         _SIZES
         | _EXPERTS
-        | {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "n_routed_experts": 4, "n_group": 1}
-        | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "topk_group": 1, "first_k_dense_replace": 1},
+        | {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "n_routed_experts": 4,
+            "n_group": 1,
+        }
+        | {
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
     ),
-    "gpt_oss": ("GptOssForCausalLM", _ONE_HEAD_SIZE | _BOTH_KINDS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        _ONE_HEAD_SIZE | _BOTH_KINDS | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "gemma4": (
         "Gemma4ForCausalLM",  # the second half of the layers uses the entries of the first
         _ONE_HEAD_SIZE
-        | {"sliding_window": WINDOW, "layer_types": _BOTH_KINDS["layer_types"] * 2, "num_hidden_layers": 4}
+        | {
+            "sliding_window": WINDOW,
+            "layer_types": _BOTH_KINDS["layer_types"] * 2,
+            "num_hidden_layers": 4,
+        }
         | {"num_kv_shared_layers": 2, "global_head_dim": 16}
         | {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
     ),
@@ -85,20 +110,30 @@ _ARCHITECTURES |= {
     "starcoder2": ("Starcoder2ForCausalLM", _SIZES | _UNTIED | {"sliding_window": WINDOW}),
     "stablelm": ("StableLmForCausalLM", _SIZES),
     "cohere": ("CohereForCausalLM", _SIZES | _UNTIED | {"logit_scale": 1.0}),
-    "falcon": ("FalconForCausalLM", _UNGROUPED | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon": (
+        "FalconForCausalLM",
+        _UNGROUPED | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
     "gpt_neox": ("GPTNeoXForCausalLM", _UNGROUPED),
     "gpt_bigcode": ("GPTBigCodeForCausalLM", _GPT_SIZES | _UNTIED),
     "gptj": ("GPTJForCausalLM", _GPT_SIZES | _UNTIED | {"rotary_dim": 4}),
     "opt": (
         "OPTForCausalLM",
-        _TOKENS | _WIDTHS | {"ffn_dim": 64, "word_embed_proj_dim": 16, "init_std": 0.4, "tie_word_embeddings": False},
+        _TOKENS
+        | _WIDTHS
+        | {"ffn_dim": 64, "word_embed_proj_dim": 16, "init_std": 0.4, "tie_word_embeddings": False},
     ),
 }
 ARCHITECTURES = list(_ARCHITECTURES)
 
 
 def tiny(
-    architecture: str, seed: int = 0, *, vocab: int = VOCAB, context: int = CONTEXT, attention: str | None = None
+    architecture: str,
+    seed: int = 0,
+    *,
+    vocab: int = VOCAB,
+    context: int = CONTEXT,
+    attention: str | None = None,
 ) -> PreTrainedModel:
     """A random model of that architecture in float32; attention is the architecture's default where none is named."""
     name, sizes = _ARCHITECTURES[architecture]
@@ -135,11 +170,16 @@ LAYERED = ("pacer", "pacer-ouroboros")  # methods that need a layer
 
 
 def random_layer(
-    target: PreTrainedModel | None = None, draft: PreTrainedModel | None = None, seed: int = 0, **settings: Any
+    target: PreTrainedModel | None = None,
+    draft: PreTrainedModel | None = None,
+    seed: int = 0,
+    **settings: Any,
 ) -> PreVerifier:
     """An untrained pre-verifier for these models."""
     sizes: dict[str, Any] = {
-        part: fingerprint(each) for part, each in (("target", target), ("draft", draft)) if each is not None
+        part: fingerprint(each)
+        for part, each in (("target", target), ("draft", draft))
+        if each is not None
     }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -154,9 +194,22 @@ def random_head(target: CausalLM, hot: int = 12, **settings: Any) -> HiddenDraft
     config = target.config
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        sizes: dict[str, Any] = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-        sizes |= {"head_dim": 8, "rank": 8, "max_position_embeddings": 512, "hidden_size": config.hidden_size}
-        known: dict[str, Any] = {"vocab_size": target.vocab_size, "hot_size": hot, "target": target.fingerprint}
+        sizes: dict[str, Any] = {
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
+        sizes |= {
+            "head_dim": 8,
+            "rank": 8,
+            "max_position_embeddings": 512,
+            "hidden_size": config.hidden_size,
+        }
+        known: dict[str, Any] = {
+            "vocab_size": target.vocab_size,
+            "hot_size": hot,
+            "target": target.fingerprint,
+        }
         head = HiddenDrafter(HiddenConfig(**sizes | known | settings)).eval()
         head.hot.copy_(torch.randperm(target.vocab_size)[:hot])
         for name, parameter in head.named_parameters():
@@ -165,7 +218,9 @@ def random_head(target: CausalLM, hot: int = 12, **settings: Any) -> HiddenDraft
     return head
 
 
-def parts_of(name: str, target: PreTrainedModel, draft: PreTrainedModel | None, **settings: Any) -> dict[str, Any]:
+def parts_of(
+    name: str, target: PreTrainedModel, draft: PreTrainedModel | None, **settings: Any
+) -> dict[str, Any]:
     """The untrained layer and head that a method needs, for a Decoder. `settings` are the head's."""
     layer = random_layer(target, draft) if name in LAYERED else None
     kind = METHODS[name].head if name in METHODS else None
@@ -176,26 +231,52 @@ def parts_of(name: str, target: PreTrainedModel, draft: PreTrainedModel | None, 
 @cache
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE that has seen ASCII only, so that other characters are split over tokens."""
-    lines = ["the cat sat on the mat", "def add(a, b): return a + b", "aa ab ba abab", "for i in range(10): print(i)"]
+    lines = [
+        "the cat sat on the mat",
+        "def add(a, b): return a + b",
+        "aa ab ba abab",
+        "for i in range(10): print(i)",
+    ]
     return train_tokenizer(lines, vocab_size=300)
 
 
 def pieces(*, prefix: bool = True) -> PreTrainedTokenizerFast:
     """As SentencePiece has it: spaces are U+2581, characters that it lacks are bytes, a space comes before a text."""
-    merges = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("\u2581", "a"), ("a", "t"), ("c", "at"), ("\u2581", "cat")]
+    merges = [
+        ("t", "h"),
+        ("th", "e"),
+        ("\u2581", "the"),
+        ("\u2581", "a"),
+        ("a", "t"),
+        ("c", "at"),
+        ("\u2581", "cat"),
+    ]
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
     names += [*"abcdefghijklmnopqrstuvwxyz().,:0123456789", *("".join(pair) for pair in merges)]
     vocabulary = {name: id for id, name in enumerate(names)}
-    backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    spaces = normalizers.Replace(" ", "\u2581")
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces] if prefix else [spaces])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    spaces = normalizers.Replace(" ", "\u2581")
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), spaces] if prefix else [spaces]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
-def save_models(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None, **models: PreTrainedModel) -> Path:
+def save_models(
+    folder: Path, tokenizer: PreTrainedTokenizerFast | None = None, **models: PreTrainedModel
+) -> Path:
     """Save models, each in a folder of its name with a tokenizer, that of the toys if none is given."""
     for name, model in models.items():
         model.save_pretrained(folder / name)
@@ -205,11 +286,15 @@ def save_models(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None, 
 
 def save_lines(path: Path, lines: Iterable[Any]) -> Path:
     """Write a .jsonl file. Texts are lines as they are."""
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     return path
 
 
-def random_tree(size: int, vocab: int, generator: torch.Generator, root: int | None = None) -> Draft:
+def random_tree(
+    size: int, vocab: int, generator: torch.Generator, root: int | None = None
+) -> Draft:
     """A tree of at most `size` point masses, siblings all different."""
 
     def pick(below: int) -> int:
@@ -231,7 +316,9 @@ class RandomTrees(PlainDrafter):
         self.vocab, self.generator = vocab, torch.Generator().manual_seed(0)
 
     def propose(self, seqs: list[EngineSequence]) -> Proposal:
-        return Proposal([random_tree(9, self.vocab, self.generator, root=seq.tokens[-1]) for seq in seqs])
+        return Proposal(
+            [random_tree(9, self.vocab, self.generator, root=seq.tokens[-1]) for seq in seqs]
+        )
 
 
 class TableLM:
@@ -291,11 +378,15 @@ class TableLM:
     def reset(self) -> None:
         self.rows.clear()
 
-    def _logits(self, ids: Sequence[int], trees: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
+    def _logits(
+        self, ids: Sequence[int], trees: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[Tensor]:
         """Logits [N_r, V] after each node of trees given as (tokens, parents)."""
         before, last = [], []
         for id, (tokens, parents) in zip(ids, trees, strict=True):
-            before += [tokens[parent] if parent >= 0 else (self.rows[id] or [0])[-1] for parent in parents]
+            before += [
+                tokens[parent] if parent >= 0 else (self.rows[id] or [0])[-1] for parent in parents
+            ]
             last += tokens
         return list(self.table[before, last].split([len(tokens) for tokens, _ in trees]))
 
@@ -319,7 +410,11 @@ class TableLM:
 
 
 def join_all(
-    lm: CausalLM, rows: Mapping[int, Sequence[int]], chunk: int = 512, reserve: int = 0, capture: Any = ""
+    lm: CausalLM,
+    rows: Mapping[int, Sequence[int]],
+    chunk: int = 512,
+    reserve: int = 0,
+    capture: Any = "",
 ) -> None:
     """Prefills each text and has it join under its id."""
     for id, tokens in rows.items():
@@ -328,7 +423,9 @@ def join_all(
         lm.join(id, reserve)
 
 
-def extend(lm: CausalLM, ids: Sequence[int], chains: Sequence[Sequence[int]], capture: Any = "head") -> Output:
+def extend(
+    lm: CausalLM, ids: Sequence[int], chains: Sequence[Sequence[int]], capture: Any = "head"
+) -> Output:
     """Runs and commits chains, with captured hidden states."""
     found = lm.forward(ids, [Draft.chain(chain[0], chain[1:]) for chain in chains], capture)
     lm.commit(ids, [range(len(chain)) for chain in chains])
@@ -342,7 +439,10 @@ def random_table(vocab: int, seed: int, scale: float = 1.0) -> Tensor:
 
 @torch.no_grad()
 def joint_distribution(
-    model: Callable[[Tensor], Any], prompt: Sequence[int], length: int, processors: LogitsProcessorList | None
+    model: Callable[[Tensor], Any],
+    prompt: Sequence[int],
+    length: int,
+    processors: LogitsProcessorList | None,
 ) -> Tensor:
     """[V] * length: the exact distribution of the first `length` tokens after the prompt. `model` gives `logits`."""
     if not length:
@@ -350,11 +450,16 @@ def joint_distribution(
     ids = torch.tensor([prompt])
     scores = model(ids).logits[:, -1].float()
     first = (processors(ids, scores) if processors else scores)[0].softmax(-1)
-    rest = [joint_distribution(model, [*prompt, token], length - 1, processors) for token in range(len(first))]
+    rest = [
+        joint_distribution(model, [*prompt, token], length - 1, processors)
+        for token in range(len(first))
+    ]
     return torch.stack([p * each for p, each in zip(first, rest, strict=True)])
 
 
-def decode(target: Any, drafter: Drafter, requests: Iterable[Request], **options: Any) -> list[list[Step]]:
+def decode(
+    target: Any, drafter: Drafter, requests: Iterable[Request], **options: Any
+) -> list[list[Step]]:
     """Runs all requests on an engine of their own to the end; the steps of each."""
     requests = list(requests)
     engine = Engine(target, drafter, **{"max_rows": max(1, len(requests))} | options)
@@ -383,7 +488,10 @@ def tokens_of(steps: Iterable[Step]) -> list[int]:
 
 def piecemeal(drafter: Drafter, tokens: Sequence[int], begin: int) -> list[int]:
     """What is drafted after a text that came token by token from `begin` on, beside another that comes and goes."""
-    seq, other = EngineSequence(Request(tokens[:begin], 100), 0), EngineSequence(Request([3, 2, 1, 0], 9), 1)
+    seq, other = (
+        EngineSequence(Request(tokens[:begin], 100), 0),
+        EngineSequence(Request([3, 2, 1, 0], 9), 1),
+    )
     list(drafter.admit(seq, None, 8))
     for count, token in enumerate(tokens[begin:]):
         if count % 3 == 0:
@@ -409,7 +517,10 @@ def p_value(outcomes: Sequence[Sequence[int]], joint: Tensor) -> float:
     # The test needs about five expected in each bin: the rarest outcomes are one bin.
     rare = int((expected.cumsum(0) < 5).sum()) + 1
     rare = max(rare, int((expected < 5).sum()))
-    bins = [torch.cat([each[:rare].sum(0, keepdim=True), each[rare:]]).numpy() for each in (observed, expected)]
+    bins = [
+        torch.cat([each[:rare].sum(0, keepdim=True), each[rare:]]).numpy()
+        for each in (observed, expected)
+    ]
     return float(chisquare(bins[0], bins[1] * (bins[0].sum() / bins[1].sum())).pvalue)
 
 
@@ -425,7 +536,9 @@ def sampled(
     target: TableLM | None = None,
 ) -> list[list[Step]]:
     """The steps of many sampled requests of PROMPT, in batches that have a drafter each."""
-    asked = Request(PROMPT, 5, Sampler(False, processors), generator=torch.Generator().manual_seed(0))
+    asked = Request(
+        PROMPT, 5, Sampler(False, processors), generator=torch.Generator().manual_seed(0)
+    )
     target = target or TableLM(TARGET)
     return [steps for _ in range(batches) for steps in decode(target, make(), [asked] * batch)]
 
@@ -456,7 +569,9 @@ def refuses(message: str, call: Callable[..., Any], /, *given: Any, **named: Any
     assert "\n" not in text
 
 
-def rows_of(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def rows_of(
+    weight: Tensor, bias: Tensor | None = None
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """What a hot head asks of a whole head's weight [V, d]."""
     bias = torch.zeros(len(weight)) if bias is None else bias
     return lambda tokens: (weight[tokens], bias[tokens])

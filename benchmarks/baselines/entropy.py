@@ -116,11 +116,19 @@ class AdaptiveEntropyStop(EntropyStop):
     def threshold_of(self, seq: Sequence) -> float:
         return self.thresholds[seq.id]
 
-    def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
+    def observe(
+        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]
+    ) -> None:
         for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
             if not draft.drafted:
                 continue
             rate = OLD_RATE * self.rates[seq.id] + (1 - OLD_RATE) * verdict.accepted / draft.drafted
-            step = self.step if rate < self.goal else -self.step if verdict.accepted < self.most else 0.0
+            step = (
+                self.step
+                if rate < self.goal
+                else -self.step
+                if verdict.accepted < self.most
+                else 0.0
+            )
             self.rates[seq.id] = rate
             self.thresholds[seq.id] += (1 - OLD_THRESHOLD) * step

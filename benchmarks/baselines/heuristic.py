@@ -48,7 +48,9 @@ class HeuristicSchedule(LengthPolicy):
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         return _Lengths({seq.id: self.lengths[seq.id] for seq in seqs})
 
-    def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
+    def observe(
+        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]
+    ) -> None:
         for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
             if draft.drafted and verdict.accepted == draft.drafted:
                 self.lengths[seq.id] += 2

@@ -65,7 +65,9 @@ class Window:
         if moved:
             some = [self._any(abs(moved)) for _ in self.rows]
             pairs = zip(self.rows, some, strict=True)
-            self.rows = [[*row[moved:], *any_] if moved > 0 else [*any_, *row[:moved]] for row, any_ in pairs]
+            self.rows = [
+                [*row[moved:], *any_] if moved > 0 else [*any_, *row[:moved]] for row, any_ in pairs
+            ]
         self.end, self.nodes = end, []
         for column in range(min(self.width, depth - len(self.rows) + 1)):
             at = tree.add(at, self.rows[0][column], "window")
@@ -111,7 +113,11 @@ class LookaheadDrafter(Drafter):
         self.rows: dict[int, _Text] = {}
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
-        pool = self.pool if self.pool is not None and seq.greedy and seq.shares else PhrasePool(self.span, self.guesses)
+        pool = (
+            self.pool
+            if self.pool is not None and seq.greedy and seq.shares
+            else PhrasePool(self.span, self.guesses)
+        )
         window = Window(self.width, self.span, seq.tokens, Random(0))
         self.rows[seq.id] = _Text(pool, window, pool.learn(seq.tokens))
         return ()
@@ -121,13 +127,19 @@ class LookaheadDrafter(Drafter):
         for seq in seqs:
             row, tree = self.rows[seq.id], Tree(Draft.root(seq.tokens[-1]))
             for phrase in row.pool.get(seq.tokens[-1], self.guesses):
-                tree.branch(0, seq.sampler.fitting(seq.tokens, phrase[: seq.remaining - 1]), "phrase")
+                tree.branch(
+                    0, seq.sampler.fitting(seq.tokens, phrase[: seq.remaining - 1]), "phrase"
+                )
             row.window.plant(tree, 0, len(seq.tokens), seq.remaining - 1)
             drafts.append(tree.draft())
         return Proposal(drafts)
 
     def observe(
-        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self,
+        seqs: list[Sequence],
+        drafts: list[Draft],
+        verdicts: list[Verdict],
+        hidden: list[Tensor] | None,
     ) -> None:
         for seq, verdict in zip(seqs, verdicts, strict=True):
             row = self.rows[seq.id]

@@ -58,8 +58,15 @@ class Chances(Drafter):
     """Each sequence's draft comes from one of several drafters, or from none, or is made up: by chance, anew in each
     step. What is made up knows the answer in part."""
 
-    def __init__(self, drafters: Sequence[Drafter], answers: Answers, vocabulary: int, numbers: random.Random) -> None:
-        self.drafters, self.answers, self.vocabulary, self.numbers = list(drafters), answers, vocabulary, numbers
+    def __init__(
+        self, drafters: Sequence[Drafter], answers: Answers, vocabulary: int, numbers: random.Random
+    ) -> None:
+        self.drafters, self.answers, self.vocabulary, self.numbers = (
+            list(drafters),
+            answers,
+            vocabulary,
+            numbers,
+        )
         self.wants_hidden = next((each.wants_hidden for each in drafters if each.wants_hidden), "")
         self.spread = max((each.spread for each in drafters), default=0)
         self._chosen: dict[int, Drafter | None] = {}
@@ -77,15 +84,27 @@ class Chances(Drafter):
             if asked:
                 proposals.append(drafter.propose(asked))
                 drafts |= zip([seq.id for seq in asked], proposals[-1].drafts, strict=True)
-        return Proposal.together([drafts.get(seq.id) or self._made_up(seq) for seq in seqs], proposals)
+        return Proposal.together(
+            [drafts.get(seq.id) or self._made_up(seq) for seq in seqs], proposals
+        )
 
     def observe(
-        self, seqs: list[EngineSequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self,
+        seqs: list[EngineSequence],
+        drafts: list[Draft],
+        verdicts: list[Verdict],
+        hidden: list[Tensor] | None,
     ) -> None:
         for drafter in self.drafters:
             # Hidden states come only once, so what wants them observes the drafts of others too.
-            rows = [row for row, seq in enumerate(seqs) if drafter.wants_hidden or self._chosen.get(seq.id) is drafter]
-            observe_rows(drafter, rows, seqs, drafts, verdicts, hidden if drafter.wants_hidden else None)
+            rows = [
+                row
+                for row, seq in enumerate(seqs)
+                if drafter.wants_hidden or self._chosen.get(seq.id) is drafter
+            ]
+            observe_rows(
+                drafter, rows, seqs, drafts, verdicts, hidden if drafter.wants_hidden else None
+            )
 
     def drop(self, seq: EngineSequence) -> None:
         self._chosen.pop(seq.id, None)
@@ -93,9 +112,18 @@ class Chances(Drafter):
             drafter.drop(seq)
 
     def _made_up(self, seq: EngineSequence) -> Draft:
-        size = self.numbers.choice((1, 1 + self.numbers.randrange(self._depth), 1 + self.numbers.randrange(16)))
-        parents = some_parents(size, self.numbers) if self.numbers.random() < 0.5 else list(range(-1, size - 1))
-        draft, right = Draft([0] * size, parents), self.answers[tuple(seq.request.tokens)][len(seq.output) :]
+        size = self.numbers.choice(
+            (1, 1 + self.numbers.randrange(self._depth), 1 + self.numbers.randrange(16))
+        )
+        parents = (
+            some_parents(size, self.numbers)
+            if self.numbers.random() < 0.5
+            else list(range(-1, size - 1))
+        )
+        draft, right = (
+            Draft([0] * size, parents),
+            self.answers[tuple(seq.request.tokens)][len(seq.output) :],
+        )
         tokens = [seq.tokens[-1]]
         for depth in draft.depths[1:]:
             knows = depth <= len(right) and self.numbers.random() < self._deep
@@ -160,7 +188,9 @@ def run_by_chance(
     while counts.outputs < outputs:
         numbers = random.Random(f"{seed} {counts.engines}")
         run_engine(parts, methods, answers, of_variants or variants(), numbers, counts)
-        say(f"{counts.outputs} of {outputs} outputs, {counts.drafted} tokens drafted, {counts.accepted} accepted")
+        say(
+            f"{counts.outputs} of {outputs} outputs, {counts.drafted} tokens drafted, {counts.accepted} accepted"
+        )
     return counts
 
 
@@ -174,7 +204,9 @@ def run_engine(
 ) -> None:
     """Run one engine with requests that come and go."""
     chosen = numbers.sample(list(methods), numbers.randint(0, min(3, len(methods))))
-    drafter: Drafter = Chances([_built(each, parts) for each in chosen], answers, parts.target.vocab_size, numbers)
+    drafter: Drafter = Chances(
+        [_built(each, parts) for each in chosen], answers, parts.target.vocab_size, numbers
+    )
     if numbers.random() < 0.7:
         clock = Clock(numbers)
         drafter = Guarded(drafter, SpeedTracker(clock), SpeedTracker(clock))
@@ -186,7 +218,9 @@ def run_engine(
     )
     requests = [_some_request(answers, numbers) for _ in range(numbers.randint(4, SESSIONS))]
     arrivals = [numbers.randrange(30) for _ in requests]
-    aborts = {place: numbers.randrange(8) for place in range(len(requests)) if numbers.random() < 0.1}
+    aborts = {
+        place: numbers.randrange(8) for place in range(len(requests)) if numbers.random() < 0.1
+    }
     steps, ids, turn = dict[int, list[Step]](), dict[int, int](), 0
     while len(ids) < len(requests) or engine.busy:
         for place, arrival in enumerate(arrivals):
@@ -215,13 +249,20 @@ def _some_request(answers: Answers, numbers: random.Random) -> Request:
     return Request(list(prompt), numbers.randint(1, NEW), eos=frozenset(ends))
 
 
-def _compare(request: Request, steps: list[Step], answers: Answers, methods: list[str], counts: Counts) -> None:
+def _compare(
+    request: Request, steps: list[Step], answers: Answers, methods: list[str], counts: Counts
+) -> None:
     wanted = answers[tuple(request.tokens)][: request.max_new_tokens]
-    end = next((place for place, token in enumerate(wanted, 1) if token in request.eos), len(wanted))
+    end = next(
+        (place for place, token in enumerate(wanted, 1) if token in request.eos), len(wanted)
+    )
     found, reason = [token for step in steps for token in step.tokens], steps[-1].finish_reason
     complete = wanted[: len(found)] if reason == "abort" else wanted[:end]
     if found != complete or reason == "error":
-        shown = [(step.number, step.rows, step.drafted, step.accepted, step.tokens, step.origins) for step in steps]
+        shown = [
+            (step.number, step.rows, step.drafted, step.accepted, step.tokens, step.origins)
+            for step in steps
+        ]
         raise Difference(
             f"an output of engine {counts.engines - 1} is not that of decoding one by one; it ended by {reason}\n"
             f"drafters {methods}, prompt {list(request.tokens)}, ends {sorted(request.eos)}\n"

@@ -32,7 +32,9 @@ def asked(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def measured(parser: ArgumentParser, given: Namespace, measure: Callable[[Namespace], dict[str, Any]]) -> None:
+def measured(
+    parser: ArgumentParser, given: Namespace, measure: Callable[[Namespace], dict[str, Any]]
+) -> None:
     """Measures with `given.threads` threads and writes the result to `given.out`, if that is there. What cannot be
     measured ends the script with one line."""
     torch.set_num_threads(given.threads)

@@ -58,12 +58,16 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         for name in methods.split(","):
             decoder = forerun.load(target, method=None if name == "default" else name, guard=False)
             if expected is None:
-                expected = [result.tokens for result in chats(decoder.replace(method="ar"), given.tokens)]
+                expected = [
+                    result.tokens for result in chats(decoder.replace(method="ar"), given.tokens)
+                ]
             found = chats(decoder, given.tokens)
             steps = [step for result in found for step in result.steps]
             own[name] = {
                 "method": decoder.method.name,
-                "equal": sum(result.tokens == plain for result, plain in zip(found, expected, strict=True)),
+                "equal": sum(
+                    result.tokens == plain for result, plain in zip(found, expected, strict=True)
+                ),
                 "chats": len(found),
                 "tau": round(summarise(steps, 1.0).tau, 3),
             }
@@ -78,11 +82,16 @@ def exhaustive(given: argparse.Namespace) -> dict[str, Any]:
     for name in given.target or EXHAUSTIVE:
         model = forerun.load(name, method="ar", prefix_bytes=0).target
         cases = Cases(given.longest, given.seed, kinds=given.kinds.split(","), of_variants=chosen)
-        check = Check(model, reference_of(model, given.longest, given.seed, lambda line: print(line, flush=True)))
+        check = Check(
+            model,
+            reference_of(model, given.longest, given.seed, lambda line: print(line, flush=True)),
+        )
         targets[name] = own = run_cases(name, check, cases, given)
         end = "equal in all bits" if own["difference"] is None else "DIFFERENT"
         compared = f"{own['rows']} rows of logits and {own['entries']} positions of keys and values"
-        print(f"{name}: {own['cases']} of {len(cases)} cases, {compared} compared: {end}", flush=True)
+        print(
+            f"{name}: {own['cases']} of {len(cases)} cases, {compared} compared: {end}", flush=True
+        )
         if own["difference"] is not None:
             break
     return told(given, targets)
@@ -105,9 +114,21 @@ def run_cases(name: str, check: Check, cases: Cases, given: argparse.Namespace) 
         number += 1
         if perf_counter() - said > SAID:
             said = perf_counter()
-            print(f"{name}: case {number} of {end}, {check.rows} rows; go on with --start {number}", flush=True)
-    counts = {"cases": number - given.start, "next": number, "rows": check.rows, "entries": check.entries}
-    return counts | {"of": len(cases), "seconds": round(perf_counter() - begun), "difference": difference}
+            print(
+                f"{name}: case {number} of {end}, {check.rows} rows; go on with --start {number}",
+                flush=True,
+            )
+    counts = {
+        "cases": number - given.start,
+        "next": number,
+        "rows": check.rows,
+        "entries": check.entries,
+    }
+    return counts | {
+        "of": len(cases),
+        "seconds": round(perf_counter() - begun),
+        "difference": difference,
+    }
 
 
 def by_chance(given: argparse.Namespace) -> dict[str, Any]:
@@ -124,19 +145,30 @@ def by_chance(given: argparse.Namespace) -> dict[str, Any]:
                 print(f"{name}: {line}", flush=True)
 
         try:
-            options: dict[str, Any] = {"first": given.start, "of_variants": quick(given), "say": say}
+            options: dict[str, Any] = {
+                "first": given.start,
+                "of_variants": quick(given),
+                "say": say,
+            }
             counts = run_by_chance(parts, methods, given.engine, given.seed, **options)
             print(f"{name}: {counts}: equal", flush=True)
         except Difference as error:
             difference = str(error)
-            print(f"{difference}\nwith --engine {given.engine} --target {name} --seed {given.seed}", flush=True)
+            print(
+                f"{difference}\nwith --engine {given.engine} --target {name} --seed {given.seed}",
+                flush=True,
+            )
         targets[name] = (vars(counts) if counts is not None else {}) | {"difference": difference}
     return told(given, targets)
 
 
 def quick(given: argparse.Namespace) -> list[str]:
     """Return the instruction sets that engines run, without the plain one, which takes twenty times as long."""
-    return given.variants.split(",") if given.variants else [each for each in variants() if each != "plain"]
+    return (
+        given.variants.split(",")
+        if given.variants
+        else [each for each in variants() if each != "plain"]
+    )
 
 
 def parts_of(name: str) -> tuple[Parts, list[Method]]:
@@ -150,7 +182,9 @@ def parts_of(name: str) -> tuple[Parts, list[Method]]:
     if loaded.pre_verifier is not None:
         names += ["pacer"] if loaded.head is None else ["pacer-lyanna"]
     parts = Parts(loaded.target, loaded.draft, loaded.pre_verifier, loaded.costs, head=loaded.head)
-    return parts, [method(each) for each in names if each != "ouroboros" or loaded.draft is not None]
+    return parts, [
+        method(each) for each in names if each != "ouroboros" or loaded.draft is not None
+    ]
 
 
 def told(given: argparse.Namespace, targets: dict[str, Any]) -> dict[str, Any]:
@@ -163,21 +197,34 @@ def told(given: argparse.Namespace, targets: dict[str, Any]) -> dict[str, Any]:
 
 
 def chats(decoder: forerun.Decoder, tokens: int) -> list[Any]:
-    return [decoder.chat([{"role": "user", "content": text}], max_new_tokens=tokens) for text in QUESTIONS]
+    return [
+        decoder.chat([{"role": "user", "content": text}], max_new_tokens=tokens)
+        for text in QUESTIONS
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", action="append", help=f"as in {TARGETS[0]}, or a name alone; repeatable")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--target", action="append", help=f"as in {TARGETS[0]}, or a name alone; repeatable"
+    )
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=2, help="of chats")
     parser.add_argument("--exhaustive", action="store_true", help="compare all bits of forwards")
     parser.add_argument("--share", type=float, help="of all cases")
     parser.add_argument("--seconds", type=float, help="for the cases of a target")
-    parser.add_argument("--longest", type=int, default=LONGEST, help="the longest context, in tokens")
+    parser.add_argument(
+        "--longest", type=int, default=LONGEST, help="the longest context, in tokens"
+    )
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--variants", help="instruction sets; all of this machine if none are given")
-    parser.add_argument("--engine", type=int, help="compare so many outputs of engines that run by chance")
+    parser.add_argument(
+        "--variants", help="instruction sets; all of this machine if none are given"
+    )
+    parser.add_argument(
+        "--engine", type=int, help="compare so many outputs of engines that run by chance"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="the first case or engine")
     parser.add_argument("--out", type=Path)

@@ -50,7 +50,12 @@ class Case:
 
 def contexts(longest: int = LONGEST, multiples: Sequence[int] = MULTIPLES) -> list[int]:
     """Return all lengths up to `longest` that are a multiple, one less or one more."""
-    near = {k * each + shift for each in multiples for k in range(longest // each + 1) for shift in (-1, 0, 1)}
+    near = {
+        k * each + shift
+        for each in multiples
+        for k in range(longest // each + 1)
+        for shift in (-1, 0, 1)
+    }
     return sorted(length for length in near if 1 <= length <= longest)
 
 
@@ -69,7 +74,13 @@ def some_text(length: int, vocabulary: int, seed: int = 0) -> list[int]:
 def some_parents(size: int, numbers: random.Random) -> list[int]:
     """Return the parents of a random tree. Most nodes continue the last one, because deep paths cross more tiles."""
     deep = numbers.random()
-    return [-1, *(node - 1 if numbers.random() < deep else numbers.randrange(node) for node in range(1, size))]
+    return [
+        -1,
+        *(
+            node - 1 if numbers.random() < deep else numbers.randrange(node)
+            for node in range(1, size)
+        ),
+    ]
 
 
 def digests(logits: Tensor) -> list[bytes]:
@@ -102,7 +113,9 @@ class Reference:
     """
 
     @torch.inference_mode()
-    def __init__(self, model: CausalLM, text: Sequence[int], say: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self, model: CausalLM, text: Sequence[int], say: Callable[[str], None] = lambda line: None
+    ) -> None:
         self.model, self.text, self.after = model.fresh(), list(text), list[bytes]()
         use("", 1)
         self.model.add(ROW, len(text))
@@ -188,7 +201,9 @@ class Check:
             end = min(start + chunk, case.context)
             use(case.variant, case.threads)
             (logits,) = self.model.extend([ROW], [self.reference.text[start:end]])
-            self._compare(case, f"chunk {start}:{end}", start, self._chain_of(start, end - start), logits)
+            self._compare(
+                case, f"chunk {start}:{end}", start, self._chain_of(start, end - start), logits
+            )
             start = end
         self._compare_stored(case, ROW, max(0, case.context - 3 * chunk))
 
@@ -258,7 +273,9 @@ class Check:
         use(case.variant, case.threads)
         found = self.model.forward(list(drafts), list(drafts.values())).logits
         for (id, draft), logits in zip(drafts.items(), found, strict=True):
-            self._compare(case, f"row {id} of lengths {list(lengths.values())}", lengths[id], draft, logits)
+            self._compare(
+                case, f"row {id} of lengths {list(lengths.values())}", lengths[id], draft, logits
+            )
         paths = [self._text_path(lengths[id], draft) for id, draft in drafts.items()]
         self.model.commit(list(drafts), paths)
         for id in drafts:
@@ -269,7 +286,11 @@ class Check:
         """Return the nodes from the root on that are the text's."""
         path = [0]
         while True:
-            token = self.reference.text[length + len(path)] if length + len(path) < len(self.reference.text) else None
+            token = (
+                self.reference.text[length + len(path)]
+                if length + len(path) < len(self.reference.text)
+                else None
+            )
             following = [node for node in draft.children[path[-1]] if draft.tokens[node] == token]
             if not following:
                 return path
@@ -284,17 +305,28 @@ class Check:
             if own != one:
                 path = [draft.tokens[each] for each in draft.path(node)]
                 single = self.reference.logits(length, path)[-1]
-                raise Difference(self._told(case, f"{where}, length {length}", draft, node, logits[node], single))
+                raise Difference(
+                    self._told(case, f"{where}, length {length}", draft, node, logits[node], single)
+                )
         self.rows += len(draft)
 
-    def _told(self, case: Case, where: str, draft: Draft, node: int, found: Tensor, single: Tensor) -> str:
+    def _told(
+        self, case: Case, where: str, draft: Draft, node: int, found: Tensor, single: Tensor
+    ) -> str:
         different = (bits(found) != bits(single)).nonzero().flatten().tolist()
-        lines = [f"logits differ in {case}", f"{where}, node {node} of {len(draft)} at depth {draft.depths[node]}"]
+        lines = [
+            f"logits differ in {case}",
+            f"{where}, node {node} of {len(draft)} at depth {draft.depths[node]}",
+        ]
         lines.append(f"path {draft.path(node)}, parents {draft.parents}, tokens {draft.tokens}")
         if not different:
-            return "\n".join([*lines, "decoding one by one gave other bits the second time: it is the reference"])
+            return "\n".join(
+                [*lines, "decoding one by one gave other bits the second time: it is the reference"]
+            )
         first, most = different[0], (found - single).abs().max().item()
-        lines.append(f"{len(different)} of {len(found)} logits differ, at most by {most:g}; the first is {first}:")
+        lines.append(
+            f"{len(different)} of {len(found)} logits differ, at most by {most:g}; the first is {first}:"
+        )
         lines.append(f"{found[first].item()!r} together, {single[first].item()!r} one by one")
         return "\n".join(lines)
 
@@ -346,7 +378,9 @@ class Cases(Sequence[Case]):
             self.total *= len(part)
         self._first = random.Random(seed).randrange(self.total)
         self._stride = next(
-            each for each in range(max(1, int(GOLDEN * self.total)), 2 * self.total) if gcd(each, self.total) == 1
+            each
+            for each in range(max(1, int(GOLDEN * self.total)), 2 * self.total)
+            if gcd(each, self.total) == 1
         )
 
     def __len__(self) -> int:
@@ -366,7 +400,9 @@ class Cases(Sequence[Case]):
         return (self[number] for number in range(self.total))
 
 
-def reference_of(model: CausalLM, longest: int, seed: int, say: Callable[[str], None] = lambda line: None) -> Reference:
+def reference_of(
+    model: CausalLM, longest: int, seed: int, say: Callable[[str], None] = lambda line: None
+) -> Reference:
     """Return a reference for cases of contexts up to `longest`."""
     return Reference(model, some_text(longest + ROWS, model.vocab_size, seed), say)
 

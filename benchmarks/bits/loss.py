@@ -37,7 +37,13 @@ REFERENCE = "float32"
 WINDOW = 512
 LENGTH = 64  # of an answer
 BATCH = 20  # answers that are written together
-MANNERS = ("{}", "In one sentence: {}", "In detail, please. {}", "You are an expert. {}", "{} Answer with an example.")
+MANNERS = (
+    "{}",
+    "In one sentence: {}",
+    "In detail, please. {}",
+    "You are an expert. {}",
+    "{} Answer with an example.",
+)
 ROOT = Path(__file__).parents[2]
 
 Text = tuple[list[int], int]  # tokens, and how many of them are only read
@@ -86,7 +92,9 @@ def windows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], count: int
             break
     if len(tokens) < count:
         raise ValueError(f"the texts have {len(tokens)} tokens, fewer than --tokens {count}")
-    return [(tokens[start : min(start + WINDOW, count)], 1) for start in range(0, count - 1, WINDOW)]
+    return [
+        (tokens[start : min(start + WINDOW, count)], 1) for start in range(0, count - 1, WINDOW)
+    ]
 
 
 def documents() -> Iterator[str]:
@@ -103,13 +111,17 @@ def answers(decoder: forerun.Decoder, count: int) -> list[Text]:
     """Questions with the answers that a decoder writes."""
     assert decoder.tokenizer is not None
     plain = questions(min(count, 20))
-    prompts = [asked(decoder.tokenizer, manner.format(each)) for manner in MANNERS for each in plain][:count]
+    prompts = [
+        asked(decoder.tokenizer, manner.format(each)) for manner in MANNERS for each in plain
+    ][:count]
     params = SamplingParams(max_new_tokens=LENGTH)
     found: list[Text] = []
     for start in range(0, count, BATCH):
         batch = prompts[start : start + BATCH]
         done = decoder.generate(batch, params)
-        found += [(prompt + each.tokens, len(prompt)) for prompt, each in zip(batch, done, strict=True)]
+        found += [
+            (prompt + each.tokens, len(prompt)) for prompt, each in zip(batch, done, strict=True)
+        ]
         print(f"{len(found)} of {count} answers written", flush=True)
     return found
 
@@ -126,7 +138,9 @@ def reading(model: CausalLM) -> Callable[[list[int]], Tensor]:
     return read
 
 
-def compare(readers: dict[str, Callable[[list[int]], Tensor]], texts: Sequence[Text], name: str) -> dict[str, Any]:
+def compare(
+    readers: dict[str, Callable[[list[int]], Tensor]], texts: Sequence[Text], name: str
+) -> dict[str, Any]:
     """Losses of all readers; the reference comes first."""
     found = {each: Loss() for each in readers}
     seconds = dict.fromkeys(readers, 0.0)
@@ -144,13 +158,21 @@ def compare(readers: dict[str, Callable[[list[int]], Tensor]], texts: Sequence[T
                 + ", ".join(f"{k} {v:.0f} s" for k, v in seconds.items())
             )
     print(f"\n{name}, {found[REFERENCE].places} tokens\n")
-    print("| | nats a token | beside float32 | logits apart | other argmax |", "|---|---:|---:|---:|---:|", sep="\n")
+    print(
+        "| | nats a token | beside float32 | logits apart | other argmax |",
+        "|---|---:|---:|---:|---:|",
+        sep="\n",
+    )
     for each, own in found.items():
         row = own.means()
         more = f"{row['more']:+.4f} ({row['more_error']:.4f})"
-        print(f"| {each} | {row['nats']:.4f} | {more} | {row['logits_apart']:.4f} | {row['other_argmax']:.2%} |")
+        print(
+            f"| {each} | {row['nats']:.4f} | {more} | {row['logits_apart']:.4f} | {row['other_argmax']:.2%} |"
+        )
     print(flush=True)
-    return {"texts": len(texts), "tokens": found[REFERENCE].places} | {each: own.means() for each, own in found.items()}
+    return {"texts": len(texts), "tokens": found[REFERENCE].places} | {
+        each: own.means() for each, own in found.items()
+    }
 
 
 @torch.inference_mode()
@@ -164,8 +186,16 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             "code": windows(tokenizer, code, given.tokens),
         }
     kinds = [REFERENCE, *(kind for kind in given.kinds.split(",") if kind != REFERENCE)]
-    how: dict[str, Any] = {"method": "ar", "tokenizer": tokenizer, "device": "cpu", "prefix_bytes": 0}
-    decoders = {kind: forerun.load(given.file, weights=kind, fast=kind != REFERENCE, **how) for kind in kinds}
+    how: dict[str, Any] = {
+        "method": "ar",
+        "tokenizer": tokenizer,
+        "device": "cpu",
+        "prefix_bytes": 0,
+    }
+    decoders = {
+        kind: forerun.load(given.file, weights=kind, fast=kind != REFERENCE, **how)
+        for kind in kinds
+    }
     texts["answers"] = answers(decoders[REFERENCE], given.answers) if given.answers else []
     readers = {kind: reading(decoder.target.fresh()) for kind, decoder in decoders.items()}
     return {
@@ -180,13 +210,20 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", metavar="FILE.gguf")
-    parser.add_argument("--tokens", type=int, default=2000, help="of the documents, and of code; 0 for none")
+    parser.add_argument(
+        "--tokens", type=int, default=2000, help="of the documents, and of code; 0 for none"
+    )
     parser.add_argument("--answers", type=int, default=100, help="at most 100; 0 for none")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kinds", default="auto,int8,bfloat16", help="of weights, beside float32")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    if not 0 <= given.answers <= 100 or given.tokens < 0 or not given.answers + given.tokens or given.threads < 1:
+    if (
+        not 0 <= given.answers <= 100
+        or given.tokens < 0
+        or not given.answers + given.tokens
+        or given.threads < 1
+    ):
         parser.error("--answers must be between 0 and 100, --tokens and --threads above 0")
     measured(parser, given, measure)
     if given.out is not None:

@@ -73,13 +73,19 @@ def rates(runs: Sequence[Run], prompts: Sequence[list[int]]) -> list[tuple[float
 def ratios(own: Sequence[Run], other: Sequence[Run]) -> dict[str, float]:
     """How many times as fast as another one it decodes: median, lowest and highest over prompts and rounds."""
     found = [theirs.rest / ours.rest for ours, theirs in zip(own, other, strict=True)]
-    return {"median": round(median(found), 3), "lowest": round(min(found), 3), "highest": round(max(found), 3)}
+    return {
+        "median": round(median(found), 3),
+        "lowest": round(min(found), 3),
+        "highest": round(max(found), 3),
+    }
 
 
 def forwards(models: dict[str, Callable[[int], Any]], repeats: int) -> dict[str, dict[int, float]]:
     """Milliseconds of a forward by its number of tokens: of all times the 20th percentile, which other programs hardly
     disturb. Each block of forwards begins with two that warm up, and the models take turns."""
-    seconds: dict[str, dict[int, list[float]]] = {name: {count: [] for count in COUNTS} for name in models}
+    seconds: dict[str, dict[int, list[float]]] = {
+        name: {count: [] for count in COUNTS} for name in models
+    }
     for turn in range(-(-repeats // BLOCK)):
         for place, count in enumerate(COUNTS):
             for name in turned(list(models), turn, place):
@@ -89,7 +95,10 @@ def forwards(models: dict[str, Callable[[int], Any]], repeats: int) -> dict[str,
                     if repeat >= 2:
                         seconds[name][count].append(perf_counter() - begun)
     return {
-        name: {count: round(1000 * sorted(each)[int(QUIET * len(each))], 3) for count, each in own.items()}
+        name: {
+            count: round(1000 * sorted(each)[int(QUIET * len(each))], 3)
+            for count, each in own.items()
+        }
         for name, own in seconds.items()
     }
 
@@ -134,7 +143,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             for name in turned(names, number, index):
                 taken[name].append(runs[name](prompt))
             assert all(len(own[-1].tokens) == given.new_tokens for own in taken.values())
-            rest = ", ".join(f"{name} {given.new_tokens / taken[name][-1].rest:.0f}" for name in names)
+            rest = ", ".join(
+                f"{name} {given.new_tokens / taken[name][-1].rest:.0f}" for name in names
+            )
             print(f"round {number + 1}, prompt {index + 1} of {len(prompts)}: {rest}", flush=True)
     found: dict[str, Any] = {}
     for name, own in taken.items():
@@ -142,20 +153,38 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         found[name] = {
             "tokens_per_s": round(median(speed for speed, _ in speeds), 2),
             "prompt_tokens_per_s": round(median(speed for _, speed in speeds), 2),
-            "same_output_as": {other: _same(own, theirs) for other, theirs in taken.items() if other != name},
-            "over": {other: ratios(own, theirs) for other, theirs in taken.items() if other != name},
+            "same_output_as": {
+                other: _same(own, theirs) for other, theirs in taken.items() if other != name
+            },
+            "over": {
+                other: ratios(own, theirs) for other, theirs in taken.items() if other != name
+            },
             "runs_tokens_per_s": [round(speed, 1) for speed, _ in speeds],
         }
     table(
-        ["", "tokens/s", "prompt's tokens/s", *(f"over {name}: median (lowest, highest)" for name in names)],
         [
-            [name, str(own["tokens_per_s"]), str(own["prompt_tokens_per_s"]), *(_cell(own["over"], o) for o in names)]
+            "",
+            "tokens/s",
+            "prompt's tokens/s",
+            *(f"over {name}: median (lowest, highest)" for name in names),
+        ],
+        [
+            [
+                name,
+                str(own["tokens_per_s"]),
+                str(own["prompt_tokens_per_s"]),
+                *(_cell(own["over"], o) for o in names),
+            ]
             for name, own in found.items()
         ],
     )
     ms = forwards(models, given.repeats) if given.repeats else {}
     if ms:
-        head = ["", *(f"{count}, ms" for count in COUNTS), *(f"{count} over 1" for count in COUNTS[1:])]
+        head = [
+            "",
+            *(f"{count}, ms" for count in COUNTS),
+            *(f"{count} over 1" for count in COUNTS[1:]),
+        ]
         rows = []
         for name, own in ms.items():
             rows.append([name, *(f"{each:.2f}" for each in own.values())])
@@ -189,11 +218,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kinds", default="auto,int8,bfloat16,float32", help="of weights")
-    parser.add_argument("--repeats", type=int, default=20, help="forwards of each number of tokens; 0 for none")
+    parser.add_argument(
+        "--repeats", type=int, default=20, help="forwards of each number of tokens; 0 for none"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.new_tokens < 2 or given.rounds < 1 or given.threads < 1 or given.repeats < 0:
-        parser.error("--new-tokens must be at least 2, --rounds and --threads at least 1, --repeats at least 0")
+        parser.error(
+            "--new-tokens must be at least 2, --rounds and --threads at least 1, --repeats at least 0"
+        )
     measured(parser, given, measure)
     if given.out is not None:
         print(f"\n{given.out} has it all")

@@ -28,7 +28,11 @@ CURVE = "curve.json"
 def put(source: Path, target: str, bits: int, work: Path | None) -> Path:
     """Writes the folder of a draft, head or layer; returns it."""
     config = json.loads((source / "config.json").read_text())
-    kind = Pacer.layer if config["model_type"] == PreVerifierConfig.model_type else config.get("kind", "draft")
+    kind = (
+        Pacer.layer
+        if config["model_type"] == PreVerifierConfig.model_type
+        else config.get("kind", "draft")
+    )
     folder = FOLDERS[target] / kind
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "draft":
@@ -53,17 +57,25 @@ def curve(source: Path, folder: Path, work: Path | None) -> None:
     log = (work or source / "work") / "training" / source.name / "log.jsonl"
     if not log.exists():
         raise SystemExit(f"no log of the training of {source}: give --work")
-    records = {each["step"]: each for each in map(json.loads, log.read_text().splitlines())}  # the later, if done again
-    kept = [[step, each["validation"]] for step, each in sorted(records.items()) if "validation" in each]
+    records = {
+        each["step"]: each for each in map(json.loads, log.read_text().splitlines())
+    }  # the later, if done again
+    kept = [
+        [step, each["validation"]] for step, each in sorted(records.items()) if "validation" in each
+    ]
     write_text(folder / CURVE, json.dumps({source.name: kept}) + "\n")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("--target", choices=(SMOLLM2, QWEN_CODER), default=SMOLLM2)
     parser.add_argument("--bits", type=int, choices=(6, 8), default=6)
-    parser.add_argument("--work", type=Path, help="where the runs kept their logs, if not beside them")
+    parser.add_argument(
+        "--work", type=Path, help="where the runs kept their logs, if not beside them"
+    )
     given = parser.parse_args()
     for run in given.runs:
         folder = put(run, given.target, given.bits, given.work)

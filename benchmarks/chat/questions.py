@@ -32,7 +32,11 @@ def questions(count: int) -> Iterator[str]:
     seen: set[str] = set()
     for relative, text in sorted(files, key=lambda each: _digest(each[0])):
         module = relative.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        functions = [] if module.startswith("test.") else sorted(_functions(text), key=lambda each: _digest(each[1]))
+        functions = (
+            []
+            if module.startswith("test.")
+            else sorted(_functions(text), key=lambda each: _digest(each[1]))
+        )
         for name, code in functions[:OF_A_FILE]:
             if len(seen) == count:
                 return

@@ -98,13 +98,22 @@ class Windows:
 
     def batch(self, step: int, size: int) -> Tensor:
         """Tokens [size, length + 1] of the given step."""
-        starts = [self._order(i // self.per_epoch)[i % self.per_epoch] for i in range(step * size, (step + 1) * size)]
+        starts = [
+            self._order(i // self.per_epoch)[i % self.per_epoch]
+            for i in range(step * size, (step + 1) * size)
+        ]
         rows = np.stack([self.stream[start : start + self.length + 1] for start in starts])
         return torch.from_numpy(rows.astype(np.int64))
 
 
 def new_llama(
-    tokenizer: PreTrainedTokenizerBase, width: int, layers: int, heads: int, mlp: int, context: int, seed: int
+    tokenizer: PreTrainedTokenizerBase,
+    width: int,
+    layers: int,
+    heads: int,
+    mlp: int,
+    context: int,
+    seed: int,
 ) -> LlamaForCausalLM:
     """A fresh Llama with tied embeddings over the tokenizer's vocabulary, with heads of 64."""
     torch.manual_seed(seed)
@@ -131,7 +140,9 @@ def deepen(model: LlamaForCausalLM) -> LlamaForCausalLM:
     """A model of twice the layers that computes the same: every layer is followed by a copy of itself that adds
     nothing yet, its output projections being 0. For training on; stacking is an old idea (Gong et al. 2019), the
     silent copies are those of LLaMA Pro (arXiv 2401.02415)."""
-    config = LlamaConfig(**model.config.to_dict() | {"num_hidden_layers": 2 * model.config.num_hidden_layers})
+    config = LlamaConfig(
+        **model.config.to_dict() | {"num_hidden_layers": 2 * model.config.num_hidden_layers}
+    )
     deep = LlamaForCausalLM(config)
     old, new = model.state_dict(), {}
     for name, value in old.items():
@@ -142,7 +153,9 @@ def deepen(model: LlamaForCausalLM) -> LlamaForCausalLM:
         number, _, rest = tail.partition(".")
         new[f"{head}layers.{2 * int(number)}.{rest}"] = value
         silent = rest in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-        new[f"{head}layers.{2 * int(number) + 1}.{rest}"] = torch.zeros_like(value) if silent else value
+        new[f"{head}layers.{2 * int(number) + 1}.{rest}"] = (
+            torch.zeros_like(value) if silent else value
+        )
     deep.load_state_dict(new)
     return deep
 
@@ -202,7 +215,9 @@ def held_batches(stream: np.ndarray, length: int, rows: int = 64) -> list[Tensor
     return [windows.batch(step, 16) for step in range(rows // 16)]
 
 
-def train_target(work: Path, recipe: PairRecipe, corpus: Corpus, compiled: bool, say: Say) -> PreTrainedModel:
+def train_target(
+    work: Path, recipe: PairRecipe, corpus: Corpus, compiled: bool, say: Say
+) -> PreTrainedModel:
     """The target: a shallow one, then one of twice the depth that goes on from it. The last fifth of the steps of
     each uses windows of twice the length."""
     shape = recipe.target_width, recipe.target_layers, recipe.target_heads, recipe.target_mlp
@@ -211,7 +226,10 @@ def train_target(work: Path, recipe: PairRecipe, corpus: Corpus, compiled: bool,
     held = held_batches(corpus.stream("validation"), recipe.window)
 
     def run(model: LlamaForCausalLM, config: TrainConfig, folder: str, seed: int) -> None:
-        short, long = Windows(stream, recipe.window, seed), Windows(stream, 2 * recipe.window, seed + 1)
+        short, long = (
+            Windows(stream, recipe.window, seed),
+            Windows(stream, 2 * recipe.window, seed + 1),
+        )
 
         def batch(step: int) -> Tensor:
             if step < config.steps * 4 // 5:
@@ -230,12 +248,17 @@ def train_target(work: Path, recipe: PairRecipe, corpus: Corpus, compiled: bool,
     grown = TrainConfig(recipe.grown_steps, lr=3e-3, warmup=50, cooldown=0.8)
     run(model, grown, "target-grown", recipe.seed + 10)
     losses = best_between(start, model, lambda: mean_loss(model, held))
-    say("validation loss by share of the way from the start: " + ", ".join(f"{s}: {v:.3f}" for s, v in losses.items()))
+    say(
+        "validation loss by share of the way from the start: "
+        + ", ".join(f"{s}: {v:.3f}" for s, v in losses.items())
+    )
     return model
 
 
 @torch.no_grad()
-def best_between(start: dict[str, Tensor], model: PreTrainedModel, loss: Callable[[], float]) -> dict[float, float]:
+def best_between(
+    start: dict[str, Tensor], model: PreTrainedModel, loss: Callable[[], float]
+) -> dict[float, float]:
     """Puts the model where its loss is least on the line from weights `start` to its own, by fifths; returns the loss
     at each. On a small corpus both ends have overfitted, each to its own order of it (arXiv 2109.01903)."""
     end = {name: value.clone() for name, value in model.state_dict().items()}
@@ -251,7 +274,9 @@ def best_between(start: dict[str, Tensor], model: PreTrainedModel, loss: Callabl
     return losses
 
 
-def train_draft_on_corpus(work: Path, recipe: PairRecipe, corpus: Corpus, compiled: bool, say: Say) -> PreTrainedModel:
+def train_draft_on_corpus(
+    work: Path, recipe: PairRecipe, corpus: Corpus, compiled: bool, say: Say
+) -> PreTrainedModel:
     """The draft trained on text alone: what distillation starts from, and what it is compared with."""
     shape = recipe.draft_width, recipe.draft_layers, recipe.draft_heads, recipe.draft_mlp
     model = new_llama(corpus.tokenizer, *shape, recipe.context, recipe.seed + 1)
@@ -271,7 +296,11 @@ def train_draft_on_corpus(work: Path, recipe: PairRecipe, corpus: Corpus, compil
 
 
 def train_pair(
-    work: Path, recipe: PairRecipe, root: Path | None = None, compiled: bool = True, say: Say = print
+    work: Path,
+    recipe: PairRecipe,
+    root: Path | None = None,
+    compiled: bool = True,
+    say: Say = print,
 ) -> dict[str, Any]:
     """Makes the whole pair under `work`, the finished models in `work/pair`; returns and stores the results.
 
@@ -287,7 +316,9 @@ def train_pair(
     pair = work / "pair"
     if not (pair / "target" / WEIGHTS).exists():
         tokenizer.save_pretrained(pair / "target")
-        save_quantised(train_target(work, recipe, corpus, compiled, say), pair / "target", note, bits=6)
+        save_quantised(
+            train_target(work, recipe, corpus, compiled, say), pair / "target", note, bits=6
+        )
     target = load_quantised(pair / "target")
     draft = train_draft_on_corpus(work, recipe, corpus, compiled, say)
     test = held_batches(corpus.stream("test"), recipe.window)
@@ -301,7 +332,11 @@ def train_pair(
         write_text(texts, "\n".join(lines))
         float32 = [str(work / "float32" / name) for name in ("target", "draft-corpus")]
         distilled = DraftRecipe(
-            recipe.own_sequences, recipe.window, steps=recipe.distill_steps, batch=recipe.batch, seed=recipe.seed
+            recipe.own_sequences,
+            recipe.window,
+            steps=recipe.distill_steps,
+            batch=recipe.batch,
+            seed=recipe.seed,
         )
         run = Run(float32[0], work / "draft", [str(texts)], say=say)
         train_draft(run, distilled, init=float32[1])
@@ -316,7 +351,8 @@ def train_pair(
         "transformers": transformers.__version__,
     }
     results["sha256"] = {
-        part: hashlib.sha256((pair / part / WEIGHTS).read_bytes()).hexdigest() for part in ("target", "draft")
+        part: hashlib.sha256((pair / part / WEIGHTS).read_bytes()).hexdigest()
+        for part in ("target", "draft")
     }
     write_text(pair / "results.json", json.dumps(results, indent=1) + "\n")
     for name, value in results["gate"].items():
@@ -350,9 +386,17 @@ def gate(
         plain = Decoder(target, tokenizer, method=AR()).generate(prompts, params)
         shares = [distinct_share(completion.tokens) for completion in plain]
         results["distinct_4gram_share"][str(temperature)] = round(statistics.median(shares), 4)
-        drafted = Decoder(target, tokenizer, draft, SD(gamma=5), guard=False).generate(prompts, params)
-        stats = summarise([step for completion in drafted for step in completion.steps], seconds=0.0)
-        results["sd"][str(temperature)] = {"gamma": 5, "tau": round(stats.tau, 4), "alpha": round(stats.alpha, 4)}
+        drafted = Decoder(target, tokenizer, draft, SD(gamma=5), guard=False).generate(
+            prompts, params
+        )
+        stats = summarise(
+            [step for completion in drafted for step in completion.steps], seconds=0.0
+        )
+        results["sd"][str(temperature)] = {
+            "gamma": 5,
+            "tau": round(stats.tau, 4),
+            "alpha": round(stats.alpha, 4),
+        }
     loss = mean_loss(target, test)
     share = results["distinct_4gram_share"]["0.0"]
     results["loss"] = {
@@ -364,16 +408,23 @@ def gate(
     results["gate"] = {
         "target's loss at least 0.4 nats below the draft's": f"{draft_corpus_loss - loss:.3f} "
         + ("passed" if draft_corpus_loss - loss >= 0.4 else "MISSED"),
-        "median distinct 4-gram share at least 0.5": f"{share:.3f} " + ("passed" if share >= 0.5 else "MISSED"),
+        "median distinct 4-gram share at least 0.5": f"{share:.3f} "
+        + ("passed" if share >= 0.5 else "MISSED"),
     }
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/pair"))
-    parser.add_argument("--corpus", type=Path, help="a tree of .py files instead of the standard library")
-    parser.add_argument("--set", action="append", default=[], metavar="FIELD=N", help="change the recipe")
+    parser.add_argument(
+        "--corpus", type=Path, help="a tree of .py files instead of the standard library"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=N", help="change the recipe"
+    )
     parser.add_argument("--no-compile", action="store_true", help="train without torch.compile")
     parser.add_argument("--threads", type=int)
     asked = parser.parse_args()

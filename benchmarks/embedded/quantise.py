@@ -26,7 +26,9 @@ def pack6(values: Tensor) -> Tensor:
     return torch.stack([a | b << 6, b >> 2 | c << 4, c >> 4 | d << 2], -1).flatten(1)
 
 
-def save_quantised(model: PreTrainedModel, folder: Path, metadata: dict[str, str], bits: int = 8) -> None:
+def save_quantised(
+    model: PreTrainedModel, folder: Path, metadata: dict[str, str], bits: int = 8
+) -> None:
     """Write config.json and one safetensors file.
 
     Matrices are in 8 or 6 bits with scales, vectors in float32, buffers as they are. In 6 bits the number of columns

@@ -16,7 +16,10 @@ from forerun.zoo import EMBEDDED
 
 
 def main(out: Path) -> None:
-    taken = {relative for _, relative, _ in file_prompts(load_tokenizer(EMBEDDED), "validation", 128)[:40]}
+    taken = {
+        relative
+        for _, relative, _ in file_prompts(load_tokenizer(EMBEDDED), "validation", 128)[:40]
+    }
     for relative, text in source_files("validation"):
         if relative not in taken:
             path = out / relative

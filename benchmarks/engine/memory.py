@@ -42,7 +42,10 @@ def serve(requests: int, threads: int, method: str, prefix_bytes: int) -> list[f
         chance = random.Random(number)
         for turn in range(requests // threads):
             prompt = prompts[chance.randrange(len(prompts))][: chance.randrange(16, 128)]
-            options = {"max_new_tokens": chance.randrange(4, 48), "temperature": chance.choice([0.0, 1.0])}
+            options = {
+                "max_new_tokens": chance.randrange(4, 48),
+                "temperature": chance.choice([0.0, 1.0]),
+            }
             if turn % 4:
                 decoder.generate(prompt, **options)
             else:
@@ -75,7 +78,9 @@ def forget_peak() -> None:
 
 def read(model: str, context: int, new: int, method: str, prefix_bytes: int) -> dict[str, float]:
     """MB that a request which fills `context` positions takes."""
-    forerun.load(method="ar").generate("a", max_new_tokens=2)  # what the libraries take with any model
+    forerun.load(method="ar").generate(
+        "a", max_new_tokens=2
+    )  # what the libraries take with any model
     gc.collect()
     before = resident()
     decoder = forerun.load(model, method=method, prefix_bytes=prefix_bytes)
@@ -89,7 +94,12 @@ def read(model: str, context: int, new: int, method: str, prefix_bytes: int) -> 
         "kv_mb": round(context * decoder.target.position_bytes / 1e6, 1),
     }
     taken = round(peak() - before, 1)
-    return {**parts, "peak_mb": taken, "over": round(taken / sum(parts.values()), 3), "before_mb": before}
+    return {
+        **parts,
+        "peak_mb": taken,
+        "over": round(taken / sum(parts.values()), 3),
+        "before_mb": before,
+    }
 
 
 def main() -> None:

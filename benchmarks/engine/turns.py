@@ -86,8 +86,14 @@ def main() -> None:
                 found = {which: workers[which].run(method, prompt) for which in order}
                 equal = equal and found[0][1] == found[1][1]
                 ratios.setdefault(method, []).append(found[0][0] / found[1][0])
-    speeds = {method: {"median": round(median(own), 4), "of": len(own)} for method, own in ratios.items()}
-    print(json.dumps({"new_over_old": speeds, "equal": equal, "tokens": asked.tokens, "rows": asked.rows}))
+    speeds = {
+        method: {"median": round(median(own), 4), "of": len(own)} for method, own in ratios.items()
+    }
+    print(
+        json.dumps(
+            {"new_over_old": speeds, "equal": equal, "tokens": asked.tokens, "rows": asked.rows}
+        )
+    )
 
 
 if __name__ == "__main__":

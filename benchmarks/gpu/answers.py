@@ -24,7 +24,9 @@ from forerun.train.texts import SPLITS, Conversation
 ROWS = 2048  # decoded together
 ASKED = 160  # tokens of a question
 LONGEST = 320  # tokens of a prompt
-LIKELY = 0.02  # of the likeliest token's probability: what is less likely is not drawn in a question
+LIKELY = (
+    0.02  # of the likeliest token's probability: what is less likely is not drawn in a question
+)
 TOPICS = (
     "strings", "lists of integers", "dictionaries", "matrices", "prime numbers", "dates and times", "parentheses",
     "sorting", "searching", "recursion", "words in a sentence", "vowels and letters", "ciphers", "file paths",
@@ -71,7 +73,11 @@ def make(
         found = [("request", each.text, split_of(each.about)) for each in given]
         found += _asked(target, tokenizer, exercises, questions, stops)
         known = {plain(each) for each in held}
-        chosen = {plain(text): (source, text, split) for source, text, split in found if split != SPLITS[2]}
+        chosen = {
+            plain(text): (source, text, split)
+            for source, text, split in found
+            if split != SPLITS[2]
+        }
         rows = sorted(each for name, each in chosen.items() if name not in known)
         random.Random(0).shuffle(rows)
         write_text(path, json.dumps(rows))
@@ -79,7 +85,10 @@ def make(
     say(f"questions {dict(Counter(source for source, _, _ in rows))}")
     prompts = [_prompt(tokenizer, text) for _, text, _ in rows]
     # Those of a length together, so that short ones do not wait.
-    order = sorted((at for at, each in enumerate(prompts) if len(each) <= LONGEST), key=lambda at: len(prompts[at]))
+    order = sorted(
+        (at for at, each in enumerate(prompts) if len(each) <= LONGEST),
+        key=lambda at: len(prompts[at]),
+    )
     conversations: list[Conversation] = []
     for number, start in enumerate(range(0, len(order), ROWS)):
         some, path = order[start : start + ROWS], out / f"answers-{number:05d}.json"
@@ -89,14 +98,20 @@ def make(
             answers = target.generate([prompts[at] for at in some], warmth, limit, stops)
             write_text(path, json.dumps(answers))
             rate = sum(map(len, answers)) / (time.time() - begun)
-            say(f"answers to {start + len(some)} of {len(order)} questions, {rate:.0f} tokens a second")
+            say(
+                f"answers to {start + len(some)} of {len(order)} questions, {rate:.0f} tokens a second"
+            )
         answers = json.loads(path.read_text())
         texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
         for at, temperature, answer, text in zip(some, warmth, answers, texts, strict=True):
             source, question, split = rows[at]
-            conversations.append(Conversation(question, prompts[at], answer, text, temperature, source, split))
+            conversations.append(
+                Conversation(question, prompts[at], answer, text, temperature, source, split)
+            )
     splits = [Question(text, source, split) for source, text, split in rows]
-    kept, dropped = apart(conversations, splits + [Question(text, "held", SPLITS[2]) for text in held])
+    kept, dropped = apart(
+        conversations, splits + [Question(text, "held", SPLITS[2]) for text in held]
+    )
     say(f"{len(kept)} conversations, {dropped} more are neighbours of held-out questions")
     for split in (SPLITS[1], SPLITS[0]):
         lines = [json.dumps(asdict(each)) + "\n" for each in kept if each.split == split]
@@ -110,10 +125,16 @@ def _asked(
     one split; questions are sampled after the template's user header (as in Magpie, arXiv 2406.08464)."""
     asked = [EXERCISE.format(topic=TOPICS[number % len(TOPICS)]) for number in range(exercises)]
     prompts = [*(_prompt(tokenizer, each) for each in asked), *[user_header(tokenizer)] * questions]
-    drawn = target.generate(prompts, [1.0] * len(prompts), ASKED, stops, rows=2 * ROWS, least=LIKELY)
+    drawn = target.generate(
+        prompts, [1.0] * len(prompts), ASKED, stops, rows=2 * ROWS, least=LIKELY
+    )
     texts = tokenizer.batch_decode(drawn, skip_special_tokens=True)
     made = [found for text in texts[:exercises] if (found := exercise(text))]
-    own = [text.strip() for text, each in zip(texts[exercises:], drawn[exercises:], strict=True) if each[-1] in stops]
+    own = [
+        text.strip()
+        for text, each in zip(texts[exercises:], drawn[exercises:], strict=True)
+        if each[-1] in stops
+    ]
     return [("exercise", text, split_of(name)) for name, text in made] + [
         ("own", text, split_of(text)) for text in own if is_sound(text)
     ]

@@ -32,7 +32,9 @@ from forerun.zoo import QWEN_CODER, SMOLLM2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("head", type=Path)
     parser.add_argument("chats", type=Path)
     parser.add_argument("--out", type=Path, required=True)
@@ -49,19 +51,28 @@ def main() -> None:
     sources = sorted({each.source for each in known})
     parts = [[each for each in known if each.source == source][: given.texts] for source in sources]
     held = of_chats([each for some in parts for each in some], LONGEST + LIMIT)
-    survival, config.curves = measure(head, rows, label(run, target, held, states=True), embed, unroll)
-    config.target, config.recipe = target.fingerprint, config.recipe | {"validation": {"survival": survival}}
+    survival, config.curves = measure(
+        head, rows, label(run, target, held, states=True), embed, unroll
+    )
+    config.target, config.recipe = (
+        target.fingerprint,
+        config.recipe | {"validation": {"survival": survival}},
+    )
     head.save_pretrained(run.out)
     log = map(json.loads, (given.head.parent / "log.jsonl").read_text().splitlines())
     curve = [[each["positions"], each["accepted"]] for each in log if each["run"] == config.kind]
-    write_text(run.out / CURVE, json.dumps({"positions, accepted at places 1, 2, ...": curve}) + "\n")
+    write_text(
+        run.out / CURVE, json.dumps({"positions, accepted at places 1, 2, ...": curve}) + "\n"
+    )
     shares = ", ".join(f"{share:.3f}" for share in survival)
     text = f"""It drafts from the hidden states of `{given.target}` and fits no other model: a fingerprint in
 config.json is compared when it is loaded. benchmarks/gpu made it.
 
 {sum(each.numel() for each in head.parameters()):,} parameters. On held-out output its greedy chains are the target's
 own in their first 1, 2, ... tokens in these shares: {shares}."""
-    save_card(run.out, f"A head of the kind {config.kind} for speculative decoding", text, config.recipe)
+    save_card(
+        run.out, f"A head of the kind {config.kind} for speculative decoding", text, config.recipe
+    )
     print(survival, config.curves)
 
 

@@ -56,7 +56,9 @@ class Form:
     rank: int = RANK
     inner: int = INNER  # neurons, at most the target's
     unroll: int = 4
-    reads_lower: bool = False  # the first step sees states of two lower blocks, as EAGLE-3 (arXiv 2503.01840) does
+    reads_lower: bool = (
+        False  # the first step sees states of two lower blocks, as EAGLE-3 (arXiv 2503.01840) does
+    )
     copied: bool = True  # begins as least squares' map and the target's last layer
     reads_token: bool = True  # the first step sees the token that follows
     law: bool = True  # the loss is with the target's law, not with its likeliest token
@@ -105,13 +107,21 @@ class Data:
         device, self.part = target.device, part
         self.sources = [each.source for each in known]
         self.lengths = torch.tensor([len(each) for each in rows])
-        self.sizes, self.starts = self.lengths.to(device), (self.lengths.cumsum(0) - self.lengths).to(device)
+        self.sizes, self.starts = (
+            self.lengths.to(device),
+            (self.lengths.cumsum(0) - self.lengths).to(device),
+        )
         self.begins = torch.tensor([len(each.prompt) - 1 for each in known], device=device)
         self.tokens = torch.tensor([token for row in rows for token in row], device=device)
         total = len(self.tokens)
         self.states = torch.empty(total, target.size, dtype=torch.bfloat16, device=device)
-        self.lower = torch.empty(total if lower else 0, 2 * target.size, dtype=torch.bfloat16, device=device)
-        self.whole, self.best = torch.empty(total, device=device), torch.empty(total, dtype=torch.int32, device=device)
+        self.lower = torch.empty(
+            total if lower else 0, 2 * target.size, dtype=torch.bfloat16, device=device
+        )
+        self.whole, self.best = (
+            torch.empty(total, device=device),
+            torch.empty(total, dtype=torch.int32, device=device),
+        )
         names = ("states", "best", "whole", "lower")
         if kept is not None and kept.exists():
             parts = load_file(kept)
@@ -141,7 +151,9 @@ class Data:
     def batches(self, positions: int, rng: random.Random) -> list[list[int]]:
         """Return all rows in batches of about the same length, shuffled."""
         found: list[list[int]] = [[]]
-        noisy = sorted(range(len(self.lengths)), key=lambda row: int(self.lengths[row]) + rng.random() * 24)
+        noisy = sorted(
+            range(len(self.lengths)), key=lambda row: int(self.lengths[row]) + rng.random() * 24
+        )
         longest = 0
         for row in noisy:
             longest = max(longest, int(self.lengths[row]))
@@ -156,7 +168,11 @@ class Data:
         own = torch.tensor(rows, device=self.starts.device)
         at = torch.arange(int(self.lengths[rows].max()), device=self.starts.device)
         within = at < self.sizes[own][:, None]
-        return Batch(self.starts[own][:, None] + at * within, within, within & (at >= self.begins[own][:, None]))
+        return Batch(
+            self.starts[own][:, None] + at * within,
+            within,
+            within & (at >= self.begins[own][:, None]),
+        )
 
 
 class Starts:
@@ -165,7 +181,9 @@ class Starts:
     def __init__(self, name: str, target: Target, data: Data, batch: int, hot: int) -> None:
         vocabulary = len(target.embed)
         at = torch.arange(int(data.lengths.max()), device=target.device)
-        is_answer = (at >= data.begins[:, None])[at < data.sizes[:, None]]  # of all positions in turn
+        is_answer = (at >= data.begins[:, None])[
+            at < data.sizes[:, None]
+        ]  # of all positions in turn
         counts = torch.bincount(data.tokens, torch.where(is_answer, 1.0, 0.3), vocabulary).cpu()
         known = hot_tokens(cast(Path, hot_folder(MODELS[name].draft or name)), None, vocabulary)
         assert known is not None
@@ -191,16 +209,22 @@ class Starts:
         chosen = (~is_last & (following >= 0)).nonzero()[:, 0]
         for step in range(steps):
             for group, rate in zip(optimizer.param_groups, (0.05, 0.01), strict=True):
-                group["lr"] = rate * min(1, (step + 1) / min(30, 1 + steps // 5), (1 - step / steps) / 0.7)
+                group["lr"] = rate * min(
+                    1, (step + 1) / min(30, 1 + steps // 5), (1 - step / steps) / 0.7
+                )
             at = chosen[torch.randint(len(chosen), (size,), device=device)]
             with torch.autocast(device.type, torch.bfloat16):
-                logits = functional.linear(functional.rms_norm(embed[data.tokens[at]], (RANK,)), weight)
+                logits = functional.linear(
+                    functional.rms_norm(embed[data.tokens[at]], (RANK,)), weight
+                )
             optimizer.zero_grad()
             functional.cross_entropy(logits.float(), following[at]).backward()
             optimizer.step()
         return functional.rms_norm(embed.detach(), (RANK,)), 0.4 * weight.detach()
 
-    def _linear(self, target: Target, data: Data, reads_token: bool, lower: Tensor | None = None) -> Tensor:
+    def _linear(
+        self, target: Target, data: Data, reads_token: bool, lower: Tensor | None = None
+    ) -> Tensor:
         """Return least squares' map [d, 2 d] from a state and the next token's embedding, or from the state alone, to
         the next state; [d, 4 d] with lower states."""
         size, gain = target.size, target.norm.float().clamp(min=0.1)
@@ -276,7 +300,9 @@ def begin(target: Target, starts: Starts, form: Form) -> HiddenDrafter:
             head.more.weight.copy_(more)
         gate, up = last["gate_up"].float().chunk(2)
         kept = (
-            (gate.norm(dim=1) * up.norm(dim=1) * last["down"].float().norm(dim=0)).topk(min(inner, len(gate))).indices
+            (gate.norm(dim=1) * up.norm(dim=1) * last["down"].float().norm(dim=0))
+            .topk(min(inner, len(gate)))
+            .indices
         )
         layer = cast(HeadLayer, head.layers[0])
         layer.qkv.weight.copy_(last["qkv"])
@@ -296,7 +322,13 @@ class Compared(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, said: Tensor, answer: Tensor, lm: Tensor, own: Tensor, whole: Tensor
+        ctx: Any,
+        states: Tensor,
+        said: Tensor,
+        answer: Tensor,
+        lm: Tensor,
+        own: Tensor,
+        whole: Tensor,
     ) -> Tensor:
         rank = said.shape[1]
         matrix, x = torch.cat([lm, answer.bfloat16()], 1), torch.cat([states, said], 1).bfloat16()
@@ -309,7 +341,9 @@ class Compared(torch.autograd.Function):
                 wanted = product(own[part], lm).sub_(whole[part, None] - log(weight)).exp_()
             else:
                 wanted = torch.zeros_like(law)
-                wanted.scatter_(1, own[part, None].clamp(min=0), (own[part, None] >= 0).float() * weight)
+                wanted.scatter_(
+                    1, own[part, None].clamp(min=0), (own[part, None] >= 0).float() * weight
+                )
             mass = wanted.sum(-1, keepdim=True)
             total -= (wanted * law).sum()
             slope = law.add_(mass.log()).exp_().sub_(wanted).bfloat16()
@@ -325,7 +359,14 @@ class Compared(torch.autograd.Function):
         by_x, by_answer = ctx.saved_tensors
         size = by_x.shape[1] - ctx.rank
         slope = slopes[0]
-        return by_x[:, :size].float() * slope, by_x[:, size:].float() * slope, by_answer * slope, None, None, None
+        return (
+            by_x[:, :size].float() * slope,
+            by_x[:, size:].float() * slope,
+            by_answer * slope,
+            None,
+            None,
+            None,
+        )
 
 
 class Trainer:
@@ -343,10 +384,16 @@ class Trainer:
             embedded = self.embed[data.tokens[at]].float()
             if isinstance(self.head, Deeper):
                 self.head.lower = data.lower[at].float()
-            return self.head.drafted(data.states[at].float(), embedded * self.form.reads_token, steps)
+            return self.head.drafted(
+                data.states[at].float(), embedded * self.form.reads_token, steps
+            )
 
     def token_states(self, tokens: Tensor) -> Tensor:
-        return self.head.token_states(tokens) if self.head.informed else self.none[:1].expand(len(tokens), 0)
+        return (
+            self.head.token_states(tokens)
+            if self.head.informed
+            else self.none[:1].expand(len(tokens), 0)
+        )
 
     def loss(self, data: Data, batch: Batch) -> Tensor:
         """Return the losses of the places [K]."""
@@ -358,7 +405,11 @@ class Trainer:
             source = at[text, place + k]
             own = data.states[source] if self.form.law else self.number[data.best[source].long()]
             said = self.token_states(data.tokens[source])
-            losses.append(Compared.apply(states[text, place].float(), said, answer, self.lm, own, data.whole[source]))
+            losses.append(
+                Compared.apply(
+                    states[text, place].float(), said, answer, self.lm, own, data.whole[source]
+                )
+            )
         return torch.stack(losses)
 
     @torch.no_grad()
@@ -367,7 +418,9 @@ class Trainer:
         after those before were accepted, and of how many."""
         names = sorted(set(data.sources))
         hits, cases = torch.zeros(2, len(names), PLACES, device=data.tokens.device).unbind(0)
-        kinds = torch.tensor([names.index(each) for each in data.sources], device=data.tokens.device)
+        kinds = torch.tensor(
+            [names.index(each) for each in data.sources], device=data.tokens.device
+        )
         for rows in data.batches(data.part, random.Random(0)):
             at, within, answers = data.take(rows)
             best = data.best[at].long()
@@ -385,16 +438,31 @@ class Trainer:
                 followed = torch.zeros_like(live)
                 followed[text, place] = hit
                 live = followed & kept[:, k : k + length]
-        shares = [[round(share, 4) for share in row] for row in (hits / cases.clamp(min=1)).tolist()]
-        return dict(zip(names, shares, strict=True)), dict(zip(names, cases.int().tolist(), strict=True))
+        shares = [
+            [round(share, 4) for share in row] for row in (hits / cases.clamp(min=1)).tolist()
+        ]
+        return dict(zip(names, shares, strict=True)), dict(
+            zip(names, cases.int().tolist(), strict=True)
+        )
 
     def train(self, data: Data, held: Data, steps: int, notes: int) -> None:
         """Train up to `steps` steps, from a checkpoint if there is one, with about `notes` lines in the log."""
         named = dict(self.head.named_parameters())
-        inner = [n for n, each in named.items() if each.ndim == 2 and n.split(".")[0] not in ("embed", "answer")]
+        inner = [
+            n
+            for n, each in named.items()
+            if each.ndim == 2 and n.split(".")[0] not in ("embed", "answer")
+        ]
         optimizers = [
-            torch.optim.AdamW([named[n] for n in named if n not in inner], ADAM, betas=(0.9, 0.95), weight_decay=0.0),
-            torch.optim.Muon([named[n] for n in inner], MUON, DECAY, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(
+                [named[n] for n in named if n not in inner],
+                ADAM,
+                betas=(0.9, 0.95),
+                weight_decay=0.0,
+            ),
+            torch.optim.Muon(
+                [named[n] for n in inner], MUON, DECAY, adjust_lr_fn="match_rms_adamw"
+            ),
         ]
         checkpoint = self.log.with_name(f"{self.name}-{self.form.seed}.pt")
         first = load_checkpoint(checkpoint, self.head, optimizers) if checkpoint.exists() else 0
@@ -402,7 +470,10 @@ class Trainer:
         positions = sum(int(data.lengths[next(queue)].sum()) for _ in range(first))
         torch.manual_seed(self.form.seed + first)
         for step in range(first, steps):
-            rate = max(0.01, min(1.0, (step + 1) / min(WARMUP, 1 + steps // 5), (1 - step / steps) / COOLDOWN))
+            rate = max(
+                0.01,
+                min(1.0, (step + 1) / min(WARMUP, 1 + steps // 5), (1 - step / steps) / COOLDOWN),
+            )
             for optimizer, base in zip(optimizers, (ADAM, MUON), strict=True):
                 optimizer.param_groups[0]["lr"] = base * rate
                 optimizer.zero_grad()
@@ -417,11 +488,18 @@ class Trainer:
                 save_checkpoint(checkpoint, step + 1, self.head, optimizers)
                 self.note(step + 1, positions, time.time() - started, recent, held)
 
-    def note(self, step: int, positions: int, seconds: float, recent: list[Tensor], held: Data) -> None:
+    def note(
+        self, step: int, positions: int, seconds: float, recent: list[Tensor], held: Data
+    ) -> None:
         losses = [round(each, 3) for each in torch.stack(recent).mean(0).tolist()]
         line = {"run": self.name, "seed": self.form.seed, "step": step, "positions": positions}
         accepted, cases = self.measure(held)
-        line |= {"seconds": round(seconds, 1), "losses": losses, "accepted": accepted, "cases": cases}
+        line |= {
+            "seconds": round(seconds, 1),
+            "losses": losses,
+            "accepted": accepted,
+            "cases": cases,
+        }
         with self.log.open("a") as log:
             log.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
@@ -452,7 +530,9 @@ def sampled(chats: Path, counts: list[int] | None) -> list[list[Conversation]]:
 
     def some(known: list[Conversation], count: int) -> list[Conversation]:
         mixed = random.Random(0).sample(known, len(known))
-        halves = [[each for each in mixed if (each.source == "own") is own] for own in (True, False)]
+        halves = [
+            [each for each in mixed if (each.source == "own") is own] for own in (True, False)
+        ]
         return [each for half in halves for each in half[: count // 2]]
 
     held = some(held, counts[1])
@@ -461,22 +541,40 @@ def sampled(chats: Path, counts: list[int] | None) -> list[list[Conversation]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", choices=(QWEN_CODER, SMOLLM2), default=QWEN_CODER)
-    parser.add_argument("--requests", type=Path, help="what is answered, if OUT/chats has no answers yet")
-    parser.add_argument("--held", type=Path, nargs="+", help="likewise: prompts that nothing may share text with")
+    parser.add_argument(
+        "--requests", type=Path, help="what is answered, if OUT/chats has no answers yet"
+    )
+    parser.add_argument(
+        "--held", type=Path, nargs="+", help="likewise: prompts that nothing may share text with"
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit", type=int, help="how many requests are read")
     parser.add_argument("--exercises", type=int, default=3072, help="how many are asked for")
     parser.add_argument("--questions", type=int, default=3072, help="how many are asked for")
-    parser.add_argument("--steps", type=int, default=1541, help="of the training of each of the two heads")
+    parser.add_argument(
+        "--steps", type=int, default=1541, help="of the training of each of the two heads"
+    )
     parser.add_argument("--short-steps", type=int, default=150, help="of each short run")
-    parser.add_argument("--heads", nargs="*", choices=KINDS, default=KINDS, help="that are trained in full")
-    parser.add_argument("--until", type=float, default=1e9, help="seconds after which no short run begins")
+    parser.add_argument(
+        "--heads", nargs="*", choices=KINDS, default=KINDS, help="that are trained in full"
+    )
+    parser.add_argument(
+        "--until", type=float, default=1e9, help="seconds after which no short run begins"
+    )
     parser.add_argument("--batch", type=int, default=BATCH, help="positions of a step")
-    parser.add_argument("--part", type=int, default=PART, help="positions that are read or measured together")
-    parser.add_argument("--sample", type=int, nargs=2, help="conversations to train on and held-out ones, of all")
-    parser.add_argument("--notes", type=int, default=6, help="measurements of a training; a short run has one")
+    parser.add_argument(
+        "--part", type=int, default=PART, help="positions that are read or measured together"
+    )
+    parser.add_argument(
+        "--sample", type=int, nargs=2, help="conversations to train on and held-out ones, of all"
+    )
+    parser.add_argument(
+        "--notes", type=int, default=6, help="measurements of a training; a short run has one"
+    )
     parser.add_argument("--device", default="cuda")
     given = parser.parse_args()
     chats = given.out / "chats"
@@ -489,7 +587,16 @@ def main() -> None:
         print(f"[{time.time() - started:.0f} s] {text}", flush=True)
 
     torch.manual_seed(0)
-    settings = ("target", "limit", "exercises", "questions", "steps", "short_steps", "batch", "sample")
+    settings = (
+        "target",
+        "limit",
+        "exercises",
+        "questions",
+        "steps",
+        "short_steps",
+        "batch",
+        "sample",
+    )
     claim(given.out, {name: getattr(given, name) for name in settings})
     if given.device == "cpu":  # rounds what is bfloat16 already, and sums in float32
         torch.set_float32_matmul_precision("medium")
@@ -504,10 +611,18 @@ def main() -> None:
             for path in given.held
             for each in read_prompts(path)
         ]
-        answers.make(target, tokenizer, requests, held, chats, given.exercises, given.questions, LIMIT, say)
+        answers.make(
+            target, tokenizer, requests, held, chats, given.exercises, given.questions, LIMIT, say
+        )
         torch.cuda.empty_cache()
     data, held_out = (
-        Data(target, known, given.part, given.out / f"{name}.pt" if given.device == "cpu" else None, given.until > 0)
+        Data(
+            target,
+            known,
+            given.part,
+            given.out / f"{name}.pt" if given.device == "cpu" else None,
+            given.until > 0,
+        )
         for name, known in zip(("train", "held"), sampled(chats, given.sample), strict=True)
     )
     say(f"{len(data.tokens)} positions read, {len(held_out.tokens)} held out")

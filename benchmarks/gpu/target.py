@@ -17,7 +17,9 @@ from gguf.quants import dequantize
 from torch import Tensor
 from torch.nn import functional
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # block, queries, keys and values [B, H or G, T, D]: mixed
+Attend = Callable[
+    [int, Tensor, Tensor, Tensor], Tensor
+]  # block, queries, keys and values [B, H or G, T, D]: mixed
 PART = 65_536  # positions of a forward
 LOGITS = 8192  # positions whose logits exist at a time
 SWEEP = 16  # decoded tokens after which finished rows leave
@@ -40,12 +42,22 @@ class Target:
         def given(name: str) -> Any:
             return reader.fields[f"{architecture}.{name}"].contents()
 
-        self.heads, self.groups = int(given("attention.head_count")), int(given("attention.head_count_kv"))
-        self.eps, self.theta = float(given("attention.layer_norm_rms_epsilon")), float(given("rope.freq_base"))
+        self.heads, self.groups = (
+            int(given("attention.head_count")),
+            int(given("attention.head_count_kv")),
+        )
+        self.eps, self.theta = (
+            float(given("attention.layer_norm_rms_epsilon")),
+            float(given("rope.freq_base")),
+        )
         self.inner = int(given("feed_forward_length"))
 
         def load(each: Any) -> Tensor:
-            return torch.from_numpy(np.array(dequantize(each.data, each.tensor_type))).bfloat16().to(device)
+            return (
+                torch.from_numpy(np.array(dequantize(each.data, each.tensor_type)))
+                .bfloat16()
+                .to(device)
+            )
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             loaded = list(pool.map(load, reader.tensors))
@@ -56,15 +68,24 @@ class Target:
         self.width = self.size // self.heads
         if architecture == "llama":
             for name in tensors:
-                if ".attn_q." in name or ".attn_k." in name:  # rows that turn together stand beside each other
-                    tensors[name] = tensors[name].unflatten(0, (-1, self.width // 2, 2)).transpose(1, 2).flatten(0, 2)
+                if (
+                    ".attn_q." in name or ".attn_k." in name
+                ):  # rows that turn together stand beside each other
+                    tensors[name] = (
+                        tensors[name]
+                        .unflatten(0, (-1, self.width // 2, 2))
+                        .transpose(1, 2)
+                        .flatten(0, 2)
+                    )
         self.blocks = [
             {
                 "before_attention": tensors[f"blk.{n}.attn_norm.weight"],
                 "qkv": torch.cat([tensors[f"blk.{n}.attn_{each}.weight"] for each in "qkv"]),
                 "out": tensors[f"blk.{n}.attn_output.weight"],
                 "before_mlp": tensors[f"blk.{n}.ffn_norm.weight"],
-                "gate_up": torch.cat([tensors[f"blk.{n}.ffn_{each}.weight"] for each in ("gate", "up")]),
+                "gate_up": torch.cat(
+                    [tensors[f"blk.{n}.ffn_{each}.weight"] for each in ("gate", "up")]
+                ),
                 "down": tensors[f"blk.{n}.ffn_down.weight"],
             }
             for n in range(int(given("block_count")))
@@ -74,11 +95,17 @@ class Target:
             for n, block in enumerate(self.blocks):
                 block["bias"] = torch.cat([tensors[f"blk.{n}.attn_{each}.bias"] for each in "qkv"])
         self.device = self.embed.device
-        frequencies = self.theta ** (-torch.arange(0, self.width, 2, device=device).float() / self.width)
+        frequencies = self.theta ** (
+            -torch.arange(0, self.width, 2, device=device).float() / self.width
+        )
         angles = torch.arange(4096, device=device)[:, None] * frequencies
-        self.cos, self.sin = (torch.cat([each, each], -1).bfloat16() for each in (angles.cos(), angles.sin()))
+        self.cos, self.sin = (
+            torch.cat([each, each], -1).bfloat16() for each in (angles.cos(), angles.sin())
+        )
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, lower: list[Tensor] | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, lower: list[Tensor] | None = None
+    ) -> Tensor:
         """Return the LM head's inputs [B, T, d] of tokens [B, T] at positions [B or 1, T]. `lower` gets what the blocks
         at a quarter and at half of the depth read, at a size of 1."""
         x = self.embed[tokens]
@@ -93,7 +120,9 @@ class Target:
                 lower.append(functional.rms_norm(x, (self.size,)))
             y = functional.rms_norm(x, (self.size,), block["before_attention"], self.eps)
             parts = (
-                functional.linear(y, block["qkv"], block.get("bias")).unflatten(-1, (-1, self.width)).transpose(1, 2)
+                functional.linear(y, block["qkv"], block.get("bias"))
+                .unflatten(-1, (-1, self.width))
+                .transpose(1, 2)
             )
             q, k, v = parts.split([self.heads, self.groups, self.groups], 1)
             mixed = attend(n, rotated(q), rotated(k), v)
@@ -118,7 +147,9 @@ class Target:
                 keep(block, k, v)
             return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-        return self.forward(tokens, torch.arange(tokens.shape[1], device=self.device)[None], attend, lower)
+        return self.forward(
+            tokens, torch.arange(tokens.shape[1], device=self.device)[None], attend, lower
+        )
 
     @torch.inference_mode()
     def law(self, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,15 +191,25 @@ class Target:
         return found
 
     def _wave(
-        self, prompts: list[Sequence[int]], temperatures: list[float], limit: int, stops: Sequence[int], least: float
+        self,
+        prompts: list[Sequence[int]],
+        temperatures: list[float],
+        limit: int,
+        stops: Sequence[int],
+        least: float,
     ) -> list[list[int]]:
         lengths = torch.tensor([len(each) for each in prompts], device=self.device)
         longest, count = int(lengths.max()), len(prompts)
         width = -(-(longest + limit) // SWEEP) * SWEEP
-        tokens = torch.tensor([[*each, *[0] * (longest - len(each))] for each in prompts], device=self.device)
+        tokens = torch.tensor(
+            [[*each, *[0] * (longest - len(each))] for each in prompts], device=self.device
+        )
         warmth = torch.tensor(temperatures, device=self.device)
         shape = count, self.groups, width, self.width
-        caches = [[torch.zeros(shape, dtype=torch.bfloat16, device=self.device) for _ in "kv"] for _ in self.blocks]
+        caches = [
+            [torch.zeros(shape, dtype=torch.bfloat16, device=self.device) for _ in "kv"]
+            for _ in self.blocks
+        ]
         firsts = []
         for part in torch.arange(count, device=self.device).split(max(1, PART // longest)):
 
@@ -180,7 +221,11 @@ class Target:
             firsts.append(states[torch.arange(len(part), device=self.device), lengths[part] - 1])
         token = self.sample(torch.cat(firsts), warmth, least)
         said = torch.full((count, limit), -1, device=self.device)
-        ends, row, place = torch.tensor(stops, device=self.device), torch.arange(count, device=self.device), lengths
+        ends, row, place = (
+            torch.tensor(stops, device=self.device),
+            torch.arange(count, device=self.device),
+            lengths,
+        )
         is_done = torch.zeros(count, dtype=torch.bool, device=self.device)
         for step in range(limit):
             said[row, step] = token
@@ -190,17 +235,23 @@ class Target:
                 if not len(left) or step == limit - 1:
                     break
                 if len(left) < len(row):
-                    row, place, token, warmth, is_done = (each[left] for each in (row, place, token, warmth, is_done))
+                    row, place, token, warmth, is_done = (
+                        each[left] for each in (row, place, token, warmth, is_done)
+                    )
                     caches = [[cache[left] for cache in both] for both in caches]
             token = self.sample(self._next(token, place, caches, longest + step + 1), warmth, least)
             place = place + 1
         answers = []
         for numbers in said.tolist():
-            end = next((at for at, each in enumerate(numbers) if each in stops or each < 0), limit - 1)
+            end = next(
+                (at for at, each in enumerate(numbers) if each in stops or each < 0), limit - 1
+            )
             answers.append([each for each in numbers[: end + 1] if each >= 0])
         return answers
 
-    def _next(self, tokens: Tensor, places: Tensor, caches: list[list[Tensor]], most: int) -> Tensor:
+    def _next(
+        self, tokens: Tensor, places: Tensor, caches: list[list[Tensor]], most: int
+    ) -> Tensor:
         """Return the states [n, d] of one token of each row, which stands at `places` [n], below `most`."""
         most = -(-most // SWEEP) * SWEEP
         count = torch.arange(len(tokens), device=self.device)

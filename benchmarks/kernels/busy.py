@@ -79,7 +79,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    decoders = {threads: start(DECODER, asked.model, str(threads)) for threads in (1, asked.threads)}
+    decoders = {
+        threads: start(DECODER, asked.model, str(threads)) for threads in (1, asked.threads)
+    }
     loops: list[subprocess.Popen[str]] = []
     results = {}
     try:

@@ -38,7 +38,11 @@ from forerun.csrc.library import variant  # noqa: E402
 from forerun.zoo import locate  # noqa: E402
 from forerun.zoo.gguf_file import find  # noqa: E402
 
-TOKENS, CHUNK, CHUNKS = (1, 2, 4, 8), 512, 3  # new tokens of a forward; tokens and number of prompt chunks
+TOKENS, CHUNK, CHUNKS = (
+    (1, 2, 4, 8),
+    512,
+    3,
+)  # new tokens of a forward; tokens and number of prompt chunks
 PEER = "llama.cpp"
 Found = dict[str, Any]
 
@@ -82,7 +86,9 @@ print(json.dumps({"contexts": found, "versions": versions()}))
 
 def run(command: list[str], cwd: Path, **environment: str) -> Found:
     """Run a program; return the JSON of its last line."""
-    done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True
+    )
     if done.returncode:
         raise SystemExit(f"{' '.join(command[:1])} failed: {done.stderr.strip()[-2000:]}")
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -92,7 +98,11 @@ def run(command: list[str], cwd: Path, **environment: str) -> Found:
 
 def ours(asked: Found, checkout: Path, name: str, threads: int) -> Found:
     """Time the forwards of a checkout by an instruction set."""
-    environment = {"FORERUN_KERNELS": name, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(checkout)}
+    environment = {
+        "FORERUN_KERNELS": name,
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": str(checkout),
+    }
     return run([sys.executable, "-c", OURS, json.dumps(asked)], checkout, **environment)
 
 
@@ -106,14 +116,22 @@ def theirs(asked: Found, threads: int) -> Found:
     lines = [{"target": asked["model"], "length": -(-longest // 256) * 256, "threads": threads}]
     lines += [asked | {"timed": context} for context in asked["contexts"]]
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    done = subprocess.run([node, str(script)], input=text, cwd=script.parent, capture_output=True, text=True)
+    done = subprocess.run(
+        [node, str(script)], input=text, cwd=script.parent, capture_output=True, text=True
+    )
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     failed = next((each["error"] for each in answers if "error" in each), None)
     if failed is not None or len(answers) != len(lines):
         raise SystemExit(f"llama.cpp failed: {failed or done.stderr.strip()[-2000:]}")
     package = ROOT / "node_modules/node-llama-cpp/package.json"
-    told = {"node-llama-cpp": json.loads(package.read_text())["version"], "processor": answers[0]["processor"]}
-    return {"contexts": dict(zip(map(str, asked["contexts"]), answers[1:], strict=True)), "versions": told}
+    told = {
+        "node-llama-cpp": json.loads(package.read_text())["version"],
+        "processor": answers[0]["processor"],
+    }
+    return {
+        "contexts": dict(zip(map(str, asked["contexts"]), answers[1:], strict=True)),
+        "versions": told,
+    }
 
 
 def summary(turns: list[Found], asked: Found) -> Found:
@@ -126,11 +144,16 @@ def summary(turns: list[Found], asked: Found) -> Found:
             for count, taken in each["ms"].items():
                 times[count] += taken
         ms = {count: round(median(taken), 2) for count, taken in times.items()}
-        found[context] = {"ms": ms, "over_1": {count: round(taken / ms["1"], 2) for count, taken in ms.items()}}
+        found[context] = {
+            "ms": ms,
+            "over_1": {count: round(taken / ms["1"], 2) for count, taken in ms.items()},
+        }
         for name, tokens in (("after", asked["chunk"]), ("whole", int(context))):
             taken = [each for part in own for each in part.get(f"{name}_ms", ())]
             if taken:
-                found[context][f"prompt_tokens_per_s_{name}"] = round(1000 * tokens / median(taken), 1)
+                found[context][f"prompt_tokens_per_s_{name}"] = round(
+                    1000 * tokens / median(taken), 1
+                )
     first = found[str(asked["contexts"][0])]["ms"]["1"]
     for each in found.values():
         each["1_over_first_context"] = round(each["ms"]["1"] / first, 2)
@@ -142,16 +165,24 @@ def over(turns: list[Found], others: list[Found], asked: Found) -> Found:
     found: Found = {}
     for context in map(str, asked["contexts"]):
         pairs = [
-            (turn["contexts"][context], other["contexts"][context]) for turn, other in zip(turns, others, strict=True)
+            (turn["contexts"][context], other["contexts"][context])
+            for turn, other in zip(turns, others, strict=True)
         ]
         counts = [count for count in pairs[0][0]["ms"] if count in pairs[0][1]["ms"]]
         found[context] = {
-            count: round(median(median(own["ms"][count]) / median(other["ms"][count]) for own, other in pairs), 3)
+            count: round(
+                median(
+                    median(own["ms"][count]) / median(other["ms"][count]) for own, other in pairs
+                ),
+                3,
+            )
             for count in counts
         }
         for name in ("after", "whole"):
             if f"{name}_ms" in pairs[0][0]:
-                ratios = [median(own[f"{name}_ms"]) / median(other[f"{name}_ms"]) for own, other in pairs]
+                ratios = [
+                    median(own[f"{name}_ms"]) / median(other[f"{name}_ms"]) for own, other in pairs
+                ]
                 found[context][f"prompt_{name}"] = round(median(ratios), 3)
     return found
 
@@ -162,13 +193,23 @@ def measure(model: str, given: argparse.Namespace) -> Found:
     asked = {
         "model": str(file or locate(model, "target")),
         "contexts": [int(each) for each in given.context.split(",")],
-        **{"tokens": TOKENS, "repeats": given.repeats, "chunk": CHUNK, "chunks": CHUNKS, "whole": given.whole},
+        **{
+            "tokens": TOKENS,
+            "repeats": given.repeats,
+            "chunk": CHUNK,
+            "chunks": CHUNKS,
+            "whole": given.whole,
+        },
     }
     turns: dict[str, list[Found]] = defaultdict(list)
     for number in range(given.rounds):
         for name in given.variants.split(","):
-            checkouts = [(name, ROOT)] + ([(f"{name} before", given.before)] if given.before else [])
-            for label, checkout in checkouts[:: -1 if number % 2 else 1]:  # neither is always the first
+            checkouts = [(name, ROOT)] + (
+                [(f"{name} before", given.before)] if given.before else []
+            )
+            for label, checkout in checkouts[
+                :: -1 if number % 2 else 1
+            ]:  # neither is always the first
                 turns[label].append(ours(asked, checkout, name, given.threads))
                 print(f"{model}, round {number + 1}: {label}", file=sys.stderr, flush=True)
         if given.llama:
@@ -187,13 +228,24 @@ def measure(model: str, given: argparse.Namespace) -> Found:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+")
-    parser.add_argument("--context", default="256", help="tokens before the forwards, as in 512,2048,8192")
-    parser.add_argument("--variants", default=variant(), help="instruction sets, as in avx2,avx512vnni")
+    parser.add_argument(
+        "--context", default="256", help="tokens before the forwards, as in 512,2048,8192"
+    )
+    parser.add_argument(
+        "--variants", default=variant(), help="instruction sets, as in avx2,avx512vnni"
+    )
     parser.add_argument("--llama", action="store_true", help="llama.cpp too, by node-llama-cpp")
     parser.add_argument("--before", type=Path, help="another checkout of forerun, to run in turns")
-    parser.add_argument("--whole", action=argparse.BooleanOptionalAction, default=True, help="read whole prompts too")
+    parser.add_argument(
+        "--whole",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="read whole prompts too",
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--threads", type=int, default=2)
@@ -207,7 +259,10 @@ def main() -> None:
         results[name] = measure(model, given)
         print(json.dumps({name: results[name]}), flush=True)
     names = ("context", "variants", "llama", "whole", "rounds", "repeats", "threads")
-    told = {each: getattr(given, each) for each in names} | {"models": list(results), "before": bool(given.before)}
+    told = {each: getattr(given, each) for each in names} | {
+        "models": list(results),
+        "before": bool(given.before),
+    }
     if given.out is not None:
         date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         whole = {"results": results, "arguments": told, "versions": versions(), "date": date}

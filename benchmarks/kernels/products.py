@@ -22,12 +22,28 @@ from gguf import GGUFReader
 
 from forerun.csrc.build import VARIANTS, build
 
-FORMATS = ["Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32", "Q3_K", "Q2_K"]
+FORMATS = [
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "F16",
+    "BF16",
+    "F32",
+    "Q3_K",
+    "Q2_K",
+]
 PANEL = 16  # outputs
 
 
 class Matrix(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int32) for name in ("layout", "outputs", "inputs")] + [("panels", ctypes.c_void_p)]
+    _fields_ = [(name, ctypes.c_int32) for name in ("layout", "outputs", "inputs")] + [
+        ("panels", ctypes.c_void_p)
+    ]
 
 
 def aligned(size: int) -> np.ndarray:
@@ -59,7 +75,9 @@ def main() -> None:
     counts = [int(n) for n in args.rows.split(",")]
     pool = ThreadPoolExecutor(args.threads)
 
-    tensors = [t for t in GGUFReader(args.file).tensors if len(t.shape) == 2 and args.tensor in t.name]
+    tensors = [
+        t for t in GGUFReader(args.file).tensors if len(t.shape) == 2 and args.tensor in t.name
+    ]
     if any(t.name == "output.weight" for t in tensors):
         tensors = [t for t in tensors if t.name != "token_embd.weight"]
     matrices, owners, began = [], [], time.perf_counter()
@@ -70,13 +88,20 @@ def main() -> None:
         count = -(-outputs // PANEL)
         ends = [count * i // args.threads for i in range(args.threads + 1)]
         size = ctypes.c_size_t(t.data.nbytes)
-        pack = partial(library.fr_pack, number, pointer(t.data), size, outputs, inputs, pointer(panels))
+        pack = partial(
+            library.fr_pack, number, pointer(t.data), size, outputs, inputs, pointer(panels)
+        )
         assert not any(pool.map(pack, ends[:-1], ends[1:]))
         matrices.append(Matrix(layout.value, outputs, inputs, panels.ctypes.data))
         owners.append(panels)
     packing, total = time.perf_counter() - began, sum(p.nbytes for p in owners)
-    print(f"{processor()}, {args.threads} threads; {len(matrices)} matrices, {total / 1e9:.3f} GB in panels", end="")
-    print(f" ({total / sum(t.n_bytes for t in tensors):.3f} of the file's), packed in {packing:.1f} s")
+    print(
+        f"{processor()}, {args.threads} threads; {len(matrices)} matrices, {total / 1e9:.3f} GB in panels",
+        end="",
+    )
+    print(
+        f" ({total / sum(t.n_bytes for t in tensors):.3f} of the file's), packed in {packing:.1f} s"
+    )
 
     def reading(part: int) -> None:
         for p in owners:
@@ -90,14 +115,22 @@ def main() -> None:
     widest, outputs = max(m.inputs for m in matrices), max(m.outputs for m in matrices)
     x = np.random.default_rng(0).standard_normal((most, widest), dtype=np.float32)
     out = np.zeros((most, outputs), dtype=np.float32)
-    records = {(m.inputs, n): aligned(library.fr_record_bytes(m.inputs, n)) for m in matrices for n in counts}
+    records = {
+        (m.inputs, n): aligned(library.fr_record_bytes(m.inputs, n))
+        for m in matrices
+        for n in counts
+    }
     for name in (
-        args.variants.split(",") if args.variants else dict.fromkeys(v for table in VARIANTS.values() for v in table)
+        args.variants.split(",")
+        if args.variants
+        else dict.fromkeys(v for table in VARIANTS.values() for v in table)
     ):
         if library.fr_select(name.encode()) < 0:
             continue
         for (inputs, n), record in records.items():
-            library.fr_quantise(pointer(x), n, widest, inputs, pointer(record), 0, (inputs + 255) // 256)
+            library.fr_quantise(
+                pointer(x), n, widest, inputs, pointer(record), 0, (inputs + 255) // 256
+            )
         best = dict.fromkeys(counts, float("inf"))
         end = time.perf_counter() + args.seconds
         while time.perf_counter() < end:
@@ -109,12 +142,22 @@ def main() -> None:
                         count = -(-m.outputs // PANEL)
                         first, last = count * i // args.threads, count * (i + 1) // args.threads
                         library.fr_product(
-                            ctypes.byref(m), pointer(x), widest, record, n, pointer(out), outputs, first, last
+                            ctypes.byref(m),
+                            pointer(x),
+                            widest,
+                            record,
+                            n,
+                            pointer(out),
+                            outputs,
+                            first,
+                            last,
                         )
 
                 best[n] = min(best[n], timed(pool, part, args.threads))
         cells = [f"{n}: {t * 1e3:6.1f} ({t / best[counts[0]]:.2f}x)" for n, t in best.items()]
-        print(f"{name:11s} {total / best[counts[0]] / 1e9:5.1f} GB/s  ms by rows  " + "  ".join(cells))
+        print(
+            f"{name:11s} {total / best[counts[0]] / 1e9:5.1f} GB/s  ms by rows  " + "  ".join(cells)
+        )
 
 
 def timed(pool: ThreadPoolExecutor, part: Callable[[int], None], threads: int) -> float:

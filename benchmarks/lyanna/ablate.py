@@ -52,7 +52,9 @@ def hot(head: HiddenDrafter, size: int) -> HiddenDrafter:
     whole |= {"hot": tokens}
     if head.informed:
         answer = whole["answer.weight"]
-        whole["answer.weight"] = torch.cat([answer, answer.new_zeros(len(cold) - len(answer), answer.shape[1])])[:size]
+        whole["answer.weight"] = torch.cat(
+            [answer, answer.new_zeros(len(cold) - len(answer), answer.shape[1])]
+        )[:size]
     other.load_state_dict(whole)
     return other
 
@@ -73,17 +75,30 @@ def ways(head: HiddenDrafter, depth: int) -> dict[str, tuple[Method, HiddenDraft
             for size in (whole // 12, whole // 6, whole // 2, whole)
             if abs(size - head.config.hot_size) > size // 100
         },
-        **{f"chain of {each}": (Lyanna(depth=each, reuse="off"), head) for each in depths if each != depth},
-        **{f"old logits added, weight {w}": (Lyanna(depth=depth, reuse="add", weight=w), head) for w in (0.25, 1.0)},
+        **{
+            f"chain of {each}": (Lyanna(depth=each, reuse="off"), head)
+            for each in depths
+            if each != depth
+        },
+        **{
+            f"old logits added, weight {w}": (Lyanna(depth=depth, reuse="add", weight=w), head)
+            for w in (0.25, 1.0)
+        },
         "old logits as a branch": (Lyanna(depth=depth, reuse="both"), head),
         "old logits in a pass of their own": (Lyanna(depth=depth, reuse="free", least=1), head),
         **{
-            f"drafting from {least} old logits or more": (Lyanna(depth=depth, reuse="free", least=least), head)
+            f"drafting from {least} old logits or more": (
+                Lyanna(depth=depth, reuse="free", least=least),
+                head,
+            )
             for least in (2, 3)
             if least < depth
         },
         **{
-            f"tree, {width} beams, {nodes} nodes": (Lyanna(depth=depth, width=width, nodes=nodes, reuse="off"), head)
+            f"tree, {width} beams, {nodes} nodes": (
+                Lyanna(depth=depth, width=width, nodes=nodes, reuse="off"),
+                head,
+            )
             for width, nodes in beams
         },
         **{f"pacer-lyanna, blocks of {each}": (PacerLyanna(block=each), head) for each in blocks},
@@ -123,8 +138,12 @@ def prompts_of(target: str, decoder: Decoder, split: str, count: int) -> list[li
 def plot(table: dict[str, dict[str, float]], path: Path) -> None:
     """Draws tokens/s over the plain chain, and tau, of every way."""
     names = [name for name in table if name != "ar"]
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 0.28 * len(names) + 1), sharey=True, layout="constrained")
-    for panel, key, label in zip(axes, ("ratio", "tau"), ("tokens/s over the chain of 8", "tau"), strict=True):
+    figure, axes = pyplot.subplots(
+        1, 2, figsize=(10, 0.28 * len(names) + 1), sharey=True, layout="constrained"
+    )
+    for panel, key, label in zip(
+        axes, ("ratio", "tau"), ("tokens/s over the chain of 8", "tau"), strict=True
+    ):
         values = [table[name][key] for name in names]
         panel.barh(range(len(names)), values, color="#2a9d8f")
         for place, value in enumerate(values):
@@ -140,7 +159,9 @@ def plot(table: dict[str, dict[str, float]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--target", default=EMBEDDED, choices=(EMBEDDED, SMOLLM2))
-    parser.add_argument("--depth", type=int, default=8, help="of the chain that others are compared with")
+    parser.add_argument(
+        "--depth", type=int, default=8, help="of the chain that others are compared with"
+    )
     parser.add_argument("--head")
     parser.add_argument("--other", action="append", default=[])
     parser.add_argument("--prompts", type=int, default=24)
@@ -149,14 +170,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     base = load(asked.target, method="ar")
-    every = ways(load_head(asked.head or companion(asked.target, "lyanna"), base.target), asked.depth)
+    every = ways(
+        load_head(asked.head or companion(asked.target, "lyanna"), base.target), asked.depth
+    )
     for folder in asked.other:
         every |= others(Path(folder).name, load_head(folder, base.target), asked.depth)
     decoders = {
         name: Decoder(base.target, None, None, way, False, head=head, prefix_bytes=0)
         for name, (way, head) in every.items()
     }
-    prompts, loops = prompts_of(asked.target, base, asked.split, asked.prompts), asked.target == EMBEDDED
+    prompts, loops = (
+        prompts_of(asked.target, base, asked.split, asked.prompts),
+        asked.target == EMBEDDED,
+    )
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in decoders}
     costs = None
     for name, decoder in decoders.items():
@@ -182,12 +208,16 @@ def main() -> None:
                         "drafted": sum(step.drafted for step in steps) / len(steps),
                         "draft_ms": 1000 * sum(step.draft_seconds for step in steps) / len(steps),
                         "drafting": sum(step.draft_forwards > 0 for step in steps) / len(steps),
-                        "overhead": 1 - sum(step.forward_seconds for step in steps) / sum(s.seconds for s in steps),
+                        "overhead": 1
+                        - sum(step.forward_seconds for step in steps)
+                        / sum(s.seconds for s in steps),
                     }
                 )
     chain = [run["rate"] for run in runs[CHAIN]]
     table = {}
-    print("| way | tokens/s | over the chain | tau | drafted | draft ms a step | steps that run the head | overhead |")
+    print(
+        "| way | tokens/s | over the chain | tau | drafted | draft ms a step | steps that run the head | overhead |"
+    )
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for name, own in runs.items():
         row = {key: median(run[key] for run in own) for key in own[0]}
@@ -199,9 +229,13 @@ def main() -> None:
             f"{row['draft_ms']:.2f} | {row['drafting']:.0%} | {row['overhead']:.0%} |"
         )
     if asked.out is not None:
-        arguments = {name: str(getattr(asked, name)) for name in ("target", "depth", "prompts", "rounds", "split")}
+        arguments = {
+            name: str(getattr(asked, name))
+            for name in ("target", "depth", "prompts", "rounds", "split")
+        }
         asked.out.write_text(
-            json.dumps({"arguments": arguments, "versions": versions(), "ways": table}, indent=1) + "\n"
+            json.dumps({"arguments": arguments, "versions": versions(), "ways": table}, indent=1)
+            + "\n"
         )
         plot(table, asked.out.with_suffix(".png"))
 

@@ -29,7 +29,11 @@ def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     functions = []
     for relative, text in source_files("test"):
-        found = [each for each in re.split(r"(?m)^(?=(?:def|class) )", text)[1:] if 500 < len(each) < 1100]
+        found = [
+            each
+            for each in re.split(r"(?m)^(?=(?:def|class) )", text)[1:]
+            if 500 < len(each) < 1100
+        ]
         if found:
             functions.append((relative, found[0]))
     step = max(1, len(functions) // COUNT)
@@ -40,11 +44,17 @@ def write(folder: Path) -> None:
         head = "\n".join(function.split("\n")[:3]) + "\n"
         kinds["repeat"].append(f"{function}\n\n# The same again:\n\n{head}")
         names = Counter(re.findall(r"\b[a-z_]{4,}\b", function))
-        name = next(each for each, _ in names.most_common() if each != "self" and not iskeyword(each))
+        name = next(
+            each for each, _ in names.most_common() if each != "self" and not iskeyword(each)
+        )
         edited = re.sub(rf"\b{name}\b", f"new_{name}", head)
         kinds["edit"].append(f"{function}\n\n# The same with {name} as new_{name}:\n\n{edited}")
     library = Path(sysconfig.get_paths()["stdlib"]) / "encodings"
-    tables = [path for path in sorted(library.glob("*.py")) if "decoding_table = (" in path.read_text("utf-8")]
+    tables = [
+        path
+        for path in sorted(library.glob("*.py"))
+        if "decoding_table = (" in path.read_text("utf-8")
+    ]
     for path in tables[:: max(1, len(tables) // COUNT)][:COUNT]:
         text = path.read_text("utf-8")
         start = text.index("decoding_table = (")
@@ -80,7 +90,11 @@ def plot(out: Path, picture: Path) -> None:
     print("| kind | " + " | ".join(sorted(methods)) + " |")
     print("|---|" + "---:|" * len(methods))
     for kind in KINDS:
-        print(f"| {kind} | " + " | ".join(f"{table[kind][name]:.2f}" for name in sorted(methods)) + " |")
+        print(
+            f"| {kind} | "
+            + " | ".join(f"{table[kind][name]:.2f}" for name in sorted(methods))
+            + " |"
+        )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,13 @@ from time import perf_counter
 PLAIN = "original, plain decoding"  # its transformers' own greedy search
 # The defaults of the original; then smaller ones, chosen on validation prompts of the standard library.
 THEIRS = {
-    "default": {"gamma": 12, "window_size": 20, "guess_set_size": 20, "lookahead_level": 7, "topk": 3},
+    "default": {
+        "gamma": 12,
+        "window_size": 20,
+        "guess_set_size": 20,
+        "lookahead_level": 7,
+        "topk": 3,
+    },
     "gamma 12, W = G = 5, L = 5": {
         "gamma": 12,
         "window_size": 5,
@@ -57,7 +63,8 @@ def serve(folder: Path) -> None:
 
     KVCacheModelLade.rollback = rollback
     models = [
-        LlamaForCausalLM.from_pretrained(folder / part, torch_dtype=torch.float32) for part in ("draft", "target")
+        LlamaForCausalLM.from_pretrained(folder / part, torch_dtype=torch.float32)
+        for part in ("draft", "target")
     ]
     for model in models:
         model.eval()
@@ -85,10 +92,18 @@ def serve(folder: Path) -> None:
             )
         else:
             output = ouroboros(
-                prompt, *models, ngram_cache=pools[key], max_len=asked["tokens"], eos_token_id=-1, **settings
+                prompt,
+                *models,
+                ngram_cache=pools[key],
+                max_len=asked["tokens"],
+                eos_token_id=-1,
+                **settings,
             )
         seconds = perf_counter() - begun
-        print(json.dumps({"tokens": output[0, prompt.shape[1] :].tolist(), "seconds": seconds}), flush=True)
+        print(
+            json.dumps({"tokens": output[0, prompt.shape[1] :].tolist(), "seconds": seconds}),
+            flush=True,
+        )
 
 
 def export(folder: Path) -> None:
@@ -111,7 +126,10 @@ def export(folder: Path) -> None:
         save_file(weights, folder / part / "model.safetensors", {"format": "pt"})
         path = folder / part / "config.json"
         config = json.loads(path.read_text())
-        config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "architectures": ["LlamaForCausalLM"]}
+        config |= {
+            "rope_theta": config.pop("rope_parameters")["rope_theta"],
+            "architectures": ["LlamaForCausalLM"],
+        }
         heads = size // config.pop("head_dim")
         config |= {"pad_token_id": None, "torch_dtype": "float32"}
         config |= {"num_attention_heads": heads, "num_key_value_heads": heads}
@@ -138,7 +156,9 @@ def main() -> None:
         "ouroboros": forerun.load(method="ouroboros", guard=False, **json.loads(args.ours)),
         "pacer-ouroboros": forerun.load(method="pacer-ouroboros", guard=False),
     }
-    prompts = {f"stdlib-{args.split}": held_out_prompts(ar.tokenizer, args.split, args.prompts, 128)}
+    prompts = {
+        f"stdlib-{args.split}": held_out_prompts(ar.tokenizer, args.split, args.prompts, 128)
+    }
     if args.humaneval is not None:
         from forerun.bench.datasets import read_files
 
@@ -147,14 +167,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         export(Path(name))
         command = [args.python, __file__, "--serve", name]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as other:
             assert other.stdin is not None and other.stdout is not None
             while other.stdout.readline() != "ready\n":
                 assert other.poll() is None, "the original did not start"
 
-            def theirs(prompt: list[int], settings: dict | None, tokens: int, fresh: bool) -> tuple[list[int], float]:
+            def theirs(
+                prompt: list[int], settings: dict | None, tokens: int, fresh: bool
+            ) -> tuple[list[int], float]:
                 other.stdin.write(
-                    json.dumps({"prompt": prompt, "settings": settings, "tokens": tokens, "fresh": fresh}) + "\n"
+                    json.dumps(
+                        {"prompt": prompt, "settings": settings, "tokens": tokens, "fresh": fresh}
+                    )
+                    + "\n"
                 )
                 other.stdin.flush()
                 answer = json.loads(other.stdout.readline())
@@ -198,7 +225,10 @@ def report(found: list[dict], tokens: int, out: Path | None) -> None:
             equal = sum(row[name]["tokens"] == row["ar"]["tokens"] for row in rows)
             speed = median(len(row[name]["tokens"]) / row[name]["seconds"] for row in rows)
             results.append({"dataset": dataset, "method": name, "tokens_per_s": round(speed, 1)})
-            results[-1] |= {"ours_faster": round(median(ratios), 3), "over_own_plain": round(over, 3)}
+            results[-1] |= {
+                "ours_faster": round(median(ratios), 3),
+                "over_own_plain": round(over, 3),
+            }
             results[-1] |= {"equal": f"{equal}/{len(rows)}"}
             print(
                 f"{dataset:15} {name:34} {speed:7.1f} tokens/s  ours x {median(ratios):.3f}  own plain x {over:.3f}  "
@@ -206,7 +236,10 @@ def report(found: list[dict], tokens: int, out: Path | None) -> None:
             )
     if out is not None:
         out.write_text(
-            json.dumps({"tokens": tokens, "theirs": THEIRS, "versions": versions(), "results": results}, indent=1)
+            json.dumps(
+                {"tokens": tokens, "theirs": THEIRS, "versions": versions(), "results": results},
+                indent=1,
+            )
             + "\n"
         )
 

@@ -16,7 +16,12 @@ from forerun.bench.records import parse
 from forerun.engine.stats import Stats
 
 PARTS = 5
-RATIOS = [("ouroboros", "sd"), ("pacer", "sd"), ("pacer-ouroboros", "sd"), ("pacer-ouroboros", "pacer")]
+RATIOS = [
+    ("ouroboros", "sd"),
+    ("pacer", "sd"),
+    ("pacer-ouroboros", "sd"),
+    ("pacer-ouroboros", "pacer"),
+]
 LOOKUP = "benchmarks.baselines.lookup:Lookup"
 
 
@@ -40,15 +45,27 @@ def main(out: Path, picture: Path) -> None:
     parts = [rows[at * len(rows) // PARTS : (at + 1) * len(rows) // PARTS] for at in range(PARTS)]
     middles = [median(found for found, _ in part) for part in parts]
     figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
-    print("| tau of `lookup` | " + " | ".join(f"`{one}` / `{other}`" for one, other in RATIOS) + " |")
+    print(
+        "| tau of `lookup` | " + " | ".join(f"`{one}` / `{other}`" for one, other in RATIOS) + " |"
+    )
     print("|---|" + "---:|" * len(RATIOS))
-    gains = [[median(speed[one] / speed[other] for _, speed in part) for one, other in RATIOS] for part in parts]
+    gains = [
+        [median(speed[one] / speed[other] for _, speed in part) for one, other in RATIOS]
+        for part in parts
+    ]
     for part, row in zip(parts, gains, strict=True):
-        print(f"| {part[0][0]:.1f} to {part[-1][0]:.1f} | " + " | ".join(f"{gain:.2f}" for gain in row) + " |")
+        print(
+            f"| {part[0][0]:.1f} to {part[-1][0]:.1f} | "
+            + " | ".join(f"{gain:.2f}" for gain in row)
+            + " |"
+        )
     for number, (one, other) in enumerate(RATIOS):
         axes.plot(middles, [row[number] for row in gains], "o-", label=f"{one} / {other}")
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(xlabel="tokens a forward that prompt lookup gets: how much the output repeats", ylabel="tokens/s, ratio")
+    axes.set(
+        xlabel="tokens a forward that prompt lookup gets: how much the output repeats",
+        ylabel="tokens/s, ratio",
+    )
     axes.legend(fontsize=8)
     figure.savefig(picture, dpi=120)
 

@@ -22,7 +22,9 @@ from forerun.zoo import EMBEDDED, FOLDER
 NEW = 128
 
 
-def drafts_of(target: CausalLM, draft: CausalLM, windows: torch.Tensor, depth: int, sampler: Sampler) -> list[Drafts]:
+def drafts_of(
+    target: CausalLM, draft: CausalLM, windows: torch.Tensor, depth: int, sampler: Sampler
+) -> list[Drafts]:
     generator = torch.Generator().manual_seed(0)
     texts = [of_windows(rows.numpy(), windows.shape[1] - NEW - 1) for rows in windows.split(4)]
     return [roll_out(target, draft, each, None, depth, sampler, generator) for each in texts]
@@ -40,7 +42,9 @@ def main() -> None:
         ("sampling", 10, {"temperature": TEMPERATURE, "top_p": TOP_P, "seed": 0}),
     ):
         done = decoder.generate(prompts, max_new_tokens=NEW, ignore_eos=True, **options)
-        windows = torch.tensor([prompt + each.tokens for prompt, each in zip(prompts, done, strict=True)])
+        windows = torch.tensor(
+            [prompt + each.tokens for prompt, each in zip(prompts, done, strict=True)]
+        )
         parts = drafts_of(target, draft, windows, depth, sampler if options else Sampler())
         drafts = {each: torch.cat([part[each] for part in parts]) for each in FIELDS}
         found = measure(layer, drafts)

@@ -26,14 +26,25 @@ SHARE = 0.3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("chats", type=Path)
     parser.add_argument("--size", type=int, default=16384)
     given = parser.parse_args()
     tokenizer = load_tokenizer(QWEN_CODER)
-    known = {name: _conversations(given.chats / f"{name}.jsonl") for name in ("train", "validation", "test")}
-    code = Counter(chain.from_iterable(tokenizer(text)["input_ids"] for _, text in source_files("train")))
-    parts = [(1.0, _counted(known["train"], "answer")), (SHARE, _counted(known["train"], "prompt")), (SHARE, code)]
+    known = {
+        name: _conversations(given.chats / f"{name}.jsonl")
+        for name in ("train", "validation", "test")
+    }
+    code = Counter(
+        chain.from_iterable(tokenizer(text)["input_ids"] for _, text in source_files("train"))
+    )
+    parts = [
+        (1.0, _counted(known["train"], "answer")),
+        (SHARE, _counted(known["train"], "prompt")),
+        (SHARE, code),
+    ]
     scores: Counter[int] = Counter()
     for weight, counts in parts:
         for token, count in counts.items():
@@ -44,7 +55,10 @@ def main() -> None:
     folder.mkdir(exist_ok=True)
     save_hot(folder, torch.tensor(hot))
     for name in ("validation", "test"):
-        print(name, f"of an answer's tokens, hot or in the text so far: {_coverage(known[name], hot):.4f}")
+        print(
+            name,
+            f"of an answer's tokens, hot or in the text so far: {_coverage(known[name], hot):.4f}",
+        )
     print(folder / HOT_FILE)
 
 

@@ -26,7 +26,10 @@ from forerun.train.corpus import source_files  # noqa: E402
 
 LENGTHS = {1000: 4, 4000: 4, 16000: 2}  # tokens of a prompt, and number of prompts
 KNOWN = 4000  # tokens of a conversation before its follow-up
-PROJECT, SIZES = 5, (450, 900)  # files of the agent's project (`serving/agent.py`), and their tokens
+PROJECT, SIZES = (
+    5,
+    (450, 900),
+)  # files of the agent's project (`serving/agent.py`), and their tokens
 REQUESTS = (
     "Explain in detail what this code does, class by class and function by function.",
     "Add type hints and a docstring to every function of `{file}`. Write the whole file anew.",
@@ -71,7 +74,9 @@ class Maker:
         files = "\n\n".join(f"`{path}`:\n\n```python\n{text.rstrip()}\n```" for path, text in parts)
         return [{"role": "user", "content": f"{files}\n\n{request}"}]
 
-    def filled(self, files: list[tuple[str, str]], length: int, request: str) -> tuple[list[tuple[str, str]], str]:
+    def filled(
+        self, files: list[tuple[str, str]], length: int, request: str
+    ) -> tuple[list[tuple[str, str]], str]:
         """Take files from the list until a prompt has `length` tokens; the last is cut behind a line."""
         parts, name = list[tuple[str, str]](), ""
         while True:
@@ -87,11 +92,18 @@ class Maker:
             low, high = 0, len(lines)
             while low < high:  # the most lines that fit
                 middle = (low + high + 1) // 2
-                fits = self.size(self.shown([*parts, (path, "".join(lines[:middle]))], asked)) <= length
+                fits = (
+                    self.size(self.shown([*parts, (path, "".join(lines[:middle]))], asked))
+                    <= length
+                )
                 low, high = (middle, high) if fits else (low, middle - 1)
             part = "".join(lines[:low])
             if not parts:
-                kept = [own for own, _ in functions(text) if f"def {own}(" in part and part.count(f"def {own}(") == 1]
+                kept = [
+                    own
+                    for own, _ in functions(text)
+                    if f"def {own}(" in part and part.count(f"def {own}(") == 1
+                ]
                 name = kept[0] if kept else ""
                 if not name:
                     continue
@@ -132,7 +144,9 @@ class Maker:
 
 def main() -> None:
     maker, told = Maker(), dict[str, Any]()
-    made = {f"long-{length}": maker.first_requests(length, count) for length, count in LENGTHS.items()}
+    made = {
+        f"long-{length}": maker.first_requests(length, count) for length, count in LENGTHS.items()
+    }
     made["long-known"] = maker.follow_ups()
     for name, prompts in made.items():
         text = "".join(json.dumps(prompt) + "\n" for prompt in prompts).encode()
@@ -140,7 +154,9 @@ def main() -> None:
         sizes = [maker.size(prompt["messages"]) for prompt in prompts]
         told[name] = {"tokens": sizes, "sha256": hashlib.sha256(text).hexdigest()}
         print(name, told[name])
-    (HERE.parent / "serving" / "project.json").write_text(json.dumps(maker.project(), indent=1) + "\n")
+    (HERE.parent / "serving" / "project.json").write_text(
+        json.dumps(maker.project(), indent=1) + "\n"
+    )
     about = "Files of CPython's standard library, under the PSF's licence, with requests"
     whole = {"about": about, "python": platform.python_version(), "prompts": told}
     (HERE / "long.json").write_text(json.dumps(whole, indent=1) + "\n")

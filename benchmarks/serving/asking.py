@@ -57,11 +57,21 @@ async def send(client: httpx.AsyncClient, url: str, number: int) -> str:
     """
     number %= len(BODIES) + len(RAW)
     if number < len(BODIES):
-        answer = await client.post(url + CHAT, content=BODIES[number], headers={"content-type": "application/json"})
+        answer = await client.post(
+            url + CHAT, content=BODIES[number], headers={"content-type": "application/json"}
+        )
         if answer.status_code == 503:  # it is starting
             raise httpx.ReadError("status 503")
-        is_right = 400 <= answer.status_code < 500 and "error" in answer.json() and len(answer.content) < 4096
-        return "" if is_right else f"body {number}: status {answer.status_code}, {len(answer.content)} bytes"
+        is_right = (
+            400 <= answer.status_code < 500
+            and "error" in answer.json()
+            and len(answer.content) < 4096
+        )
+        return (
+            ""
+            if is_right
+            else f"body {number}: status {answer.status_code}, {len(answer.content)} bytes"
+        )
     at = httpx.URL(url)
     reader, writer = await asyncio.open_connection(at.host, at.port)
     writer.write(RAW[number - len(BODIES)])
@@ -86,7 +96,10 @@ def reference(lengths: Sequence[int]) -> dict[str, list[str]]:
 
     decoder = load("smollm2", method="ar")
     talks = [[{"role": "user", "content": text}] for text in questions()]
-    found = {str(most): [decoder.chat(talk, max_new_tokens=most).text for talk in talks] for most in lengths}
+    found = {
+        str(most): [decoder.chat(talk, max_new_tokens=most).text for talk in talks]
+        for most in lengths
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(found))
     return found

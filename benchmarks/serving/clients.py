@@ -37,7 +37,9 @@ class Asker(User):
     begun: float | None = None
 
     def on_start(self) -> None:
-        self.client = HTTPClient.from_url(self.asked.url, connection_timeout=30, network_timeout=DRAIN)
+        self.client = HTTPClient.from_url(
+            self.asked.url, connection_timeout=30, network_timeout=DRAIN
+        )
 
     @task
     def ask(self) -> None:
@@ -45,7 +47,11 @@ class Asker(User):
         now = perf_counter()
         cls.begun = now if cls.begun is None else cls.begun
         number = next(self.numbers)
-        over = now - cls.begun >= self.asked.seconds if self.asked.seconds else number >= self.asked.requests
+        over = (
+            now - cls.begun >= self.asked.seconds
+            if self.asked.seconds
+            else number >= self.asked.requests
+        )
         if over:
             raise StopUser
         found = self._request(number + self.asked.first, now - cls.begun)
@@ -81,10 +87,14 @@ class Asker(User):
         }
         try:
             response = self.client.post(
-                "/v1/chat/completions", json.dumps(body), headers={"Content-Type": "application/json"}
+                "/v1/chat/completions",
+                json.dumps(body),
+                headers={"Content-Type": "application/json"},
             )
             if response.status_code != 200:
-                raise RuntimeError(f"status {response.status_code}: {bytes(response.read())[:200]!r}")
+                raise RuntimeError(
+                    f"status {response.status_code}: {bytes(response.read())[:200]!r}"
+                )
             reason = None
             while line := response.readline(b"\n"):
                 at = perf_counter() - (type(self).begun or 0.0)
@@ -98,7 +108,9 @@ class Asker(User):
                     text = choice["delta"].get("content")
                     if text:
                         found["first"], found["last"] = found["first"] or at, at
-                        found["late"] += len(text) if self.asked.seconds and at > self.asked.seconds else 0
+                        found["late"] += (
+                            len(text) if self.asked.seconds and at > self.asked.seconds else 0
+                        )
                         parts.append(text)
                 if event.get("usage"):
                     found["usage"] = event["usage"]["completion_tokens"]
@@ -116,7 +128,9 @@ def main() -> None:
     parser.add_argument("--url", required=True)
     parser.add_argument("--clients", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=0.0)
-    parser.add_argument("--requests", type=int, default=0, help="so many in all, where there are no seconds")
+    parser.add_argument(
+        "--requests", type=int, default=0, help="so many in all, where there are no seconds"
+    )
     parser.add_argument("--first", type=int, default=0, help="number of the first question")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)

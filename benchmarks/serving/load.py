@@ -21,7 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.serving.servers import SYSTEMS, cpu_seconds, drive, end_on_signals, gauges, started, system
+from benchmarks.serving.servers import (
+    SYSTEMS,
+    cpu_seconds,
+    drive,
+    end_on_signals,
+    gauges,
+    started,
+    system,
+)
 from forerun.bench.report import provenance
 from forerun.files import write_text
 
@@ -29,7 +37,9 @@ WARM = 4  # clients and requests of the warm-up, whose questions are asked by no
 OTHER = 10**6
 
 
-def run_cell(name: str, clients: int, asked: argparse.Namespace, folder: Path, count: Any) -> dict[str, Any]:
+def run_cell(
+    name: str, clients: int, asked: argparse.Namespace, folder: Path, count: Any
+) -> dict[str, Any]:
     """Starts a system's server, warms it up, and puts the load on it. `count`: the tokens of a text."""
     wanted = system(name, len(asked.cores), max(clients, WARM), asked.max_tokens, asked.temperature)
     log = folder / "server.log"
@@ -45,7 +55,9 @@ def run_cell(name: str, clients: int, asked: argparse.Namespace, folder: Path, c
                 watch.start()
             try:
                 kept = folder / ("warm-up.json" if quick else "requests.json")
-                found = drive(url, wanted.body, kept, asked.client_cores, lambda line: None, **shared, **own)
+                found = drive(
+                    url, wanted.body, kept, asked.client_cores, lambda line: None, **shared, **own
+                )
             finally:
                 over.set()
                 if watch.is_alive():
@@ -60,8 +72,12 @@ def run_cell(name: str, clients: int, asked: argparse.Namespace, folder: Path, c
         "load_before": before,
         "waiting": _middle(seen, "num_requests_waiting"),
         "running": _middle(seen, "num_requests_running"),
-        "texts": {one["number"]: sha256(one["text"].encode()).hexdigest()[:8] for one in found["requests"]},
-        "command": shlex.join(part.replace(str(Path.home()), "~") for part in ("python", *wanted.command[1:])),
+        "texts": {
+            one["number"]: sha256(one["text"].encode()).hexdigest()[:8] for one in found["requests"]
+        },
+        "command": shlex.join(
+            part.replace(str(Path.home()), "~") for part in ("python", *wanted.command[1:])
+        ),
     }
 
 
@@ -79,7 +95,12 @@ def figures(found: dict[str, Any], seconds: float, count: Any) -> dict[str, Any]
     """What clients saw. Tokens are counted in the texts, with one tokenizer for all systems; those of a text that came
     in part behind the end count in part."""
     good = [one for one in found["requests"] if not one["error"] and one["text"]]
-    samples: dict[str, list[float]] = {"ttft_ms": [], "tpot_ms": [], "queue_ms": [], "request_s": []}
+    samples: dict[str, list[float]] = {
+        "ttft_ms": [],
+        "tpot_ms": [],
+        "queue_ms": [],
+        "request_s": [],
+    }
     inside, tokens = 0.0, 0
     for one in good:
         number = count(one["text"])
@@ -99,7 +120,9 @@ def figures(found: dict[str, Any], seconds: float, count: Any) -> dict[str, Any]
         "errors": found["errors"],
         "error": next((one["error"] for one in found["requests"] if one["error"]), None),
         "tokens": tokens,
-        "told_over_counted": sum(one["usage"] for one in told) / max(1, tokens) if len(told) == len(good) else None,
+        "told_over_counted": sum(one["usage"] for one in told) / max(1, tokens)
+        if len(told) == len(good)
+        else None,
         "wall": found["wall"],
     }
     for name, values in samples.items():
@@ -110,13 +133,21 @@ def figures(found: dict[str, Any], seconds: float, count: Any) -> dict[str, Any]
 
 def gather(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The cells without texts, with the share of texts that are those of plain decoding at the same load."""
-    plain = {(each["clients"], each["round"]): each["texts"] for each in cells if each["system"] == "forerun-ar"}
+    plain = {
+        (each["clients"], each["round"]): each["texts"]
+        for each in cells
+        if each["system"] == "forerun-ar"
+    }
     result = []
     for each in cells:
         reference = plain.get((each["clients"], each["round"]), {})
         both = each["texts"].keys() & reference.keys()
-        same = sum(each["texts"][one] == reference[one] for one in both) / len(both) if both else None
-        result.append({key: value for key, value in each.items() if key != "texts"} | {"same_text": same})
+        same = (
+            sum(each["texts"][one] == reference[one] for one in both) / len(both) if both else None
+        )
+        result.append(
+            {key: value for key, value in each.items() if key != "texts"} | {"same_text": same}
+        )
     return result
 
 
@@ -134,7 +165,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--cores", type=numbers, default=[0, 1], help="of the servers, a thread each")
+    parser.add_argument(
+        "--cores", type=numbers, default=[0, 1], help="of the servers, a thread each"
+    )
     parser.add_argument("--client-cores", type=numbers, help="of the load; the servers' by default")
     asked = parser.parse_args()
     asked.client_cores = asked.client_cores or asked.cores
@@ -167,7 +200,10 @@ def main() -> None:
                 cell = run_cell(name, clients, asked, folder, count)
                 kept = {"round": number, "how": how, **provenance({}), **cell}
                 write_text(path, json.dumps(kept) + "\n")
-                print(f"round {number}, {clients} clients, {name}: {cell['tokens_per_s']:.1f} tokens/s", flush=True)
+                print(
+                    f"round {number}, {clients} clients, {name}: {cell['tokens_per_s']:.1f} tokens/s",
+                    flush=True,
+                )
     all_cells = [json.loads(each.read_text()) for each in sorted(cells.glob("*.json"))]
     given = {key: value for key, value in vars(asked).items() if key != "out"}
     command = shlex.join(["python", "-m", "benchmarks.serving.load", *_shown(sys.argv[1:])])
@@ -178,7 +214,10 @@ def main() -> None:
 
 def _shown(arguments: list[str]) -> list[str]:
     """The arguments, without the path of a folder of this machine."""
-    return ["FOLDER" if at and arguments[at - 1] == "--out" else each for at, each in enumerate(arguments)]
+    return [
+        "FOLDER" if at and arguments[at - 1] == "--out" else each
+        for at, each in enumerate(arguments)
+    ]
 
 
 if __name__ == "__main__":

@@ -24,12 +24,23 @@ import numpy as np
 from benchmarks.load import EngineServer, Job, figures
 from benchmarks.load import drive as drive_engine
 from benchmarks.serving.load import numbers
-from benchmarks.serving.servers import OURS, cpu_seconds, drive, end_on_signals, question, questions, started, system
+from benchmarks.serving.servers import (
+    OURS,
+    cpu_seconds,
+    drive,
+    end_on_signals,
+    question,
+    questions,
+    started,
+    system,
+)
 from forerun.bench.report import provenance
 from forerun.files import write_text
 
 WARM = 10**6  # number of the first question of the warm-up
-LEAST = 12  # requests of a round: with three of one row, first tokens and luck with drafts would decide
+LEAST = (
+    12  # requests of a round: with three of one row, first tokens and luck with drafts would decide
+)
 
 
 class Bare:
@@ -63,13 +74,25 @@ class Bare:
         }
 
 
-def over_http(url: str, pid: int, folder: Path, body: dict[str, Any], asked: argparse.Namespace, **own: int) -> Any:
+def over_http(
+    url: str, pid: int, folder: Path, body: dict[str, Any], asked: argparse.Namespace, **own: int
+) -> Any:
     """The same over HTTP; raises RuntimeError where a request failed. Its clock ends with the last answer."""
     before = cpu_seconds(pid)
-    found = drive(url, body, folder / "http.json", asked.cores, lambda line: None, max_tokens=asked.max_tokens, **own)
+    found = drive(
+        url,
+        body,
+        folder / "http.json",
+        asked.cores,
+        lambda line: None,
+        max_tokens=asked.max_tokens,
+        **own,
+    )
     done = found["requests"]
     if found["errors"]:
-        raise RuntimeError(f"{found['errors']} requests failed: {[one['error'] for one in done if one['error']][:1]}")
+        raise RuntimeError(
+            f"{found['errors']} requests failed: {[one['error'] for one in done if one['error']][:1]}"
+        )
     seconds = max(one["end"] for one in done) - min(one["begin"] for one in done)
     return {
         "tokens": sum(one["usage"] for one in done),
@@ -84,7 +107,10 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Of the rounds with one number of rows."""
     ratios = [each["ratio"] for each in rounds]
     low, high = np.percentile(ratios, (25, 75))
-    speeds = {side: median(one[side]["tokens"] / one[side]["seconds"] for one in rounds) for side in ("engine", "http")}
+    speeds = {
+        side: median(one[side]["tokens"] / one[side]["seconds"] for one in rounds)
+        for side in ("engine", "http")
+    }
     return {
         "rounds": len(rounds),
         "ratio": median(ratios),
@@ -112,7 +138,10 @@ def main() -> None:
     wanted = system(asked.system, len(asked.cores), 1, asked.max_tokens, 0.0)
     rounds: dict[int, list[dict[str, Any]]] = {rows: [] for rows in asked.rows}
     next_question = 0
-    with TemporaryDirectory() as name, started(wanted, asked.cores, Path(name) / "server.log") as (process, url):
+    with (
+        TemporaryDirectory() as name,
+        started(wanted, asked.cores, Path(name) / "server.log") as (process, url),
+    ):
         folder = Path(name)
         bare = Bare(asked.system, len(asked.cores), asked.max_tokens)
 
@@ -132,9 +161,13 @@ def main() -> None:
                 next_question += count
                 speeds = {side: one["tokens"] / one["seconds"] for side, one in found.items()}
                 rounds[rows].append({**found, "ratio": speeds["http"] / speeds["engine"]})
-                print(f"round {number + 1}, {rows} rows: {rounds[rows][-1]['ratio']:.3f}", flush=True)
+                print(
+                    f"round {number + 1}, {rows} rows: {rounds[rows][-1]['ratio']:.3f}", flush=True
+                )
     given = {key: value for key, value in vars(asked).items() if key != "out"}
-    shown = ["FILE" if at and sys.argv[at] == "--out" else each for at, each in enumerate(sys.argv[1:])]
+    shown = [
+        "FILE" if at and sys.argv[at] == "--out" else each for at, each in enumerate(sys.argv[1:])
+    ]
     result = {
         "rows": {str(rows): summary(found) | {"all": found} for rows, found in rounds.items()},
         "command": shlex.join(["python", "-m", "benchmarks.serving.overhead", *shown]),

@@ -58,7 +58,10 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
 
 def made_by(found: dict[str, Any]) -> list[str]:
     versions, given = found["versions"], found["arguments"]
-    told = [f"{name} {versions[name]}" for name in ("forerun", "torch", "transformers", "llama-cpp-python")]
+    told = [
+        f"{name} {versions[name]}"
+        for name in ("forerun", "torch", "transformers", "llama-cpp-python")
+    ]
     parts = found.get("cells", [found])  # which may have been measured at other times
     commits = ", ".join(sorted({each["versions"]["commit"] for each in parts}))
     where = f"{versions['cpu']}, {len(given['cores'])} threads"
@@ -88,18 +91,38 @@ def load_section(found: dict[str, Any]) -> list[str]:
     lines = [f"## Load, {drawn}", "", *made_by(found), LOAD.format(cores="the same"), ""]
     if given["client_cores"] != given["cores"]:
         lines[-2] = LOAD.format(cores=f"{len(given['client_cores'])} of its own")
-    header = ["", "tokens/s", "over llama.cpp", "over transformers", "requests/s", "first token, ms (p50, p99)"]
-    header += ["ms a token (p50, p99)", "queue, ms (p50, p99)", "errors", "same texts", "cores of the load"]
+    header = [
+        "",
+        "tokens/s",
+        "over llama.cpp",
+        "over transformers",
+        "requests/s",
+        "first token, ms (p50, p99)",
+    ]
+    header += [
+        "ms a token (p50, p99)",
+        "queue, ms (p50, p99)",
+        "errors",
+        "same texts",
+        "cores of the load",
+    ]
     for clients in sorted({each["clients"] for each in cells}):
-        groups = {name: [e for e in cells if e["clients"] == clients and e["system"] == name] for name in NAMES}
+        groups = {
+            name: [e for e in cells if e["clients"] == clients and e["system"] == name]
+            for name in NAMES
+        }
         speeds = {name: middle(group, "tokens_per_s") for name, group in groups.items() if group}
         rows = []
         for name, group in groups.items():
             if not group:
                 continue
-            over = [ratio(speeds[name], speeds.get(other)) for other in ("llama-cpp", "transformers")]
+            over = [
+                ratio(speeds[name], speeds.get(other)) for other in ("llama-cpp", "transformers")
+            ]
             pairs = [
-                ", ".join(cell(middle(group, f"{key}_p{rank}"), form) for rank in (50, 99)).strip(", ")
+                ", ".join(cell(middle(group, f"{key}_p{rank}"), form) for rank in (50, 99)).strip(
+                    ", "
+                )
                 for key, form in (("ttft_ms", ".0f"), ("tpot_ms", ".1f"), ("queue_ms", ".0f"))
             ]
             rows.append(
@@ -116,15 +139,32 @@ def load_section(found: dict[str, Any]) -> list[str]:
             )
         rounds = max(len(group) for group in groups.values())
         title = f"{clients} client" + "s" * (clients > 1)
-        lines += [f"### {title}" + f", medians of {rounds} rounds" * (rounds > 1), "", *table(header, rows)]
+        lines += [
+            f"### {title}" + f", medians of {rounds} rounds" * (rounds > 1),
+            "",
+            *table(header, rows),
+        ]
     return lines
 
 
 def overhead_section(found: dict[str, Any]) -> list[str]:
     given = found["arguments"]
     plain = ", without drafts" if given["system"] == "forerun-ar" else ""
-    lines = [f"## Over the bare engine, {len(given['cores'])} threads{plain}", "", *made_by(found), OVERHEAD]
-    header = ["rows", "engine, tokens/s", "server", "ratio", "quarters", "rounds", "cores of the clients"]
+    lines = [
+        f"## Over the bare engine, {len(given['cores'])} threads{plain}",
+        "",
+        *made_by(found),
+        OVERHEAD,
+    ]
+    header = [
+        "rows",
+        "engine, tokens/s",
+        "server",
+        "ratio",
+        "quarters",
+        "rounds",
+        "cores of the clients",
+    ]
     rows = [
         [
             name,
@@ -138,17 +178,32 @@ def overhead_section(found: dict[str, Any]) -> list[str]:
         for name, each in found["rows"].items()
     ]
     same = all(each["same_lengths"] for each in found["rows"].values())
-    return [*lines, *table(header, rows), f"All answers have the same lengths in both: {'yes' if same else 'no'}.", ""]
+    return [
+        *lines,
+        *table(header, rows),
+        f"All answers have the same lengths in both: {'yes' if same else 'no'}.",
+        "",
+    ]
 
 
 def soak_section(found: dict[str, Any], shown: str) -> list[str]:
     lines = ["## Soak", "", *made_by(found), SOAK]
-    kinds = {kind: ", ".join(f"{n} {each}" for each, n in done.items()) for kind, done in found["outcomes"].items()}
-    lines += table(["requests", "what became of them"], [[kind, told] for kind, told in sorted(kinds.items())])
-    lines += [f"- {'Yes' if is_true else '**No**'}: {name}." for name, is_true in found["checks"].items()]
+    kinds = {
+        kind: ", ".join(f"{n} {each}" for each, n in done.items())
+        for kind, done in found["outcomes"].items()
+    }
+    lines += table(
+        ["requests", "what became of them"], [[kind, told] for kind, told in sorted(kinds.items())]
+    )
+    lines += [
+        f"- {'Yes' if is_true else '**No**'}: {name}." for name, is_true in found["checks"].items()
+    ]
     grown = ", ".join("?" if each is None else f"{100 * each:.1f} %" for each in found["growth"])
     lines += [f"- Greedy answers compared with `decoder.chat`: {found['compared']}."]
-    lines += [f"- Growth of memory behind the first ten minutes (or a third) of each server's life: {grown}.", ""]
+    lines += [
+        f"- Growth of memory behind the first ten minutes (or a third) of each server's life: {grown}.",
+        "",
+    ]
     lines += [f"![Memory, rows, queue, tokens/s over time]({shown})", ""]
     return lines
 
@@ -162,9 +217,17 @@ def picture(found: dict[str, Any], path: Path) -> None:
 
     samples = found["samples"]
     figure, axes = plt.subplots(4, figsize=(8, 7), sharex=True)
-    named = ("rss_mb", "MB in memory"), ("num_requests_running", "rows"), ("num_requests_waiting", "queue")
+    named = (
+        ("rss_mb", "MB in memory"),
+        ("num_requests_running", "rows"),
+        ("num_requests_waiting", "queue"),
+    )
     for (name, label), own in zip(named, axes[:3], strict=True):
-        own.plot([each["t"] for each in samples], [each.get(name, None) for each in samples], color="#264653")
+        own.plot(
+            [each["t"] for each in samples],
+            [each.get(name, None) for each in samples],
+            color="#264653",
+        )
         own.set(ylabel=label, ylim=(0, None))
     rates = []
     for early, late in pairwise(samples):

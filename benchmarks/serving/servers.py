@@ -44,26 +44,70 @@ class System:
     metrics: bool = False
 
 
-def system(name: str, threads: int, clients: int, max_tokens: int, temperature: float, options: tuple[str, ...] = ()):
+def system(
+    name: str,
+    threads: int,
+    clients: int,
+    max_tokens: int,
+    temperature: float,
+    options: tuple[str, ...] = (),
+):
     """One of SYSTEMS. `options` are more of our server's. Raises ValueError where the model's file is not there."""
     path = find(SMOLLM2)
     if path is None:
         raise ValueError("smollm2 is not here: forerun fetch smollm2")
     if name in OURS:
-        command = [sys.executable, "-m", "forerun", "serve", "--target", SMOLLM2, "--threads", str(threads)]
+        command = [
+            sys.executable,
+            "-m",
+            "forerun",
+            "serve",
+            "--target",
+            SMOLLM2,
+            "--threads",
+            str(threads),
+        ]
         body = {"stream_options": {"include_usage": True}}
-        return System(name, (*command, "--log-level", "warning", *OURS[name], *options), body, metrics=True)
+        return System(
+            name, (*command, "--log-level", "warning", *OURS[name], *options), body, metrics=True
+        )
     if name == "llama-cpp":
         # Without the first of these a new request would end the one that runs. Nobody reads the logits of prompts.
-        own: dict[str, Any] = {"interrupt_requests": False, "logits_all": False, "verbose": False, "n_ctx": 2048}
+        own: dict[str, Any] = {
+            "interrupt_requests": False,
+            "logits_all": False,
+            "verbose": False,
+            "n_ctx": 2048,
+        }
         own |= {"n_threads": threads, "n_threads_batch": threads, "model": path}
-        command = [sys.executable, "-m", "llama_cpp.server", *(f"--{key}={each}" for key, each in own.items())]
-        return System(name, tuple(command), {"repeat_penalty": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0})
+        command = [
+            sys.executable,
+            "-m",
+            "llama_cpp.server",
+            *(f"--{key}={each}" for key, each in own.items()),
+        ]
+        return System(
+            name, tuple(command), {"repeat_penalty": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        )
     assert name == "transformers"
     # A forward of theirs takes longer in a larger cache, so it has room for these clients and no more.
     blocks = clients * -(-(LONGEST + 1) // PAGE) + 1
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(whole_model(path))]
-    command += ["--continuous-batching", "--device", "cpu", "--dtype", "float32", "--cb-max-batch-tokens", "512"]
+    command = [
+        sys.executable,
+        "-m",
+        "transformers.cli.transformers",
+        "serve",
+        str(whole_model(path)),
+    ]
+    command += [
+        "--continuous-batching",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--cb-max-batch-tokens",
+        "512",
+    ]
     command += ["--cb-block-size", str(PAGE), "--cb-num-blocks", str(blocks)]
     drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     drawing = drawn if temperature else {"do_sample": False}
@@ -132,7 +176,9 @@ def wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 @contextmanager
-def started(wanted: System, cores: list[int], log: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def started(
+    wanted: System, cores: list[int], log: Path
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A server that is ready, and its address; it is ended behind the block."""
     port = free_port()
     url, process = f"http://127.0.0.1:{port}", start(wanted, port, cores, log)
@@ -174,13 +220,32 @@ def gauges(url: str) -> dict[str, float]:
         text = httpx.get(url + "/metrics", timeout=5, trust_env=False).text
     except httpx.HTTPError:
         return {}
-    lines = [line.split() for line in text.splitlines() if line.startswith("forerun:") and "{" not in line]
+    lines = [
+        line.split()
+        for line in text.splitlines()
+        if line.startswith("forerun:") and "{" not in line
+    ]
     return {name.removeprefix("forerun:"): float(value) for name, value in lines}
 
 
-def drive(url: str, body: dict[str, Any], out: Path, cores: list[int], say: Callable[[str], None], **options: Any):
+def drive(
+    url: str,
+    body: dict[str, Any],
+    out: Path,
+    cores: list[int],
+    say: Callable[[str], None],
+    **options: Any,
+):
     """Runs clients.py to its end in a process of its own; what it wrote."""
-    command = [sys.executable, "-m", "benchmarks.serving.clients", "--url", url, "--body", json.dumps(body)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.serving.clients",
+        "--url",
+        url,
+        "--body",
+        json.dumps(body),
+    ]
     command += ["--out", str(out.resolve())]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     with out.with_suffix(".log").open("ab") as log:

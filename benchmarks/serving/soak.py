@@ -46,7 +46,13 @@ from forerun.files import write_text
 
 LOST = 700  # seconds without a byte until a request counts as lost: the server's own limit is 600
 EVERY = 5  # seconds between samples
-SHOWN = ("t", "rss_mb", "num_requests_running", "num_requests_waiting", "generation_tokens_total")  # of a sample
+SHOWN = (
+    "t",
+    "rss_mb",
+    "num_requests_running",
+    "num_requests_waiting",
+    "generation_tokens_total",
+)  # of a sample
 SETTLED = 600  # seconds of a server's life, or a third of it, that its memory may grow in
 SMALL = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]  # so that slow readers fill their buffers
 
@@ -98,10 +104,15 @@ class Soak:
         """Asks until it is over."""
         limits = httpx.Timeout(30, read=LOST)
         transport = httpx.AsyncHTTPTransport(socket_options=SMALL)
-        async with httpx.AsyncClient(timeout=limits, trust_env=False, transport=transport) as client:
+        async with httpx.AsyncClient(
+            timeout=limits, trust_env=False, transport=transport
+        ) as client:
             while not self.over:
                 request, self.next_request = self.next_request, self.next_request + 1
-                kind, begin = {0: "leaves", 1: "slow", 2: "rubbish"}.get(request % 10, "plain"), self.now
+                kind, begin = (
+                    {0: "leaves", 1: "slow", 2: "rubbish"}.get(request % 10, "plain"),
+                    self.now,
+                )
                 try:
                     outcome = await self.one(client, request, kind)
                 except httpx.ReadTimeout:
@@ -111,7 +122,9 @@ class Soak:
                 self.outcomes.setdefault(kind, Counter())[outcome] += 1
                 if outcome == "error":
                     if self.is_up(begin, self.now):
-                        self.trouble.append(f"{self.now:.0f} s: request {request} ({kind}) failed with a server there")
+                        self.trouble.append(
+                            f"{self.now:.0f} s: request {request} ({kind}) failed with a server there"
+                        )
                     await asyncio.sleep(1)
                 elif outcome not in ("answer", "left", "refused"):
                     self.trouble.append(f"{self.now:.0f} s: request {request} ({kind}): {outcome}")
@@ -158,7 +171,11 @@ class Soak:
 
     def compare(self, text: str, at: int, most: int, greedy: bool) -> str:
         self.compared += greedy
-        return "answer" if not greedy or text == self.expected[str(most)][at] else f"wrong answer to question {at}"
+        return (
+            "answer"
+            if not greedy or text == self.expected[str(most)][at]
+            else f"wrong answer to question {at}"
+        )
 
     async def sample(self) -> None:
         while not self.over:
@@ -190,7 +207,9 @@ class Soak:
         await asyncio.gather(*tasks)
         for _ in range(60):  # what was left in mid-stream ends with the next step
             last = await asyncio.to_thread(gauges, self.url)
-            if last and not any(last[name] for name in ("num_requests_running", "num_requests_waiting")):
+            if last and not any(
+                last[name] for name in ("num_requests_running", "num_requests_waiting")
+            ):
                 break
             await asyncio.sleep(0.5)
         self.up[-1][1] = self.now
@@ -210,12 +229,17 @@ def checks(soak: Soak, last: dict[str, Any], most_growth: float) -> dict[str, bo
     grown = [growth(soak.samples, *life) for life in soak.up]
     log = (soak.folder / "server.log").read_text(errors="replace")
     return {
-        "every request ended in an answer or an error": not any(each["lost"] for each in soak.outcomes.values()),
+        "every request ended in an answer or an error": not any(
+            each["lost"] for each in soak.outcomes.values()
+        ),
         "no other trouble": not soak.trouble,
-        "both servers answered": all(each is not None for each in grown) and len(grown) == 2 and soak.compared > 0,
+        "both servers answered": all(each is not None for each in grown)
+        and len(grown) == 2
+        and soak.compared > 0,
         "memory does not grow": all(each is None or each <= most_growth for each in grown),
         "rows, queue and KV are zero": all(
-            last.get(name) == 0 for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+            last.get(name) == 0
+            for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
         ),
         "the server ends with status 0": last["status"] == 0,
         "no error in its log": " ERROR " not in log and "Traceback" not in log,
@@ -229,7 +253,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--lengths", type=numbers, default=[32, 64, 128], help="of answers")
-    parser.add_argument("--growth", type=float, default=0.03, help="most of memory behind the first ten minutes")
+    parser.add_argument(
+        "--growth", type=float, default=0.03, help="most of memory behind the first ten minutes"
+    )
     parser.add_argument("--cores", type=numbers, default=[0, 1])
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -243,7 +269,9 @@ def main() -> None:
         if soak.process is not None:
             stop(soak.process)
     told = checks(soak, last, asked.growth)
-    shown = ["FOLDER" if at and sys.argv[at] == "--out" else each for at, each in enumerate(sys.argv[1:])]
+    shown = [
+        "FOLDER" if at and sys.argv[at] == "--out" else each for at, each in enumerate(sys.argv[1:])
+    ]
     result = {
         "checks": told,
         "trouble": soak.trouble[:50],

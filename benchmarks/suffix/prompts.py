@@ -101,7 +101,10 @@ CHANGES = (
 
 def main() -> None:
     agent = [
-        [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"Ticket: {ticket.format(**facts)}"}]
+        [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": f"Ticket: {ticket.format(**facts)}"},
+        ]
         for facts, ticket in product(FACTS, TICKETS)
     ]
     edits = [

@@ -56,15 +56,21 @@ def test_answers_are_greedy_or_drawn(target: Target) -> None:
 @pytest.mark.parametrize("law", [True, False])
 def test_a_loss_is_the_cross_entropy(law: bool) -> None:
     torch.manual_seed(0)
-    states, said, answer = (torch.randn(*shape).bfloat16().float() for shape in ((9, 16), (9, 4), (30, 4)))
+    states, said, answer = (
+        torch.randn(*shape).bfloat16().float() for shape in ((9, 16), (9, 4), (30, 4))
+    )
     lm, whole = torch.randn(30, 16).bfloat16(), torch.full((9,), 12.0)
     own = torch.randn(9, 16).bfloat16() if law else torch.arange(-1, 8)
-    probs = (own.float() @ lm.float().T - 12).exp() if law else torch.eye(30)[own] * (own >= 0)[:, None]
+    probs = (
+        (own.float() @ lm.float().T - 12).exp() if law else torch.eye(30)[own] * (own >= 0)[:, None]
+    )
     given = [each.requires_grad_() for each in (states, said, answer)]
     wanted = -(probs * (states @ lm.float().T + said @ answer.T).log_softmax(-1)).sum() / 9
     found = Compared.apply(*given, lm, own, whole)
     assert found.item() == pytest.approx(wanted.item(), rel=1e-3)
-    for one, other in zip(torch.autograd.grad(found, given), torch.autograd.grad(wanted, given), strict=True):
+    for one, other in zip(
+        torch.autograd.grad(found, given), torch.autograd.grad(wanted, given), strict=True
+    ):
         assert (one - other).norm() < 0.02 * other.norm()
 
 

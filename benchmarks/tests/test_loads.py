@@ -14,7 +14,18 @@ import pytest
 from toys import noisy_copy, tiny
 
 from benchmarks.hf import Generate
-from benchmarks.load import EngineServer, Event, Job, Load, Served, drive, figures, jobs_of, middle, rows_over_time
+from benchmarks.load import (
+    EngineServer,
+    Event,
+    Job,
+    Load,
+    Served,
+    drive,
+    figures,
+    jobs_of,
+    middle,
+    rows_over_time,
+)
 from benchmarks.loads import BatchingServer, static
 from forerun.api.load import Decoder
 from forerun.bench.plan import parse_methods
@@ -76,7 +87,11 @@ def test_a_closed_loop_keeps_its_requests_open() -> None:
 def test_an_open_loop_goes_by_the_clock() -> None:
     server = Clockwork(rows=1)
     served = server.drive(jobs(2, 1, 1, dues=[0.0, 0.5, 30.0]))
-    assert [one.due for one in served] == [0.0, 0.5, 30.0]  # and not when the server had time for it
+    assert [one.due for one in served] == [
+        0.0,
+        0.5,
+        30.0,
+    ]  # and not when the server had time for it
     assert [one.times for one in served] == [[1, 2], [3], [31]]
     assert server.most == [1, 2, 1, 1] and server.timeouts == [0.5, 29.0, 28.0, None]
     found = figures(served)
@@ -88,7 +103,11 @@ def test_an_open_loop_goes_by_the_clock() -> None:
 def test_arrivals_and_lengths_follow_from_the_seed() -> None:
     load = Load(rate=4.0)
     many = jobs_of(load, PROMPTS, 2000, (16, 256), 5)
-    assert many == jobs_of(load, PROMPTS, 2000, (16, 256), 5) != jobs_of(load, PROMPTS, 2000, (16, 256), 6)
+    assert (
+        many
+        == jobs_of(load, PROMPTS, 2000, (16, 256), 5)
+        != jobs_of(load, PROMPTS, 2000, (16, 256), 6)
+    )
     assert len(many) == 2000 and many[0].due == 0 and many == sorted(many, key=lambda job: job.due)
     gaps = sorted(late.due - soon.due for soon, late in pairwise(many))
     assert sum(gaps) / len(gaps) == pytest.approx(1 / 4, rel=0.1)
@@ -106,20 +125,32 @@ def test_figures_are_of_requests_and_of_rounds() -> None:
     found = figures([fast, slow])
     assert (found["tokens_per_s"], found["seconds"]) == (1.0, 4.0)
     assert (found["ttft_ms_p50"], found["ttft_ms_max"]) == (2000.0, 3000.0)
-    assert found["tpot_ms_p50"] == 500.0 and found["gap_ms_max"] == 1000.0  # the other has no second token
+    assert (
+        found["tpot_ms_p50"] == 500.0 and found["gap_ms_max"] == 1000.0
+    )  # the other has no second token
     assert found["wait_ms_max"] == 2000.0
-    assert middle([found, found | {"tokens_per_s": 3.0}, found | {"tokens_per_s": 9.0}])["tokens_per_s"] == 3.0
+    assert (
+        middle([found, found | {"tokens_per_s": 3.0}, found | {"tokens_per_s": 9.0}])[
+            "tokens_per_s"
+        ]
+        == 3.0
+    )
     assert rows_over_time([fast, slow], lambda one: one.due) == ([0.0, 1.0, 2.0, 4.0], [1, 2, 1, 0])
 
 
 def reference(asked: Sequence[Job]) -> list[list[int]]:
     decoder = Decoder(tiny("llama"), method=AR())
-    return [decoder.generate(list(job.prompt), PARAMS, max_new_tokens=job.new_tokens).tokens for job in asked]
+    return [
+        decoder.generate(list(job.prompt), PARAMS, max_new_tokens=job.new_tokens).tokens
+        for job in asked
+    ]
 
 
 def test_an_engine_serves_what_its_method_generates() -> None:
     target = tiny("llama")
-    decoder = Decoder(target, draft=noisy_copy(target, 0.02), method=SD(2), guard=False, prefix_bytes=0)
+    decoder = Decoder(
+        target, draft=noisy_copy(target, 0.02), method=SD(2), guard=False, prefix_bytes=0
+    )
     asked = jobs_of(Load(clients=2), PROMPTS, 4, (3, 9), 1)
     wanted = reference(asked)
     for clients in (2, 4):
@@ -144,10 +175,14 @@ def test_static_batches_begin_when_the_one_before_has_ended() -> None:
     server.step = watched  # type: ignore[method-assign]
     served = drive(server, asked, 5)
     assert [one.tokens for one in served] == reference(asked)
-    assert [each for each in rows if each] == [{0, 1}] * 2 + [{1}] * 7 + [{2, 3}] * 3 + [{3}] * 2 + [{4}] * 4
+    assert [each for each in rows if each] == [{0, 1}] * 2 + [{1}] * 7 + [{2, 3}] * 3 + [
+        {3}
+    ] * 2 + [{4}] * 4
 
 
-def batched(asked: Sequence[Job], rows: int, clients: int, params: SamplingParams = PARAMS) -> list[Served]:
+def batched(
+    asked: Sequence[Job], rows: int, clients: int, params: SamplingParams = PARAMS
+) -> list[Served]:
     """What transformers' own continuous batching serves."""
     server = BatchingServer(Generate(tiny("llama"), None, params), rows, 16)
     try:
@@ -161,7 +196,9 @@ def test_transformers_own_continuous_batching_is_served_alike() -> None:
     served = batched(asked, 4, 3)
     assert [one.tokens for one in served] == reference(asked)
     for one, job in zip(served, asked, strict=True):
-        assert one.begun is not None and one.begun <= one.times[0] and len(one.times) == job.new_tokens
+        assert (
+            one.begun is not None and one.begun <= one.times[0] and len(one.times) == job.new_tokens
+        )
         assert one.times == sorted(one.times)
 
     def outputs(seed: int, **options: float) -> list[list[int]]:
@@ -178,18 +215,41 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_run_under_load(tmp_path: Path) -> None:
-    assert parse_methods(["static", "static/sd"], ["sd.gamma=2"], None, {}, static)["static/sd"] == SD(2)
+    assert parse_methods(["static", "static/sd"], ["sd.gamma=2"], None, {}, static)[
+        "static/sd"
+    ] == SD(2)
     out = tmp_path / "out"
     done = command(
-        *("--methods", "sd,static,static/sd,hf-batch", "--clients", "2,4", "--rate", "50", "--requests", "4"),
-        *("--new-tokens", "3:8", "--rounds", "2", "--prompt-tokens", "12", "--threads", "1", "--json"),
+        *(
+            "--methods",
+            "sd,static,static/sd,hf-batch",
+            "--clients",
+            "2,4",
+            "--rate",
+            "50",
+            "--requests",
+            "4",
+        ),
+        *(
+            "--new-tokens",
+            "3:8",
+            "--rounds",
+            "2",
+            "--prompt-tokens",
+            "12",
+            "--threads",
+            "1",
+            "--json",
+        ),
         *("--out", str(out), "--method-arg", "sd.gamma=3"),
     )
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout.splitlines()[-1])
     assert printed == json.loads((out / "results.json").read_text())
     assert set(printed["clients"]) == {"2", "4"} and set(printed["rate"]) == {"50"}
-    assert {"tokens_per_s", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99"} <= set(printed["clients"]["4"])
+    assert {"tokens_per_s", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99"} <= set(
+        printed["clients"]["4"]
+    )
     assert printed["clients"]["4"]["method"] == "sd"
     assert list(printed["methods"]) == ["ar", "sd", "static", "static/sd", "hf-batch"]
     for name, method in printed["methods"].items():
@@ -212,7 +272,12 @@ def test_a_run_under_load(tmp_path: Path) -> None:
 def test_mistakes_are_one_line() -> None:
     for arguments, message in (
         (["--methods", "static/turbo", "--clients", "2"], "unknown method 'static/turbo'"),
-        (["--clients", "2", "--new-tokens", "9:8"], "--new-tokens must be MIN:MAX with 1 <= MIN <= MAX"),
+        (
+            ["--clients", "2", "--new-tokens", "9:8"],
+            "--new-tokens must be MIN:MAX with 1 <= MIN <= MAX",
+        ),
     ):
         done = command(*arguments)
-        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, (
+            done.stderr
+        )

@@ -17,9 +17,15 @@ parser.add_argument("--subject", default="cats")
 parser.add_argument("--max-new-tokens", type=int, default=128)
 args = parser.parse_args()
 
-prompt = ChatPromptTemplate.from_messages([("system", "Answer briefly."), ("user", "Tell me a fact about {subject}.")])
+prompt = ChatPromptTemplate.from_messages(
+    [("system", "Answer briefly."), ("user", "Tell me a fact about {subject}.")]
+)
 model = ChatOpenAI(
-    base_url=f"{args.url}/v1", api_key=args.key, model=args.model, temperature=0, max_tokens=args.max_new_tokens
+    base_url=f"{args.url}/v1",
+    api_key=args.key,
+    model=args.model,
+    temperature=0,
+    max_tokens=args.max_new_tokens,
 )
 for text in (prompt | model | StrOutputParser()).stream({"subject": args.subject}):
     print(text, end="", flush=True)

@@ -33,14 +33,21 @@ def measured(methods: list[Method], parts: Parts) -> Costs | None:
     if not needing:
         return parts.costs
     if parts.costs is not None:
-        return parts.costs if head is None or parts.costs.head else replace(parts.costs, head=head_costs(head))
+        return (
+            parts.costs
+            if head is None or parts.costs.head
+            else replace(parts.costs, head=head_costs(head))
+        )
     models: dict[str, Any] = {"layer": parts.pre_verifier, "head": head}
     file = file_of(target, parts.draft, **models)
     return kept(file, lambda: measure_costs(target, parts.draft, **models))
 
 
 def build_engine(
-    methods: list[Method], parts: Parts, options: EngineOptions, trackers: dict[tuple[Method, bool], SpeedTracker]
+    methods: list[Method],
+    parts: Parts,
+    options: EngineOptions,
+    trackers: dict[tuple[Method, bool], SpeedTracker],
 ) -> Engine:
     """Return an engine whose sequences are drafted for by one method, or by one if greedy and one if sampled.
 
@@ -60,7 +67,13 @@ def build_engine(
         # Sampling costs and accepts otherwise than greedy decoding.
         keys = (methods[0], True), (methods[-1], False)
         drafter = Guarded(drafter, *(trackers.setdefault(key, SpeedTracker(clock)) for key in keys))
-    return Engine(target, drafter, max_rows=options.max_rows, max_queue=options.max_queue, kv_memory=options.kv_memory)
+    return Engine(
+        target,
+        drafter,
+        max_rows=options.max_rows,
+        max_queue=options.max_queue,
+        kv_memory=options.kv_memory,
+    )
 
 
 def folder_of(options: EngineOptions) -> PromptFolder | None:
@@ -73,7 +86,9 @@ def folder_of(options: EngineOptions) -> PromptFolder | None:
     return PromptFolder(Path(options.prompt_cache).expanduser(), options.prompt_cache_bytes)
 
 
-def fresh(model: CausalLM, count: int, options: EngineOptions, folder: PromptFolder | None) -> list[CausalLM]:
+def fresh(
+    model: CausalLM, count: int, options: EngineOptions, folder: PromptFolder | None
+) -> list[CausalLM]:
     """Return a model so many times, each with caches of its own, which keep texts in a folder."""
     made = [model.fresh(options.prefix_bytes) for _ in range(count)]
     if folder is None:
@@ -116,11 +131,17 @@ class Split(Drafter):
         return Proposal.together([drafts[seq.id] for seq in seqs], proposals)
 
     def observe(
-        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self,
+        seqs: list[Sequence],
+        drafts: list[Draft],
+        verdicts: list[Verdict],
+        hidden: list[Tensor] | None,
     ) -> None:
         for greedy, drafter in self.drafters.items():
             own = [row for row, seq in enumerate(seqs) if seq.greedy == greedy]
-            observe_rows(drafter, own, seqs, drafts, verdicts, hidden if drafter.wants_hidden else None)
+            observe_rows(
+                drafter, own, seqs, drafts, verdicts, hidden if drafter.wants_hidden else None
+            )
 
     def drop(self, seq: Sequence) -> None:
         self.drafters[seq.greedy].drop(seq)

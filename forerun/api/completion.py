@@ -85,7 +85,9 @@ class Call:
             if self.readers:
                 self.readers[at].push(said, finished=True)
                 said, calls = self.readers[at].text, self.readers[at].calls
-            found.append(Completion(said, tokens, origins, reason, summarise(taken, seconds), taken, calls))
+            found.append(
+                Completion(said, tokens, origins, reason, summarise(taken, seconds), taken, calls)
+            )
         return found[0] if self.is_single else found
 
     def stream(self, session: Session) -> Iterator[Chunk]:
@@ -97,7 +99,11 @@ class Call:
             for batch in run:
                 for index, step in batch:
                     text, reason = self.texts[index], step.finish_reason
-                    pieces = text.push(step.tokens, step.origins, reason is not None) if text is not None else []
+                    pieces = (
+                        text.push(step.tokens, step.origins, reason is not None)
+                        if text is not None
+                        else []
+                    )
                     said, calls = "".join(piece for piece, _ in pieces), []
                     if self.readers:
                         self.readers[index].push(said, reason is not None)

@@ -37,7 +37,14 @@ from forerun.model.compat import CACHE_NAMES, user_cache
 from forerun.sampling.sampler import Sampler
 
 _KEPT = "_forerun_kept"  # the attribute of a target that its decoder is kept in
-_INPUTS = {"attention_mask", "position_ids", *CACHE_NAMES, "use_cache", "cache_position", "logits_to_keep"}
+_INPUTS = {
+    "attention_mask",
+    "position_ids",
+    *CACHE_NAMES,
+    "use_cache",
+    "cache_position",
+    "logits_to_keep",
+}
 
 
 # transformers hands a function what its signature names, so attention_mask must not be: it would come twice.
@@ -82,7 +89,9 @@ def custom_generate(
     _check_supported(generation_config)
     kind: Any = type(model)
     if model.prepare_inputs_for_generation != kind.prepare_inputs_for_generation.__get__(model):
-        raise ValueError("prepare_inputs_for_generation is replaced, as for prompt tuning; only token ids are read")
+        raise ValueError(
+            "prepare_inputs_for_generation is replaced, as for prompt tuning; only token ids are read"
+        )
     padding = _padding(input_ids, model_kwargs)
     if token_streamer is not None and len(input_ids) > 1:
         raise ValueError(f"token_streamer takes a single sequence, not {len(input_ids)}")
@@ -95,7 +104,9 @@ def custom_generate(
     eos = [c.eos_token_id for c in stopping_criteria if type(c) is EosTokenCriteria]
     lengths = [c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria]
     longest = min(lengths, default=generation_config.max_length)
-    criteria = [c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+    criteria = [
+        c for c in stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)
+    ]
     pad = generation_config._pad_token_tensor
     check_processors(logits_processor)
     requests, limits = [], []
@@ -108,16 +119,21 @@ def custom_generate(
                 max_new_tokens=limits[-1],
                 sampler=_RowSampler(
                     greedy=not generation_config.do_sample,
-                    processors=LogitsProcessorList([for_row(processor, i) for processor in logits_processor]),
+                    processors=LogitsProcessorList(
+                        [for_row(processor, i) for processor in logits_processor]
+                    ),
                     front=front,
                 ),
                 eos=frozenset(int(token) for tokens in eos for token in tokens),
-                criteria=StoppingCriteriaList([_RowCriteria(criteria, front)]) if criteria else None,
+                criteria=StoppingCriteriaList([_RowCriteria(criteria, front)])
+                if criteria
+                else None,
                 seed=int(torch.randint(2**62, (1,))) if generation_config.do_sample else None,
             )
         )
     rooms = {
-        min(room, context - len(prompt) if context else room) for room, prompt in zip(limits, prompts, strict=True)
+        min(room, context - len(prompt) if context else room)
+        for room, prompt in zip(limits, prompts, strict=True)
     }
     if pad is None and len(prompts) > 1 and (criteria or len(rooms) > 1):
         raise ValueError("rows may end at different lengths; set pad_token_id")
@@ -153,7 +169,9 @@ def custom_generate(
 def _check_supported(config: GenerationConfig) -> None:
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(f"generation mode {mode.value!r} is not supported; greedy search and sampling are")
+        raise ValueError(
+            f"generation mode {mode.value!r} is not supported; greedy search and sampling are"
+        )
     for name, allowed in (
         ("guidance_scale", (None, 1)),
         ("watermarking_config", (None,)),
@@ -175,11 +193,19 @@ def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
             raise ValueError(f"{name} is not supported; only token ids and an attention mask are")
     name, cache = user_cache(model_kwargs)
     if cache is not None and (isinstance(cache, QuantizedCache) or cache.get_seq_length()):
-        raise ValueError(f"{name} must be empty and not quantized: forerun fills a cache of its own")
+        raise ValueError(
+            f"{name} must be empty and not quantized: forerun fills a cache of its own"
+        )
     mask = model_kwargs.get("attention_mask")
     seen = torch.ones_like(input_ids) if mask is None else mask.bool().long()
-    if seen.shape != input_ids.shape or bool((seen[:, :-1] > seen[:, 1:]).any()) or not bool(seen[:, -1].all()):
-        raise ValueError("attention_mask may have zeros on the left of a row alone: pad with padding_side='left'")
+    if (
+        seen.shape != input_ids.shape
+        or bool((seen[:, :-1] > seen[:, 1:]).any())
+        or not bool(seen[:, -1].all())
+    ):
+        raise ValueError(
+            "attention_mask may have zeros on the left of a row alone: pad with padding_side='left'"
+        )
     positions = model_kwargs.get("position_ids")
     if positions is not None:
         implied = (seen.cumsum(-1) - 1).clamp(min=0)
@@ -191,7 +217,9 @@ def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
 class _Kept:
     """A decoder and what it was made of. Copies and pickles of its target lack it: it belongs to the original."""
 
-    def __init__(self, decoder: Decoder, model: PreTrainedModel, draft: PreTrainedModel | None) -> None:
+    def __init__(
+        self, decoder: Decoder, model: PreTrainedModel, draft: PreTrainedModel | None
+    ) -> None:
         self.decoder, self.model, self.draft = decoder, model, draft
         self.state = self._state()
         self.head: str | Path | HiddenDrafter | None = None  # what that of the decoder was made of
@@ -235,7 +263,9 @@ def _decoder(
         raise ValueError(f"draft must be a loaded transformers model, not {draft!r}")
     for part in (model, draft):
         if part is not None and part.training:
-            raise ValueError(f"{type(part).__name__} is in training mode, with dropout in its output; call eval()")
+            raise ValueError(
+                f"{type(part).__name__} is in training mode, with dropout in its output; call eval()"
+            )
     chosen = resolve(model, draft, method, pre_verifier=pre_verifier, head=head).method
     needed = draft if chosen.needs_draft else None
     kept: _Kept | None = vars(model).get(_KEPT)

@@ -118,10 +118,16 @@ class Decoder:
         lm = target if isinstance(target, CausalLM) else prepare(target)
         draft_lm = prepare_draft(draft, None, None) if isinstance(draft, PreTrainedModel) else draft
         if draft_lm is not None and draft_lm.device != lm.device:
-            raise ValueError(f"the draft is on {draft_lm.device} and the target on {lm.device}; put them on one")
+            raise ValueError(
+                f"the draft is on {draft_lm.device} and the target on {lm.device}; put them on one"
+            )
         parts: dict[str, Any] = {"pre_verifier": pre_verifier, "head": head}
         chosen = resolve(None, draft_lm, method, **parts).method
-        sampling = resolve(None, draft_lm, sampling_method, **parts).method if sampling_method is not None else None
+        sampling = (
+            resolve(None, draft_lm, sampling_method, **parts).method
+            if sampling_method is not None
+            else None
+        )
         both = [each for each in (chosen, sampling) if each is not None]
         for each in both:
             if each.needs_draft and translation is not None and not each.any_tokenizer:
@@ -131,7 +137,9 @@ class Decoder:
             check_vocabularies(lm.vocab_size, draft_lm.vocab_size, tokenizer)
         engine = EngineOptions(guard=guard, **options)
         if engine.prompt_cache is not None:
-            private_folder(Path(engine.prompt_cache).expanduser())  # refused now, and not with the first request
+            private_folder(
+                Path(engine.prompt_cache).expanduser()
+            )  # refused now, and not with the first request
         vars(self).update(  # frozen from here on
             target=lm,
             tokenizer=tokenizer,
@@ -153,8 +161,12 @@ class Decoder:
         for part, model in (("target", self.target), ("draft", self.draft)):
             if model is not None:
                 name = model.model.config.name_or_path or type(model.model).__name__
-                shown.append(f"{part} {'/'.join(Path(name).parts[-2:])} in {facts_of(model)['weights']}")
-        sampling = f" ({self.sampling_method.name} if sampled)" if self.sampling_method is not None else ""
+                shown.append(
+                    f"{part} {'/'.join(Path(name).parts[-2:])} in {facts_of(model)['weights']}"
+                )
+        sampling = (
+            f" ({self.sampling_method.name} if sampled)" if self.sampling_method is not None else ""
+        )
         return f"Decoder({', '.join(shown)}, method {self.method.name}{sampling})"
 
     def replace(self, **changes: Any) -> Decoder:
@@ -163,8 +175,21 @@ class Decoder:
         It goes on with this one's phrases and outputs, and with its measured costs and speeds. Where the method
         changes, it is that of sampling as well unless `sampling_method` is given.
         """
-        names = ("target", "tokenizer", "draft", "method", "sampling_method", "pre_verifier", "head", "translation")
-        given = {name: getattr(self, name) for name in names} | vars(self.options) | {"costs": self.costs}
+        names = (
+            "target",
+            "tokenizer",
+            "draft",
+            "method",
+            "sampling_method",
+            "pre_verifier",
+            "head",
+            "translation",
+        )
+        given = (
+            {name: getattr(self, name) for name in names}
+            | vars(self.options)
+            | {"costs": self.costs}
+        )
         if "method" in changes:
             given["sampling_method"] = None
         if "head" in changes and changes["head"] is not self.head and self.costs is not None:
@@ -197,7 +222,10 @@ class Decoder:
         return self._call(prompts, params, **options).complete(self.session)
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, **options: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        **options: Any,
     ) -> Iterator[Chunk]:
         """Like `generate`, as chunks: one a target forward and prompt, as they come. Checks its arguments at once.
 
@@ -222,11 +250,15 @@ class Decoder:
         """
         return self._chat(messages, params, **options).complete(self.session)
 
-    def stream_chat(self, messages: Any, params: SamplingParams | None = None, **options: Any) -> Iterator[Chunk]:
+    def stream_chat(
+        self, messages: Any, params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[Chunk]:
         """Like `chat`, as chunks, as `stream` gives them. Checks its arguments at once."""
         return self._chat(messages, params, **options).stream(self.session)
 
-    def request(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Request:
+    def request(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> Request:
         """Return a request for `session` or its engine, from what `generate` takes."""
         return self._call(prompt, params, **options).requests[0]
 
@@ -246,7 +278,9 @@ class Decoder:
         single, rows = encode(prompts, self.tokenizer, self.target.context, self.target.vocab_size)
         params, tokenizer = merged(params, options), self.tokenizer
         if tools.form is not None and form_of(params.response_format) is not None:
-            raise ValueError("response_format cannot be given beside tools, unless tool_choice is none")
+            raise ValueError(
+                "response_format cannot be given beside tools, unless tool_choice is none"
+            )
         if tools.grammar is not None:
             params = replace(params, response_format=tools.grammar)
         asked = requests(rows, params, self.target, tokenizer, logits_processor, stopping_criteria)
@@ -255,7 +289,8 @@ class Decoder:
         if progress is not None:
             asked = [replace(each, progress=progress) for each in asked]
         texts = [
-            TextStream(tokenizer, row, params.stop, tools.shown) if tokenizer is not None else None for row in rows
+            TextStream(tokenizer, row, params.stop, tools.shown) if tokenizer is not None else None
+            for row in rows
         ]
         return Call(asked, texts, single, begun, [each for _ in rows if (each := tools.stream())])
 
@@ -271,10 +306,19 @@ class Decoder:
     ) -> Call:
         checked = checked_tools(tools or [])
         use = tools_for(checked, checked_choice(tool_choice, checked), True, self.tokenizer)
-        single = not (isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple))
+        single = not (
+            isinstance(messages, list | tuple)
+            and messages
+            and isinstance(messages[0], list | tuple)
+        )
         many = [messages] if single else messages
-        rows = [chat_prompt(self.tokenizer, each, system, use.given, **template_args or {}) for each in many]
-        return replace(self._call(rows, params, use, turn_ends(self.tokenizer), **options), is_single=single)
+        rows = [
+            chat_prompt(self.tokenizer, each, system, use.given, **template_args or {})
+            for each in many
+        ]
+        return replace(
+            self._call(rows, params, use, turn_ends(self.tokenizer), **options), is_single=single
+        )
 
     # The engine.
 

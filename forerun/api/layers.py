@@ -48,17 +48,25 @@ def layers_for(
                 assert head is not None and not isinstance(head, HiddenLM)
                 hidden = HiddenLM(load_head(head, target, method.head), target)
             if hidden.kind != method.head:
-                raise ValueError(f"the head is of the kind {hidden.kind!r}; the method needs {method.head!r}")
+                raise ValueError(
+                    f"the head is of the kind {hidden.kind!r}; the method needs {method.head!r}"
+                )
     return layer, hidden
 
 
-def load_pre_verifier(source: str | Path | PreVerifier, target: CausalLM, draft: CausalLM) -> PreVerifier:
+def load_pre_verifier(
+    source: str | Path | PreVerifier, target: CausalLM, draft: CausalLM
+) -> PreVerifier:
     """Load the trained layer of a folder, for just this target and draft.
 
     Raises ValueError for a missing folder, a file that is missing or broken, a configuration with unknown fields, and a
     layer of an older form or for another target or draft.
     """
-    name = "the pre-verifier" if isinstance(source, PreVerifier) else f"the pre-verifier {str(source)!r}"
+    name = (
+        "the pre-verifier"
+        if isinstance(source, PreVerifier)
+        else f"the pre-verifier {str(source)!r}"
+    )
     layer = source if isinstance(source, PreVerifier) else _load_layer(source, name, PreVerifier)
     for part, model in (("target", target), ("draft", draft)):
         if not same_model(getattr(layer.config, part), model.fingerprint):
@@ -79,7 +87,11 @@ def load_head(source: str | Path | Head, target: CausalLM, form: str | None = No
     if isinstance(source, str | Path):
         name = f"the head {str(source)!r}"
         is_theirs = is_eagle3(Path(source))
-        head = load_eagle3(Path(source), name, target) if is_theirs else _load_layer(source, name, HiddenDrafter)
+        head = (
+            load_eagle3(Path(source), name, target)
+            if is_theirs
+            else _load_layer(source, name, HiddenDrafter)
+        )
     else:
         name, head = "the head", source
     if form is not None and head.config.kind != form:
@@ -88,11 +100,19 @@ def load_head(source: str | Path | Head, target: CausalLM, form: str | None = No
         _check_eagle3(head, name, target)
     elif not same_model(head.config.target, target.fingerprint):
         trained = head.config.recipe.get("target")
-        raise ValueError(f"{name} belongs to another target: it was trained for {trained!r}; train one for this model")
-    known = target.vocab_size if isinstance(head, Eagle3Head) else min(head.config.vocab_size, target.vocab_size)
+        raise ValueError(
+            f"{name} belongs to another target: it was trained for {trained!r}; train one for this model"
+        )
+    known = (
+        target.vocab_size
+        if isinstance(head, Eagle3Head)
+        else min(head.config.vocab_size, target.vocab_size)
+    )
     hot = head.hot.tolist()
     if len(set(hot)) < len(hot) or not all(0 <= token < known for token in hot):
-        raise ValueError(f"{name} has a hot set that does not fit the target's vocabulary of {target.vocab_size}")
+        raise ValueError(
+            f"{name} has a hot set that does not fit the target's vocabulary of {target.vocab_size}"
+        )
     return nn.Module.to(head, target.device).eval()
 
 
@@ -106,7 +126,9 @@ def load_eagle3(folder: Path, name: str, target: CausalLM) -> Eagle3Head:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise ValueError("there is no model.safetensors")
-        found = {own_name(stored): each for file in files for stored, each in load_file(file).items()}
+        found = {
+            own_name(stored): each for file in files for stored, each in load_file(file).items()
+        }
         weights = {own: each for own, each in found.items() if own is not None}
         config = read_config(settings, frozenset(weights), target.config.num_hidden_layers)
         with torch.device("meta"):
@@ -114,7 +136,11 @@ def load_eagle3(folder: Path, name: str, target: CausalLM) -> Eagle3Head:
         _check_shapes(head, {own: tuple(each.shape) for own, each in weights.items()})
         head.load_state_dict(weights, assign=True)
     own, given = head.embed_tokens, target.model.get_input_embeddings()
-    if own is not None and isinstance(given, nn.Embedding) and torch.equal(own.weight.to(given.weight), given.weight):
+    if (
+        own is not None
+        and isinstance(given, nn.Embedding)
+        and torch.equal(own.weight.to(given.weight), given.weight)
+    ):
         head.embed_tokens = None  # one copy is enough
     return head
 
@@ -126,7 +152,9 @@ def _check_shapes(module: nn.Module, stored: dict[str, tuple[int, ...]]) -> None
             sizes = f"{name} is {list(wanted[name])}, and in its file {list(stored[name])}"
             raise ValueError(f"by its config.json {sizes}")
     if wanted.keys() != stored.keys():
-        raise ValueError(f"its weights do not fit its configuration ({min(wanted.keys() ^ stored.keys())})")
+        raise ValueError(
+            f"its weights do not fit its configuration ({min(wanted.keys() ^ stored.keys())})"
+        )
 
 
 def _check_eagle3(head: Eagle3Head, name: str, target: CausalLM) -> None:
@@ -139,7 +167,9 @@ def _check_eagle3(head: Eagle3Head, name: str, target: CausalLM) -> None:
         )
     decoder_layers(target.model)  # raises if they cannot be told
     if head.embed_tokens is None and layer.hidden_size != size:
-        raise ValueError(f"{name} has no embeddings, and this target's have {size} numbers, not {layer.hidden_size}")
+        raise ValueError(
+            f"{name} has no embeddings, and this target's have {size} numbers, not {layer.hidden_size}"
+        )
 
 
 def config_file(folder: Path, name: str) -> Path:

@@ -59,7 +59,9 @@ def load(
             different sizes must then, as ever, differ by padding alone. A layer or head for other models.
     """
     models, engine, settings = split_options(options, models, engine)
-    found = resolve(target, draft, method, settings, pre_verifier=pre_verifier, head=head, models=models)
+    found = resolve(
+        target, draft, method, settings, pre_verifier=pre_verifier, head=head, models=models
+    )
     if tokenizer is None and isinstance(target, str | Path):
         tokenizer = target
     if isinstance(tokenizer, str | Path):
@@ -68,7 +70,9 @@ def load(
     if tokenizer is not None and isinstance(found.draft, str | Path):
         both = [each for each in (found.method, found.sampling_method) if each is not None]
         strict = next((f"method {each.name!r}" for each in both if not each.any_tokenizer), None)
-        translation = translation_for(tokenizer, found.draft, strict, trust_remote_code=models.trust_remote_code)
+        translation = translation_for(
+            tokenizer, found.draft, strict, trust_remote_code=models.trust_remote_code
+        )
     return Decoder(
         ready(target, "target", models),
         tokenizer,

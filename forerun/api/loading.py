@@ -69,7 +69,9 @@ def load_model(
     check_kind(weights)
     if not isinstance(source, str | Path):
         if weights not in (None, "auto"):
-            raise ValueError(f"weights {weights!r} are for models that are loaded by name; this {part} is an object")
+            raise ValueError(
+                f"weights {weights!r} are for models that are loaded by name; this {part} is an object"
+            )
         return source
     name, source = str(source), locate(source, part)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -98,7 +100,11 @@ def load_model(
         model, note = load_gguf(file, weights if on_cpu else "float32")
         if note is not None:
             _LOG.warning(note)
-        return model if on_cpu else nn.Module.to(model, device, torch.bfloat16 if weights == "bfloat16" else None)
+        return (
+            model
+            if on_cpu
+            else nn.Module.to(model, device, torch.bfloat16 if weights == "bfloat16" else None)
+        )
     stored = weights if on_cpu and weights != "float32" else None
     if weights is not None:
         dtype = torch.float32 if on_cpu else weights
@@ -108,13 +114,17 @@ def load_model(
     if isinstance(dtype, str) and dtype != "auto":
         named = getattr(torch, dtype, None)
         if not isinstance(named, torch.dtype) or not named.is_floating_point:
-            raise ValueError(f"unknown dtype {dtype!r}; there are float32, bfloat16, float16 and auto")
+            raise ValueError(
+                f"unknown dtype {dtype!r}; there are float32, bfloat16, float16 and auto"
+            )
         dtype = named
     small = (Path(source) / WEIGHTS).exists()
     if small:
         with loading(f"{part} {name!r}"):
             restored: Any = load_quantised(Path(source))
-        return _kept(restored.to(device=device, dtype=torch.float32 if dtype == "auto" else dtype), stored)
+        return _kept(
+            restored.to(device=device, dtype=torch.float32 if dtype == "auto" else dtype), stored
+        )
     with loading(f"{part} {name!r}"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
@@ -140,7 +150,9 @@ def _kept(model: PreTrainedModel, kind: str | None) -> PreTrainedModel:
         return model
 
 
-def load_config(source: str | Path, part: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+def load_config(
+    source: str | Path, part: str, *, trust_remote_code: bool = False
+) -> PreTrainedConfig:
     """Load the text configuration of a hub id, folder or GGUF file. Raises ValueError for none or a broken one."""
     folder = locate(source, part)
     if (file := _gguf_file(folder)) is not None:
@@ -161,9 +173,13 @@ def load_tokenizer(
         return gguf_tokenizer(file)
     # Without this, transformers makes up an empty tokenizer for some configurations.
     if not _may_have_tokenizer(folder):
-        raise ValueError(f"cannot load the tokenizer of {str(source)!r}: the folder has no tokenizer files")
+        raise ValueError(
+            f"cannot load the tokenizer of {str(source)!r}: the folder has no tokenizer files"
+        )
     with loading(f"the tokenizer of {str(source)!r}"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=trust_remote_code
+        )
     return tokenizer
 
 
@@ -188,11 +204,15 @@ def _difference(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase)
     ours, theirs = _tokens_by_id(target), _tokens_by_id(draft)
     if ours != theirs:
         first = min(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
-        here, there = (repr(tokens[first]) if first in tokens else "missing" for tokens in (ours, theirs))
+        here, there = (
+            repr(tokens[first]) if first in tokens else "missing" for tokens in (ours, theirs)
+        )
         return f"token {first} is {there} there and {here} in the target's"
     for text in _PROBES:
         # Strictly by position, so that a text that is a prefix of the other differs where it ends.
-        pairs = zip_longest(*(tokenizer.encode(text, add_special_tokens=False) for tokenizer in (target, draft)))
+        pairs = zip_longest(
+            *(tokenizer.encode(text, add_special_tokens=False) for tokenizer in (target, draft))
+        )
         for place, (here, there) in enumerate(pairs):
             if here != there:
                 return f"of the text {text!a}, token number {place} is {there} there and {here} in the target's"
@@ -236,7 +256,9 @@ def translation_for(
         )
     translation = translate(target, own, str(draft))
     share = f"{translation.overlap:.0%} of a sample's tokens"
-    _LOG.warning(f"draft {str(draft)!r} has another tokenizer: it proposes tokens that both have ({share})")
+    _LOG.warning(
+        f"draft {str(draft)!r} has another tokenizer: it proposes tokens that both have ({share})"
+    )
     return translation
 
 
@@ -247,7 +269,9 @@ def check_vocabularies(target: int, draft: int, tokenizer: PreTrainedTokenizerBa
     used = max(_tokens_by_id(tokenizer), default=0) + 1 if tokenizer is not None else None
     if used is None or min(target, draft) < used:
         why = "no tokenizer says that this is padding" if used is None else f"the tokenizer {used}"
-        raise ValueError(f"the draft's vocabulary has {draft} entries, the target's {target}, and {why}")
+        raise ValueError(
+            f"the draft's vocabulary has {draft} entries, the target's {target}, and {why}"
+        )
 
 
 def _tokens_by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

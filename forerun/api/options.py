@@ -84,7 +84,9 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         if self.prompt_cache_bytes < 1:
-            raise ValueError(f"prompt_cache_bytes must be at least 1, not {self.prompt_cache_bytes}")
+            raise ValueError(
+                f"prompt_cache_bytes must be at least 1, not {self.prompt_cache_bytes}"
+            )
 
 
 def split_options(

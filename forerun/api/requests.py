@@ -148,6 +148,8 @@ def for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
         processor.prompt_ignore_length = int(ignored[row])
     elif isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
-        prompt = row // int(processor._num_beams)  # since transformers 5.24 it counts returned sequences like beams
+        prompt = row // int(
+            processor._num_beams
+        )  # since transformers 5.24 it counts returned sequences like beams
         return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(prompt, ids), 1)
     return processor

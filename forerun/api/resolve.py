@@ -82,8 +82,12 @@ def resolve(
     given = kind_of(head)
     has_layer = pre_verifier is not None or (is_own and companion(target, Pacer.layer) is not None)
     has = draft is not None, has_layer, given or comes
-    names = settings if isinstance(settings, Mapping) else [each.partition("=")[0] for each in settings]
-    of_head = given if given and names and {*names} <= {*methods.settings_of(METHODS[given])} else None
+    names = (
+        settings if isinstance(settings, Mapping) else [each.partition("=")[0] for each in settings]
+    )
+    of_head = (
+        given if given and names and {*names} <= {*methods.settings_of(METHODS[given])} else None
+    )
     name = method or of_head or methods.default_method(*has[:2], names)
     values = settings if isinstance(settings, Mapping) else _parse(name, settings)
     chosen = methods.method(name, **values).resolve_defaults(*has)
@@ -94,7 +98,10 @@ def resolve(
     if ours and (not is_named or chosen.needs_costs):
         costs = costs_of(ours["costs"]) if "costs" in ours else None
         if not is_named and pre_verifier is None and head is None:
-            chosen, sampling = (_default(ours, mode, chosen).resolve_defaults(*has) for mode in ("greedy", "sampling"))
+            chosen, sampling = (
+                _default(ours, mode, chosen).resolve_defaults(*has)
+                for mode in ("greedy", "sampling")
+            )
     both = [chosen] if sampling is None else [chosen, sampling]
     if given is not None and not is_named and all(each.head is None for each in both):
         both = [methods.method(given)]
@@ -126,10 +133,16 @@ def _check(method: Method, draft: Any, pre_verifier: Any, head: Any) -> None:
     if method.needs_draft and draft is None:
         raise ValueError(f"method {method.name!r} needs a draft model: give a draft")
     if method.layer is not None and pre_verifier is None:
-        raise ValueError(f"method {method.name!r} needs a pre-verifier: train one with `forerun train pre-verifier`")
+        raise ValueError(
+            f"method {method.name!r} needs a pre-verifier: train one with `forerun train pre-verifier`"
+        )
     if method.head is not None and head is None:
-        command = "forerun train lyanna" + ("" if method.head == "lyanna" else f" --kind {method.head}")
-        raise ValueError(f"method {method.name!r} needs a head: give one, or train one with `{command}`")
+        command = "forerun train lyanna" + (
+            "" if method.head == "lyanna" else f" --kind {method.head}"
+        )
+        raise ValueError(
+            f"method {method.name!r} needs a head: give one, or train one with `{command}`"
+        )
 
 
 def kind_of(head: Any) -> str | None:

@@ -15,14 +15,21 @@ from forerun.model.causal_lm import CausalLM
 
 _LOG = logging.getLogger("forerun")
 
-_LIBRARIES = ("torch", "transformers", "transformers_modules")  # the last holds the code of checkpoints
+_LIBRARIES = (
+    "torch",
+    "transformers",
+    "transformers_modules",
+)  # the last holds the code of checkpoints
 
 
 def is_as_made(model: PreTrainedModel) -> bool:
     """Return whether the weights alone decide the outputs: nothing is adapted, quantised, hooked or patched, and all
     modules are torch's, transformers' or the checkpoint's own."""
     return all(type(parameter.data) is Tensor for parameter in model.parameters()) and not any(
-        each._forward_hooks or each._forward_pre_hooks or "forward" in vars(each) or _package(each) not in _LIBRARIES
+        each._forward_hooks
+        or each._forward_pre_hooks
+        or "forward" in vars(each)
+        or _package(each) not in _LIBRARIES
         for each in model.modules()
     )
 
@@ -60,7 +67,9 @@ def prepare(model: PreTrainedModel, fast: bool = True) -> CausalLM:
         if library() is None:
             warn_without_kernels()
     else:
-        places = getattr(model, "hf_device_map", None) or {}  # several, if a device map spread the model
+        places = (
+            getattr(model, "hf_device_map", None) or {}
+        )  # several, if a device map spread the model
         if len(set(places.values())) > 1 or model.device.type == "meta" or not is_as_made(model):
             return plain
     forward = quantised_forward(model) if fast else None

@@ -63,13 +63,23 @@ class FusedChain:
         size = self._head.out + len(extra)
         drafted, probabilities = np.empty(most, np.int32), np.empty(most, np.float32)
         chain = ChainArgument(
-            row=row, length=length, count=len(pending), most=most, extras=len(extra), ended=len(ends), turn=1, top_p=1
+            row=row,
+            length=length,
+            count=len(pending),
+            most=most,
+            extras=len(extra),
+            ended=len(ends),
+            turn=1,
+            top_p=1,
         )
         chain.least, chain.product = least, product
         parts: dict[str, Part] = {}
         probs: Tensor | None = None
         if sampling is not None:
-            chain.turn, chain.top_p = 1 / sampling.distribution.temperature, sampling.distribution.top_p
+            chain.turn, chain.top_p = (
+                1 / sampling.distribution.temperature,
+                sampling.distribution.top_p,
+            )
             probs = torch.empty(most if sampling.numbers is not None else 1, size)
             if sampling.numbers is not None:
                 parts["numbers"] = np.ascontiguousarray(sampling.numbers.numpy(), np.float64)
@@ -110,6 +120,8 @@ class FusedChain:
 
 def fused_chain(forward: Forward, hot: HotHead | None) -> FusedChain | None:
     """Return fused drafts for a forward in C with a hot head in C or none, else None."""
-    if not isinstance(forward, QuantisedForward) or (hot is not None and not isinstance(hot.product, Panels)):
+    if not isinstance(forward, QuantisedForward) or (
+        hot is not None and not isinstance(hot.product, Panels)
+    ):
         return None
     return FusedChain(forward, hot)

@@ -64,7 +64,9 @@ def measure_costs(
     costs = _pair_costs(target, draft, context, COUNTS)
     long = long_context(target, draft)
     if long > context:
-        with suppress(MemoryError, torch.OutOfMemoryError):  # without it one table serves all lengths
+        with suppress(
+            MemoryError, torch.OutOfMemoryError
+        ):  # without it one table serves all lengths
             costs = replace(costs, far=_pair_costs(target, draft, long, FAR_COUNTS))
     if head is not None:
         costs = replace(costs, head=head_costs(head))
@@ -72,12 +74,19 @@ def measure_costs(
         return costs
     policy, glance = _layer_costs(layer, draft) if layer is not None else (0.0, 0.0)
     drawing, judging = _sampling_costs(target, draft, costs)
-    single: dict[str, Any] = {"policy": policy, "glance": glance, "drawing": drawing, "judging": judging}
+    single: dict[str, Any] = {
+        "policy": policy,
+        "glance": glance,
+        "drawing": drawing,
+        "judging": judging,
+    }
     far = replace(costs.far, **single) if costs.far is not None else None
     return replace(costs, **single, far=far)
 
 
-def _pair_costs(target: CausalLM, draft: CausalLM | None, context: int, counts: Sequence[int]) -> Costs:
+def _pair_costs(
+    target: CausalLM, draft: CausalLM | None, context: int, counts: Sequence[int]
+) -> Costs:
     """Return what forwards and fused drafts cost after `context` tokens."""
     costs = Costs(forward_costs(target, counts, context), {}, context=context)
     if draft is None:
@@ -92,10 +101,18 @@ def _pair_costs(target: CausalLM, draft: CausalLM | None, context: int, counts: 
     )
 
 
-def file_of(target: CausalLM, draft: CausalLM | None, layer: PreVerifier | None, head: HiddenLM | None) -> Path:
+def file_of(
+    target: CausalLM, draft: CausalLM | None, layer: PreVerifier | None, head: HiddenLM | None
+) -> Path:
     """Return the file that keeps the costs of these models on this machine."""
     gpu = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
-    what: list[Any] = [__version__, processor(), gpu, usual_context(target, draft), long_context(target, draft)]
+    what: list[Any] = [
+        __version__,
+        processor(),
+        gpu,
+        usual_context(target, draft),
+        long_context(target, draft),
+    ]
     for model in (target, draft):
         if model is not None:
             hot = len(model.hot.tokens) if model.hot is not None else None
@@ -119,7 +136,9 @@ def kept(path: Path, measure: Callable[[], Costs]) -> Costs:
 
 
 @torch.inference_mode()
-def forward_costs(model: CausalLM, counts: Sequence[int] = COUNTS, context: int = CONTEXT) -> dict[int, float]:
+def forward_costs(
+    model: CausalLM, counts: Sequence[int] = COUNTS, context: int = CONTEXT
+) -> dict[int, float]:
     """Return {new tokens: ms of one forward} after `context` tokens, the 20th percentile of all times, made convex.
 
     Forwards of one size come in runs, as in decoding. The runs take turns, so that a busy moment of the machine does
@@ -128,7 +147,9 @@ def forward_costs(model: CausalLM, counts: Sequence[int] = COUNTS, context: int 
     left = None if model.context is None else model.context - context
     counts = [count for count in counts if left is None or count <= left]
     if not counts:
-        raise ValueError(f"the model's context of {model.context} is full after {context} tokens: choose fewer")
+        raise ValueError(
+            f"the model's context of {model.context} is full after {context} tokens: choose fewer"
+        )
     model = after(model, context)
 
     def timed(count: int) -> float:
@@ -170,9 +191,17 @@ def head_costs(head: HiddenLM, context: int = CONTEXT) -> dict[int, float]:
         for _ in _rounds():
             begun = perf_counter()
             if in_c:
-                head.grow(ids, state.split(1), [[0]] * rows, STATES, Beams([0] * rows, 1, 1, [STATES] * rows))
+                head.grow(
+                    ids,
+                    state.split(1),
+                    [[0]] * rows,
+                    STATES,
+                    Beams([0] * rows, 1, 1, [STATES] * rows),
+                )
             elif eagle:  # each of its states needs the token before it
-                following = head.branch(ids, state[:, None], token.expand(rows, 1), 0, itself.expand(rows, 1, 1))
+                following = head.branch(
+                    ids, state[:, None], token.expand(rows, 1), 0, itself.expand(rows, 1, 1)
+                )
                 head.logits(following[:, 0])
             else:
                 head.logits(torch.cat(head.roll(ids, state, STATES)))
@@ -207,9 +236,13 @@ def _sampling_costs(target: CausalLM, draft: CausalLM, costs: Costs) -> tuple[fl
     Each is the median of calls that follow a forward of the model, and so find no warm cache."""
     top_p = LogitsProcessorList([TopPLogitsWarper(TOP_P)])
     samplers = [Sampler(greedy, None if greedy else top_p) for greedy in (True, False)]
-    source = torch.Generator(target.device).manual_seed(0)  # leaves torch's own random state as it is
+    source = torch.Generator(target.device).manual_seed(
+        0
+    )  # leaves torch's own random state as it is
 
-    def extra(model: CausalLM, tokens: int, ms: float, use: Callable[[Sampler, Draft, Tensor], object]) -> float:
+    def extra(
+        model: CausalLM, tokens: int, ms: float, use: Callable[[Sampler, Draft, Tensor], object]
+    ) -> float:
         model, chain = after(model, 1), Draft.chain(0, [0] * (tokens - 1))
         seconds: dict[bool, list[float]] = {True: [], False: []}
         for sampler in samplers * min(20, max(LEAST_REPEATS, int(100 * SECONDS / ms))):
@@ -240,7 +273,9 @@ def _layer_costs(layer: PreVerifier, draft: CausalLM) -> tuple[float, float]:
         scores = draft.forward([0], [Draft.root(0)]).logits[0].float()[:, None].expand(1, 4, -1)
         begun = perf_counter()
         state = fast.begin([[1.0, 1.0, 1.0]])
-        q = probabilities_of(scores, torch.zeros(1, 4, dtype=torch.long, device=scores.device)).tolist()
+        q = probabilities_of(
+            scores, torch.zeros(1, 4, dtype=torch.long, device=scores.device)
+        ).tolist()
         fast.step(state, [[log(max(each, LEAST)) for each in row] for row in q], echoes)
         calls.append(perf_counter() - begun)
         (scores,) = draft.forward([0], [Draft.root(0)]).logits
@@ -276,7 +311,9 @@ def long_context(*models: CausalLM | None) -> int:
 
 
 def _within(most: int, *models: CausalLM | None) -> int:
-    return min([most, *(model.context // 2 for model in models if model is not None and model.context)])
+    return min(
+        [most, *(model.context // 2 for model in models if model is not None and model.context)]
+    )
 
 
 def _rounds() -> Iterator[None]:

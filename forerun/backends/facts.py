@@ -22,7 +22,9 @@ def facts_of(model: CausalLM) -> dict[str, Any]:
     layers = [each.stored for each in model.model.modules() if isinstance(each, StoredLinear)]
     linears = Counter(each.type.name for each in layers)
     main = linears.most_common(1)[0][0] if linears else next(iter(formats))
-    in_c = isinstance(model.backend, QuantisedForward) or any(isinstance(each, Panels) for each in layers)
+    in_c = isinstance(model.backend, QuantisedForward) or any(
+        isinstance(each, Panels) for each in layers
+    )
     kernel = f"C for {variant()}" if in_c else f"{main} products in torch"
     return {
         "weights": main,

@@ -28,7 +28,9 @@ Head = HiddenDrafter | Eagle3Head
 class TorchHead:
     """Run the layers of a head in torch, if the C library does not."""
 
-    def __init__(self, head: Head, embedding: nn.Module, device: torch.device, dtype: torch.dtype, few: bool) -> None:
+    def __init__(
+        self, head: Head, embedding: nn.Module, device: torch.device, dtype: torch.dtype, few: bool
+    ) -> None:
         """`few`: run an EAGLE-3 head in 8 bits."""
         unused = [head.lm_head, head.embed_tokens] if isinstance(head, Eagle3Head) else []
         own: Any = copy.deepcopy(head, {id(part): None for part in unused})
@@ -45,11 +47,15 @@ class TorchHead:
         batch = pad(replace(inputs, given=x), cache, x.device, x.dtype)
         assert batch.states is not None and not isinstance(batch.mask, dict)
         x, positions = batch.states, batch.positions
-        mask = causal(x.shape[1], batch.end, x.dtype, x.device) if batch.mask is None else batch.mask
+        mask = (
+            causal(x.shape[1], batch.end, x.dtype, x.device) if batch.mask is None else batch.mask
+        )
         for layer, stored in zip(head.layers, cache.layers, strict=True):
             queries, keys, values = layer.project(x, positions)
             keys, values = stored.update(keys, values)
-            mixed = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+            mixed = functional.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, enable_gqa=True
+            )
             x = layer.finish(x, mixed)
         return inputs.unpad(head.finish(x))
 
@@ -107,7 +113,9 @@ class HiddenLM(Rows):
         return other
 
     @torch.inference_mode()
-    def prefill(self, id: int, features: Tensor, tokens: Sequence[int], chunk: int, reserve: int = 0) -> Iterator[int]:
+    def prefill(
+        self, id: int, features: Tensor, tokens: Sequence[int], chunk: int, reserve: int = 0
+    ) -> Iterator[int]:
         """Add a sequence with features [n, d] and the tokens after them, run in a cache of one row of their own. Yield
         the size of each chunk, at most `chunk`."""
         prompt, count = KVCache(self.depth), len(features)
@@ -121,7 +129,9 @@ class HiddenLM(Rows):
             self.cache.copy_in(id, prompt.view(0, count), count)
 
     @torch.inference_mode()
-    def extend(self, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]]) -> Tensor:
+    def extend(
+        self, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]]
+    ) -> Tensor:
         """Run and keep the next features [n_r, d], at least one, of each sequence, with the tokens after them. Return
         the head's states [R, d] after the last features."""
         return self._extend(self.cache, ids, [own.to(self.dtype) for own in states], tokens)
@@ -132,16 +142,27 @@ class HiddenLM(Rows):
 
     @torch.inference_mode()
     def grow(
-        self, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]], most: int, beams: Beams
+        self,
+        ids: Sequence[int],
+        states: Sequence[Tensor],
+        tokens: Sequence[Sequence[int]],
+        most: int,
+        beams: Beams,
     ) -> Growth:
         """Draft `most` places of each sequence in one call of C. Run and keep the next features [n_r, d], at least one,
         of each, with the tokens after them; drafted states are not kept. To continue a draft give its last states
         [1, d] and one token each."""
         assert self.quantised is not None
-        return self.quantised.grow(self.cache, ids, torch.cat(list(states)).to(self.dtype), tokens, most, beams)
+        return self.quantised.grow(
+            self.cache, ids, torch.cat(list(states)).to(self.dtype), tokens, most, beams
+        )
 
     def _extend(
-        self, cache: KVCache, ids: Sequence[int], states: Sequence[Tensor], tokens: Sequence[Sequence[int]]
+        self,
+        cache: KVCache,
+        ids: Sequence[int],
+        states: Sequence[Tensor],
+        tokens: Sequence[Sequence[int]],
     ) -> Tensor:
         x = states[0] if len(states) == 1 else torch.cat(list(states))
         x = x if self._read is None else self._read(x)
@@ -164,7 +185,9 @@ class HiddenLM(Rows):
         return found
 
     @torch.inference_mode()
-    def branch(self, ids: Sequence[int], states: Tensor, tokens: Tensor, depth: int, seen: Tensor) -> Tensor:
+    def branch(
+        self, ids: Sequence[int], states: Tensor, tokens: Tensor, depth: int, seen: Tensor
+    ) -> Tensor:
         """Run and keep states [R, w, d] with the tokens [R, w] after them, all `depth` places after each sequence's
         text. `seen` [R, w, P + w] bool is their attention mask over the last P kept states and over themselves.
         Return the next states [R, w, d]."""
@@ -186,14 +209,18 @@ class HeadRows:
         if isinstance(head, StoredLinear):
             self._rows = lambda tokens: head.stored.floats(tokens.tolist())
             self._bias = torch.zeros(head.out_features) if head.bias is None else head.bias
-        elif type(head) is nn.Linear and type(head.weight.data) is Tensor and not head._forward_hooks:
+        elif (
+            type(head) is nn.Linear and type(head.weight.data) is Tensor and not head._forward_hooks
+        ):
             self._rows = head.weight.__getitem__
             self._bias = head.weight.new_zeros(len(head.weight)) if head.bias is None else head.bias
         else:  # an unknown module, taken to be linear: one unit vector after the other
             own = getattr(getattr(head, "weight", None), "dtype", self._dtype)
             ones = torch.eye(size, dtype=own, device=target.device)
             self._bias = head(ones.new_zeros(1, size))[0]
-            whole = torch.cat([(head(part) - self._bias).to(self._dtype) for part in ones.split(256)]).T
+            whole = torch.cat(
+                [(head(part) - self._bias).to(self._dtype) for part in ones.split(256)]
+            ).T
             self._rows = whole.__getitem__
 
     @torch.no_grad()
@@ -202,7 +229,9 @@ class HeadRows:
 
 
 @torch.no_grad()
-def head_rows(target: CausalLM, tokens: Tensor, size: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+def head_rows(
+    target: CausalLM, tokens: Tensor, size: int, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Return copies of the weight [n, d] and bias [n] of `HeadRows` for tokens [n]."""
     weight, bias = HeadRows(target, size, dtype)(tokens)
     return weight.clone(), bias.clone()

@@ -37,15 +37,25 @@ class HotHead:
     most = 256
 
     def __init__(
-        self, rows: Callable[[Tensor], tuple[Tensor, Tensor]], vocab_size: int, tokens: Tensor, scale: float = 1.0
+        self,
+        rows: Callable[[Tensor], tuple[Tensor, Tensor]],
+        vocab_size: int,
+        tokens: Tensor,
+        scale: float = 1.0,
     ) -> None:
         """Build a head of `rows`, which returns weight [n, d] and bias [n] of tokens [n], with logits times `scale`."""
         self.tokens, self.vocab_size, self._head, self._scale = tokens, vocab_size, rows, scale
-        self._is_hot = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, tokens.cpu(), True).tolist()
+        self._is_hot = (
+            torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, tokens.cpu(), True).tolist()
+        )
         weight, bias = self._scaled(tokens)
         self.product: Product = product(weight, bias if bias.any() else None, few=True)
-        self._extra: dict[int, dict[int, None]] = {}  # by sequence, tokens of its text that are not hot, in order
-        self._rows: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # these tokens, their weight and bias
+        self._extra: dict[
+            int, dict[int, None]
+        ] = {}  # by sequence, tokens of its text that are not hot, in order
+        self._rows: dict[
+            int, tuple[Tensor, Tensor, Tensor]
+        ] = {}  # these tokens, their weight and bias
 
     def _scaled(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         weight, bias = self._head(tokens)
@@ -99,7 +109,9 @@ class HotHead:
         return self._rows[id]
 
 
-def prepare_draft(model: PreTrainedModel, folder: str | Path | None, count: int | None, fast: bool = True) -> CausalLM:
+def prepare_draft(
+    model: PreTrainedModel, folder: str | Path | None, count: int | None, fast: bool = True
+) -> CausalLM:
     """Return `prepare(model, fast)`, with a hot head if the draft's folder or `count` asks for it (`hot_tokens`). A
     hub id as `folder` does not."""
     plain = CausalLM(model)
@@ -115,7 +127,9 @@ def prepare_draft(model: PreTrainedModel, folder: str | Path | None, count: int 
 
 def logit_scale(config: PreTrainedConfig) -> float:
     """Return the factor of a model's logits, in Cohere's form or Granite's."""
-    return getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+    return getattr(config, "logit_scale", None) or 1 / (
+        getattr(config, "logits_scaling", None) or 1
+    )
 
 
 def save_hot(folder: Path, tokens: Tensor) -> None:

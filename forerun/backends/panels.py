@@ -93,7 +93,9 @@ class Panels:
         raw = np.ascontiguousarray(rows.rows)
         found.fr_threads(torch.get_num_threads())
         if found.fr_pack_all(number, raw.ctypes.data, raw.nbytes, self.out, self.inputs, address):
-            raise ValueError(f"a matrix [{self.out}, {self.inputs}] of {rows.type.name} does not fit its bytes")
+            raise ValueError(
+                f"a matrix [{self.out}, {self.inputs}] of {rows.type.name} does not fit its bytes"
+            )
         self.argument = MatrixArgument(layout.value, self.out, self.inputs, address)
 
     @property
@@ -132,7 +134,9 @@ class Dense:
         self.type, self.out, self.inputs = rows.type, rows.out, rows.inputs
         self.weight = torch.empty(rows.out, rows.inputs, dtype=dtype)
         for start in range(0, rows.out, _STEP):
-            self.weight[start : start + _STEP] = rows.floats(range(start, min(start + _STEP, rows.out)))
+            self.weight[start : start + _STEP] = rows.floats(
+                range(start, min(start + _STEP, rows.out))
+            )
 
     @property
     def content(self) -> np.ndarray:
@@ -155,7 +159,9 @@ class Dense:
 def pack(rows: Rows, is_head: bool = False) -> Panels | Dense:
     """Return rows for products in C if possible, else in torch."""
     found = library() if rows.type in FORMATS else None
-    if found is not None and found.fr_panel_bytes(FORMATS.index(rows.type), rows.out, rows.inputs, None):
+    if found is not None and found.fr_panel_bytes(
+        FORMATS.index(rows.type), rows.out, rows.inputs, None
+    ):
         return Panels(rows)
     return Dense(rows, torch.float32 if is_head or rows.type == Type.F32 else torch.bfloat16)
 
@@ -184,12 +190,16 @@ def product(weight: Tensor, bias: Tensor | None = None, few: bool = False) -> Pr
 def check_inputs(inputs: int, name: str) -> None:
     """Raise ValueError unless blocks divide a matrix's number of inputs."""
     if inputs % BLOCK:
-        raise ValueError(f"{name} has {inputs} inputs, which blocks of {BLOCK} do not divide: choose bfloat16 weights")
+        raise ValueError(
+            f"{name} has {inputs} inputs, which blocks of {BLOCK} do not divide: choose bfloat16 weights"
+        )
 
 
 def _pages(size: int) -> np.ndarray:
     """Return zeroed bytes, in large pages if the system has them, which need fewer look-ups."""
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    private = (
+        {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    )
     pages = mmap.mmap(-1, size, **private)  # shared mappings seldom get large pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)

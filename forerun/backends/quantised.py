@@ -34,11 +34,22 @@ from forerun.engine.target import Capture
 from forerun.model.batch import Inputs
 from forerun.model.kv_cache import KVCache
 
-FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM")
+FAMILY = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "SmolLM3ForCausalLM",
+)
 LARGEST = 1_000_000_000  # parameters of a float32 model, of whose weights copies are kept
 Part = np.ndarray | Tensor | ctypes.Structure | None
 _KNOWN = {nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU}
-_ROPE = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on how long a text is
+_ROPE = (
+    "default",
+    "linear",
+    "llama3",
+    "yarn",
+)  # whose frequencies do not depend on how long a text is
 
 
 @dataclass(frozen=True)
@@ -134,7 +145,12 @@ class Layers:
             kv_dtype: float16 or float32, of keys and values.
         """
         self._kept, self._kv_dtype = kept, kv_dtype
-        self.width, self.heads, self.groups, self.size = model.d, model.heads, model.groups, model.size
+        self.width, self.heads, self.groups, self.size = (
+            model.d,
+            model.heads,
+            model.groups,
+            model.size,
+        )
         self._frequencies, self._scaling = frequencies.float(), scaling
         self._plain = ModelArgument.from_buffer_copy(model)
         self._rotated = self._rotated_at(0)
@@ -178,7 +194,12 @@ class Layers:
             both = layer.both
             assert both is not None and both[0, 0].is_contiguous() and both.dtype == self._kv_dtype
             at.keys, at.values = both.data_ptr(), both[:, self.groups :].data_ptr()
-            at.row, at.group, at.rows, at.capacity = both.stride(0), both.stride(1), both.shape[0], both.shape[2]
+            at.row, at.group, at.rows, at.capacity = (
+                both.stride(0),
+                both.stride(1),
+                both.shape[0],
+                both.shape[2],
+            )
             at.wide = both.dtype == torch.float32
         self._caches[cache] = cache.changes, arguments
         return arguments
@@ -231,7 +252,16 @@ class Layers:
             "logits": scores,
         }
         place = np.arange(n if logits else 0, dtype=np.int32)
-        self.run("fr_forward", cache, argument, **vars(batch), tokens=tokens, asked=place, after=after, **parts)
+        self.run(
+            "fr_forward",
+            cache,
+            argument,
+            **vars(batch),
+            tokens=tokens,
+            asked=place,
+            after=after,
+            **parts,
+        )
         return scores, found
 
 
@@ -276,8 +306,15 @@ class QuantisedForward:
                 setattr(at, name, panels(linear))
                 setattr(at, f"{name}_bias", floats(linear.bias))
             at.o = panels(attention.o_proj)
-            at.gate, at.up, at.down = panels(mlp.gate_proj), panels(mlp.up_proj), panels(mlp.down_proj)
-            at.first, at.second = floats(layer.input_layernorm.weight), floats(layer.post_attention_layernorm.weight)
+            at.gate, at.up, at.down = (
+                panels(mlp.gate_proj),
+                panels(mlp.up_proj),
+                panels(mlp.down_proj),
+            )
+            at.first, at.second = (
+                floats(layer.input_layernorm.weight),
+                floats(layer.post_attention_layernorm.weight),
+            )
             for name in ("q_norm", "k_norm"):
                 setattr(at, name, floats(getattr(getattr(attention, name, None), "weight", None)))
             slides = kinds[number] == "sliding_attention" if kinds else bool(window)
@@ -298,15 +335,21 @@ class QuantisedForward:
             head=self.head.argument,
             eps=config.rms_norm_eps,
         )
-        self.layers = Layers(argument, rotary.inv_freq, float(rotary.attention_scaling), kept, kv_dtype)
+        self.layers = Layers(
+            argument, rotary.inv_freq, float(rotary.attention_scaling), kept, kv_dtype
+        )
 
     def __call__(
         self, inputs: Inputs, cache: KVCache, logits: bool, capture: Capture
     ) -> tuple[Tensor | None, Tensor | None]:
         batch = lay_out(inputs, cache)
         assert inputs.tokens is not None
-        tokens = np.fromiter((token for own in inputs.tokens for token in own), np.int32, len(batch.row))
-        return self.layers(batch, cache, tokens=tokens, logits=self.head.out if logits else 0, capture=capture)
+        tokens = np.fromiter(
+            (token for own in inputs.tokens for token in own), np.int32, len(batch.row)
+        )
+        return self.layers(
+            batch, cache, tokens=tokens, logits=self.head.out if logits else 0, capture=capture
+        )
 
 
 def quantised_forward(model: Any) -> QuantisedForward | None:
@@ -317,7 +360,9 @@ def quantised_forward(model: Any) -> QuantisedForward | None:
     """
     config = model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if type(model).__name__ not in FAMILY or not type(model).__module__.startswith("transformers.models."):
+    if type(model).__name__ not in FAMILY or not type(model).__module__.startswith(
+        "transformers.models."
+    ):
         return None
     if config.hidden_act != "silu" or rope not in _ROPE or getattr(config, "mlp_bias", False):
         return None
@@ -328,13 +373,24 @@ def quantised_forward(model: Any) -> QuantisedForward | None:
         linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
         if attention.o_proj.bias is not None:
             return None
-    sizes = config.hidden_size, config.intermediate_size, head_size(config), 2 * len(model.model.rotary_emb.inv_freq)
+    sizes = (
+        config.hidden_size,
+        config.intermediate_size,
+        head_size(config),
+        2 * len(model.model.rotary_emb.inv_freq),
+    )
     if head.bias is not None or any(size % 8 for size in sizes) or sizes[-1] % 16:
         return None
     if isinstance(embedding, StoredEmbedding):
         stored = {each: each.stored for each in linears if isinstance(each, StoredLinear)}
-        packed: dict[nn.Module, Panels] = {each: own for each, own in stored.items() if isinstance(own, Panels)}
-        return QuantisedForward(model, embedding.stored, packed) if len(packed) == len(linears) else None
+        packed: dict[nn.Module, Panels] = {
+            each: own for each, own in stored.items() if isinstance(own, Panels)
+        }
+        return (
+            QuantisedForward(model, embedding.stored, packed)
+            if len(packed) == len(linears)
+            else None
+        )
     if library() is None or not _is_plain(model) or model.num_parameters() > LARGEST:
         return None
     copies = {each: Panels(Rows.plain(each.weight)) for each in linears}
@@ -345,7 +401,9 @@ def _is_plain(model: PreTrainedModel) -> bool:
     """Return whether all modules are those of the architecture, with float32 weights on a CPU."""
     homes = type(model).__module__, "transformers.activations"
     known = all(type(each) in _KNOWN or type(each).__module__ in homes for each in model.modules())
-    return known and all(each.dtype == torch.float32 and each.device.type == "cpu" for each in model.parameters())
+    return known and all(
+        each.dtype == torch.float32 and each.device.type == "cpu" for each in model.parameters()
+    )
 
 
 def head_size(config: PreTrainedConfig) -> int:

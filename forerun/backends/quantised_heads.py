@@ -54,12 +54,22 @@ class Beams:
     curves: np.ndarray | None = None
 
     def __init__(
-        self, roots: Sequence[int], width: int, nodes: int, ends: Sequence[int], old: Sequence[Tensor | None] = ()
+        self,
+        roots: Sequence[int],
+        width: int,
+        nodes: int,
+        ends: Sequence[int],
+        old: Sequence[Tensor | None] = (),
     ) -> None:
-        self.tokens, self.values = np.array([[root] * width for root in roots], np.int32), np.zeros((len(roots), width))
+        self.tokens, self.values = (
+            np.array([[root] * width for root in roots], np.int32),
+            np.zeros((len(roots), width)),
+        )
         self.values[:, 1:] = -np.inf
         self.start, self.nodes, self.ends = 0, nodes if width > 1 else 1, np.array(ends, np.int32)
-        self.old = [each.contiguous() if each is not None else None for each in old or [None] * len(roots)]
+        self.old = [
+            each.contiguous() if each is not None else None for each in old or [None] * len(roots)
+        ]
 
 
 class QuantisedHead:
@@ -73,7 +83,10 @@ class QuantisedHead:
         """Pack a head, with the target's `embedding` and the rows `logits` of its LM head for the hot set."""
         config = head.config
         layers = [layer for layer in head.layers if isinstance(layer, HeadLayer)]
-        queries, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
+        queries, keys = (
+            count * config.head_dim
+            for count in (config.num_attention_heads, config.num_key_value_heads)
+        )
         arguments = (LayerArgument * len(layers))()
         kept: list[Any] = [arguments, embedding]
 
@@ -88,10 +101,19 @@ class QuantisedHead:
         for at, layer in zip(arguments, layers, strict=True):
             at.q, at.k, at.v = map(panels, layer.qkv.weight.split((queries, keys, keys)))
             if layer.qkv.bias is not None:
-                at.q_bias, at.k_bias, at.v_bias = map(floats, layer.qkv.bias.split((queries, keys, keys)))
+                at.q_bias, at.k_bias, at.v_bias = map(
+                    floats, layer.qkv.bias.split((queries, keys, keys))
+                )
             at.gate, at.up = map(panels, layer.gate_up.weight.chunk(2))
-            at.o, at.down, at.turned = panels(layer.out.weight), panels(layer.down.weight), config.head_dim
-            at.first, at.second = floats(layer.before_attention.weight), floats(layer.before_mlp.weight)
+            at.o, at.down, at.turned = (
+                panels(layer.out.weight),
+                panels(layer.down.weight),
+                config.head_dim,
+            )
+            at.first, at.second = (
+                floats(layer.before_attention.weight),
+                floats(layer.before_mlp.weight),
+            )
         argument = ModelArgument(
             d=config.hidden_size,
             heads=config.num_attention_heads,
@@ -116,7 +138,9 @@ class QuantisedHead:
         self._states: Tensor | None = None
         if head.informed:
             fill = (0, -config.rank % BLOCK)
-            self._states = functional.pad(head.token_states(torch.arange(config.vocab_size)).float(), fill)
+            self._states = functional.pad(
+                head.token_states(torch.arange(config.vocab_size)).float(), fill
+            )
             self._answer = _packed(functional.pad(head.answer.weight, fill))
 
     def __call__(self, inputs: Inputs, cache: KVCache, tokens: Tensor | None) -> Tensor:
@@ -145,24 +169,50 @@ class QuantisedHead:
     ) -> Growth:
         """Draft `most` places of R rows after their features [n, d], which are kept, and the tokens after each of them;
         or continue a draft from its last states [R, d] with one token a row. `features` are overwritten."""
-        rows, counts, start = [cache.row(id) for id in ids], [len(own) for own in tokens], beams.start
+        rows, counts, start = (
+            [cache.row(id) for id in ids],
+            [len(own) for own in tokens],
+            beams.start,
+        )
         before = [cache.lengths[row] for row in rows]
-        kept = before if start else [length + count for length, count in zip(before, counts, strict=True)]
+        kept = (
+            before
+            if start
+            else [length + count for length, count in zip(before, counts, strict=True)]
+        )
         begins = [length + start - 1 for length in before] if start else before
         cache.reserve(max(rows) + 1, max(kept) + start + most - 1)
         shape = len(ids), most, beams.nodes
         paths = np.empty(shape, np.int32), np.empty(shape, np.int32), np.empty(shape)
-        found = Growth(*paths, *(torch.empty(most, len(ids), size) for size in (self.layers.width, self._logits.out)))
+        found = Growth(
+            *paths,
+            *(torch.empty(most, len(ids), size) for size in (self.layers.width, self._logits.out)),
+        )
         numbers = {"row": rows, "length": begins, "count": counts, "limit": beams.ends}
         numbers["pending"] = [token for each in tokens for token in each]
         numbers["olds"] = [len(each) if each is not None else 0 for each in beams.old]
-        parts: dict[str, Part] = {name: np.asarray(each, np.int32) for name, each in numbers.items()}
-        parts["old"] = np.array([each.data_ptr() if each is not None else 0 for each in beams.old], np.uint64)
-        parts |= {"head": self._logits.argument, "names": self._hot, "features": features, "token_states": self._states}
+        parts: dict[str, Part] = {
+            name: np.asarray(each, np.int32) for name, each in numbers.items()
+        }
+        parts["old"] = np.array(
+            [each.data_ptr() if each is not None else 0 for each in beams.old], np.uint64
+        )
+        parts |= {
+            "head": self._logits.argument,
+            "names": self._hot,
+            "features": features,
+            "token_states": self._states,
+        }
         parts |= {"information": None if self._answer is None else self._answer.argument}
         parts |= {"beams": beams.tokens, "values": beams.values}
-        parts |= {"curves": None if beams.curves is None else np.ascontiguousarray(beams.curves, np.float32)}
-        growth = GrowthArgument(rows=len(ids), n=sum(counts), start=start, most=most, width=beams.tokens.shape[1])
+        parts |= {
+            "curves": None
+            if beams.curves is None
+            else np.ascontiguousarray(beams.curves, np.float32)
+        }
+        growth = GrowthArgument(
+            rows=len(ids), n=sum(counts), start=start, most=most, width=beams.tokens.shape[1]
+        )
         growth.nodes, growth.context = beams.nodes, self.context
         self.layers.run("fr_grow", cache, growth, **parts, **vars(found))
         beams.start += most
@@ -172,13 +222,24 @@ class QuantisedHead:
         return found
 
 
-def quantised_head(head: HiddenDrafter, embedding: nn.Module, logits: Product) -> QuantisedHead | None:
+def quantised_head(
+    head: HiddenDrafter, embedding: nn.Module, logits: Product
+) -> QuantisedHead | None:
     """Return a head that runs in C, with the target's embedding and its LM head's rows for the hot set; None without
     the library, or for sizes, an embedding or an LM head (one with a bias) that it does not support."""
     config = head.config
-    inputs = config.hidden_size, config.intermediate_size, config.num_attention_heads * config.head_dim
+    inputs = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads * config.head_dim,
+    )
     rows = embedding_rows(embedding)
-    if library() is None or rows is None or any(each % BLOCK for each in inputs) or config.head_dim % 16:
+    if (
+        library() is None
+        or rows is None
+        or any(each % BLOCK for each in inputs)
+        or config.head_dim % 16
+    ):
         return None
     return QuantisedHead(head, rows, logits) if isinstance(logits, Panels) else None
 
@@ -187,7 +248,11 @@ def embedding_rows(embedding: nn.Module) -> Rows | None:
     """Return an embedding's rows, without a factor that it may have, or None for an unknown form."""
     if isinstance(embedding, StoredEmbedding):
         return embedding.stored
-    if not isinstance(embedding, nn.Embedding) or embedding._forward_hooks or embedding.weight.dtype not in PLAIN:
+    if (
+        not isinstance(embedding, nn.Embedding)
+        or embedding._forward_hooks
+        or embedding.weight.dtype not in PLAIN
+    ):
         return None
     return Rows.plain(embedding.weight) if type(embedding.weight.data) is Tensor else None
 

@@ -10,7 +10,11 @@ from transformers import PreTrainedModel
 from forerun.backends.panels import BLOCK, Dense, Panels, Rows, check_inputs, quantise
 from forerun.kinds import WEIGHT_FORMATS
 
-FORMATS = {"int4": Type.Q4_1, "int8": Type.Q8_0, "bfloat16": Type.BF16}  # what float weights are rounded to
+FORMATS = {
+    "int4": Type.Q4_1,
+    "int8": Type.Q8_0,
+    "bfloat16": Type.BF16,
+}  # what float weights are rounded to
 
 
 class StoredLinear(nn.Module):
@@ -50,7 +54,9 @@ def store(model: PreTrainedModel, kind: str) -> PreTrainedModel:
     linears = {name: child for name, child in model.named_modules() if type(child) is nn.Linear}
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if not set(linears.values()) - {head}:
-        raise ValueError(f"{type(model).__name__} has no nn.Linear in its layers to store as {kind}: choose float32")
+        raise ValueError(
+            f"{type(model).__name__} has no nn.Linear in its layers to store as {kind}: choose float32"
+        )
     if kind != "bfloat16":
         for name, linear in linears.items():
             check_inputs(linear.in_features, f"{name} of {type(model).__name__}")
@@ -59,7 +65,9 @@ def store(model: PreTrainedModel, kind: str) -> PreTrainedModel:
         weight = quantise(linear.weight, FORMATS[own], linear is head)
         model.set_submodule(name, StoredLinear(weight, linear.bias))
     if type(embedding) is nn.Embedding:
-        model.set_input_embeddings(StoredEmbedding(Rows.quantised(embedding.weight, Type.BF16), model.dtype))
+        model.set_input_embeddings(
+            StoredEmbedding(Rows.quantised(embedding.weight, Type.BF16), model.dtype)
+        )
     return model
 
 
@@ -67,7 +75,9 @@ def store_in_8_bits(module: nn.Module) -> None:
     """Round every `nn.Linear` of a draft's module on a CPU to 8 bits, in place, if blocks divide its inputs."""
     for name, linear in list(module.named_modules()):
         if type(linear) is nn.Linear and linear.in_features % BLOCK == 0:
-            module.set_submodule(name, StoredLinear(quantise(linear.weight, Type.Q8_0), linear.bias))
+            module.set_submodule(
+                name, StoredLinear(quantise(linear.weight, Type.Q8_0), linear.bias)
+            )
 
 
 def bytes_by_format(model: nn.Module) -> dict[str, int]:

@@ -76,7 +76,9 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
 
 def read_files(datasets: Sequence[str], limit: int | None = None) -> dict[str, list[Prompt]]:
     """Return the prompts of those datasets that are files."""
-    return {dataset: read_prompts(Path(dataset), limit) for dataset in datasets if dataset not in STDLIB}
+    return {
+        dataset: read_prompts(Path(dataset), limit) for dataset in datasets if dataset not in STDLIB
+    }
 
 
 def front_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -87,7 +89,9 @@ def front_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(whole[:start])
 
 
-def stdlib_prompts(dataset: str, tokenizer: PreTrainedTokenizerBase, tokens: int, limit: int | None) -> list[Prompt]:
+def stdlib_prompts(
+    dataset: str, tokenizer: PreTrainedTokenizerBase, tokens: int, limit: int | None
+) -> list[Prompt]:
     """Return the first prompts of `tokens` token ids from held-out files of this Python's standard library. What the
     tokenizer puts before a text counts."""
     from forerun.train.corpus import held_out_prompts
@@ -95,10 +99,16 @@ def stdlib_prompts(dataset: str, tokenizer: PreTrainedTokenizerBase, tokens: int
     split: Any = STDLIB[dataset]
     front = front_of(tokenizer)
     if tokens <= len(front):
-        raise ValueError(f"prompt_tokens must be more than the {len(front)} that the tokenizer begins with")
-    rows = held_out_prompts(tokenizer, split, 2**62 if limit is None else limit, tokens - len(front))
+        raise ValueError(
+            f"prompt_tokens must be more than the {len(front)} that the tokenizer begins with"
+        )
+    rows = held_out_prompts(
+        tokenizer, split, 2**62 if limit is None else limit, tokens - len(front)
+    )
     if not rows:
-        raise ValueError(f"dataset {dataset!r} has no prompts: this Python comes without the library's sources")
+        raise ValueError(
+            f"dataset {dataset!r} has no prompts: this Python comes without the library's sources"
+        )
     return [Prompt(str(number), tokens=(*front, *row)) for number, row in enumerate(rows, 1)]
 
 
@@ -126,19 +136,27 @@ def tokenised(
     if longest is None or len(tokens) <= longest:
         return replace(prompt, tokens=tokens, known=_known(prompt, tokens, tokenizer))
     if chat:
-        raise ValueError(f"prompt {prompt.id!r} has {len(tokens)} tokens as a chat; there is room for {longest}")
+        raise ValueError(
+            f"prompt {prompt.id!r} has {len(tokens)} tokens as a chat; there is room for {longest}"
+        )
     if tokens[: len(front)] != front or len(front) >= longest:
         front = ()
     return replace(prompt, tokens=front + tokens[len(front) - longest :], cut=True)
 
 
-def _chat_tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, front: tuple[int, ...]) -> tuple[int, ...]:
+def _chat_tokens(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, front: tuple[int, ...]
+) -> tuple[int, ...]:
     messages: Any = prompt.messages
     if messages is None:
         text = prompt.text
         if text is None:
             assert tokenizer is not None and prompt.tokens is not None
-            tokens = prompt.tokens[len(front) :] if prompt.tokens[: len(front)] == front else prompt.tokens
+            tokens = (
+                prompt.tokens[len(front) :]
+                if prompt.tokens[: len(front)] == front
+                else prompt.tokens
+            )
             text = str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
         messages = [{"role": "user", "content": text}]
     try:
@@ -155,7 +173,9 @@ def _known(prompt: Prompt, tokens: Sequence[int], tokenizer: PreTrainedTokenizer
     rendered = tokenizer.apply_chat_template(beginning, tokenize=False)
     own = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     pairs = enumerate(zip(own, tokens, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(own), len(tokens)))
+    return next(
+        (place for place, (one, other) in pairs if one != other), min(len(own), len(tokens))
+    )
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -173,7 +193,9 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError) as error:  # bad syntax, huge numbers; deep nesting
-            raise ValueError(f"{path}, line {number}: not JSON: {getattr(error, 'msg', error)}") from None
+            raise ValueError(
+                f"{path}, line {number}: not JSON: {getattr(error, 'msg', error)}"
+            ) from None
         if not isinstance(entry, dict):
             raise ValueError(f"{path}, line {number}: not a JSON object")
         yield number, entry
@@ -189,11 +211,17 @@ def _prompt(number: int, entry: dict[str, Any]) -> Prompt:
             raise ValueError("the last message is from the assistant; there is nothing to answer")
         known = entry.get("known", 0)
         if type(known) is not int or not 0 <= known < len(messages):
-            raise ValueError(f"'known' must be a number of messages before the last, not {json.dumps(known)[:40]}")
+            raise ValueError(
+                f"'known' must be a number of messages before the last, not {json.dumps(known)[:40]}"
+            )
         return Prompt(id, messages=tuple(messages), known_messages=known)
     if "tokens" in entry:
         tokens = entry["tokens"]
-        if not isinstance(tokens, list) or not tokens or not all(type(each) is int and each >= 0 for each in tokens):
+        if (
+            not isinstance(tokens, list)
+            or not tokens
+            or not all(type(each) is int and each >= 0 for each in tokens)
+        ):
             raise ValueError("'tokens' must be a list of token ids, at least one")
         return Prompt(id, tokens=tuple(tokens))
     if "prompt" not in entry and "question" in entry:
@@ -207,5 +235,7 @@ def _text(entry: dict[str, Any], field: str) -> str:
     if field not in entry:
         raise ValueError(f"no field {field!r}")
     if not isinstance(entry[field], str) or not entry[field]:
-        raise ValueError(f"{field!r} must be a string that is not empty, not {json.dumps(entry[field])[:40]}")
+        raise ValueError(
+            f"{field!r} must be a string that is not empty, not {json.dumps(entry[field])[:40]}"
+        )
     return checked_text(repr(field), entry[field])

@@ -74,7 +74,9 @@ class Outcome:
         if self.steps is not None:
             return summarise([step for row in self.steps for step in row], self.seconds)
         count = sum(map(len, self.tokens))
-        return Stats(count, self.target_forwards, self.draft_forwards, 0, 0, 0, self.seconds, (), ())
+        return Stats(
+            count, self.target_forwards, self.draft_forwards, 0, 0, 0, self.seconds, (), ()
+        )
 
 
 # Prompts, a seed for each, and a length for the warm-up, which leaves no state but what a guard has measured. With a
@@ -122,7 +124,9 @@ def bench(
         decoders = {name: each.replace(prefix_bytes=KNOWN_BYTES) for name, each in decoders.items()}
     loaded = Loaded(plan, datasets, tokenizer, target)
     runs = {
-        name: each.make(loaded) if isinstance(each, Runner) else decoder_run(decoders[name], plan.params())
+        name: each.make(loaded)
+        if isinstance(each, Runner)
+        else decoder_run(decoders[name], plan.params())
         for name, each in plan.methods.items()
     }
     witness = None
@@ -153,7 +157,9 @@ def check_known(plan: Plan, datasets: dict[str, list[Prompt]]) -> None:
         raise ValueError("prompts with a known beginning run one by one: leave out --batch")
     for name, each in plan.methods.items():
         if isinstance(each, Runner) and not each.knows:
-            raise ValueError(f"method {name!r} cannot have read the `known` beginning of a prompt: leave it out")
+            raise ValueError(
+                f"method {name!r} cannot have read the `known` beginning of a prompt: leave it out"
+            )
 
 
 def _has_known(datasets: dict[str, list[Prompt]]) -> bool:
@@ -165,9 +171,19 @@ def facts_of_prompts(datasets: dict[str, list[Prompt]]) -> dict[str, dict[str, A
     of tokens of a prompt, and of those that are known."""
 
     def facts(prompts: list[Prompt]) -> dict[str, Any]:
-        digest = hashlib.sha256(json.dumps([(prompt.id, prompt.tokens) for prompt in prompts]).encode()).hexdigest()
-        found = {"prompts": len(prompts), "cut": sum(prompt.cut for prompt in prompts), "sha256": digest[:16]}
-        tokens = {"tokens": round(sum(len(prompt.tokens or ()) for prompt in prompts) / max(1, len(prompts)))}
+        digest = hashlib.sha256(
+            json.dumps([(prompt.id, prompt.tokens) for prompt in prompts]).encode()
+        ).hexdigest()
+        found = {
+            "prompts": len(prompts),
+            "cut": sum(prompt.cut for prompt in prompts),
+            "sha256": digest[:16],
+        }
+        tokens = {
+            "tokens": round(
+                sum(len(prompt.tokens or ()) for prompt in prompts) / max(1, len(prompts))
+            )
+        }
         known = sum(prompt.known for prompt in prompts)
         return found | tokens | ({"known": round(known / len(prompts))} if known else {})
 
@@ -214,7 +230,9 @@ def measure(
                         file.write("".join(record.line() for record in group))
                 if witness is not None:
                     witness.look((number, dataset, index), rows, sides_of(outcomes, len(rows)))
-                say(f"round {number + 1} of {plan.rounds}, {dataset}: {start + len(rows)} of {len(prompts)} prompts")
+                say(
+                    f"round {number + 1} of {plan.rounds}, {dataset}: {start + len(rows)} of {len(prompts)} prompts"
+                )
     return records
 
 
@@ -281,7 +299,9 @@ def decoder_run(decoder: Decoder, params: SamplingParams) -> Run:
 
     def read(text: Sequence[int]) -> None:
         """Let the models read a text, which the decoder then keeps."""
-        decoder.session.add([decoder.request(list(text), replace(params, seed=None, max_new_tokens=1))]).collect()
+        decoder.session.add(
+            [decoder.request(list(text), replace(params, seed=None, max_new_tokens=1))]
+        ).collect()
 
     def run(
         prompts: Sequence[Sequence[int]],
@@ -300,15 +320,23 @@ def decoder_run(decoder: Decoder, params: SamplingParams) -> Run:
         target = session.engine.target
         cache = target.cache if isinstance(target, CausalLM) and len(prompts) == 1 else None
         if cache is not None:
-            cache.keeps_dropped = True  # because an unequal output is explained by what the row held
+            cache.keeps_dropped = (
+                True  # because an unequal output is explained by what the row held
+            )
         for prompt, count in zip(prompts, known, strict=False):
             read(prompt[:count])
         begun = perf_counter()
         requests = []
         for prompt, seed in zip(prompts, seeds, strict=True):
-            request = decoder.request(list(prompt), replace(params, seed=None, max_new_tokens=length))
+            request = decoder.request(
+                list(prompt), replace(params, seed=None, max_new_tokens=length)
+            )
             # Most requests have no seed, so it is their acceptance rule that is measured.
-            numbers = None if params.temperature == 0 else torch.Generator(decoder.target.device).manual_seed(seed)
+            numbers = (
+                None
+                if params.temperature == 0
+                else torch.Generator(decoder.target.device).manual_seed(seed)
+            )
             requests.append(replace(request, generator=numbers))
         rows = session.add(requests).collect()
         seconds = perf_counter() - begun

@@ -34,7 +34,9 @@ def load_prompts(
     tokenizer = _tokenizer(plan, needed=plan.chat or texts or len(files) < len(plan.datasets))
     front = front_of(tokenizer) if tokenizer is not None else ()
     config = load_config(plan.target, "target", trust_remote_code=plan.trust_remote_code)
-    context = min((each for each in (context_of(config), plan.context) if each is not None), default=None)
+    context = min(
+        (each for each in (context_of(config), plan.context) if each is not None), default=None
+    )
     longest = None if context is None else context - plan.max_new_tokens
     if longest is not None and longest < 1:
         raise ValueError(
@@ -47,7 +49,8 @@ def load_prompts(
             sets[name] = stdlib_prompts(name, tokenizer, plan.prompt_tokens, plan.limit)
         try:
             datasets[dataset_name(name)] = [
-                tokenised(prompt, tokenizer, longest, config.vocab_size, front, plan.chat) for prompt in sets[name]
+                tokenised(prompt, tokenizer, longest, config.vocab_size, front, plan.chat)
+                for prompt in sets[name]
             ]
         except ValueError as error:
             raise ValueError(f"dataset {dataset_name(name)!r}: {error}") from None
@@ -73,10 +76,14 @@ def translation_of(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> Tra
     """Return how the plan's draft drafts, if it is needed and has another tokenizer than the target's."""
     if tokenizer is None or plan.draft is None or not plan.needs_draft:
         return None
-    return _translation_for(tokenizer, plan.draft, plan.strict, trust_remote_code=plan.trust_remote_code)
+    return _translation_for(
+        tokenizer, plan.draft, plan.strict, trust_remote_code=plan.trust_remote_code
+    )
 
 
-def load_decoders(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> tuple[dict[str, Decoder], CausalLM]:
+def load_decoders(
+    plan: Plan, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[dict[str, Decoder], CausalLM]:
     """Return our own methods on one target and one draft with their fast forwards, and the target."""
     needs_draft, models = any(each.needs_draft for each in plan.ours.values()), plan.models()
     target = ready(plan.target, "target", models)
@@ -94,10 +101,16 @@ def build_decoders(
     heads = dict[str | None, HiddenLM | None]()
     for each in plan.ours.values():
         own = layer or plan.pre_verifier or companion(plan.target, each.layer)
-        head = heads.get(each.head) or plan.heads.get(each.head) or companion(plan.target, each.head)
+        head = (
+            heads.get(each.head) or plan.heads.get(each.head) or companion(plan.target, each.head)
+        )
         layer, heads[each.head] = layers_for([each], target, draft, own, head)
-    every = Parts(target, draft, layer, head=next((each for each in heads.values() if each is not None), None))
-    costs = measured(list(plan.ours.values()), every)  # one table, so that methods differ by nothing else
+    every = Parts(
+        target, draft, layer, head=next((each for each in heads.values() if each is not None), None)
+    )
+    costs = measured(
+        list(plan.ours.values()), every
+    )  # one table, so that methods differ by nothing else
     decoders = dict[str, Decoder]()
     for name, method in plan.ours.items():
         decoders[name] = Decoder(

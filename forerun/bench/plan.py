@@ -97,20 +97,35 @@ class Plan:
         self.params()
         self.models()
         if self.top_p < 1 and not self.temperature:
-            raise ValueError(f"top_p {self.top_p} needs a temperature above 0: greedy decoding samples nothing")
-        for what, folder in (("pre-verifier", self.pre_verifier), *(("head", each) for each in self.head)):
+            raise ValueError(
+                f"top_p {self.top_p} needs a temperature above 0: greedy decoding samples nothing"
+            )
+        for what, folder in (
+            ("pre-verifier", self.pre_verifier),
+            *(("head", each) for each in self.head),
+        ):
             if folder is not None and not (Path(folder) / "config.json").is_file():
                 raise ValueError(f"no {what} in the folder {str(folder)!r}")
         for name, each in self.ours.items():
-            bundled = companion(self.target, each.layer) if self.draft == own_draft(self.target) else None
+            bundled = (
+                companion(self.target, each.layer) if self.draft == own_draft(self.target) else None
+            )
             if each.layer and not self.pre_verifier and bundled is None:
                 raise ValueError(f"method {name!r} needs a pre-verifier: give --pre-verifier")
-            if each.head and each.head not in self.heads and companion(self.target, each.head) is None:
-                raise ValueError(f"method {name!r} needs a head of the kind {each.head}: give --head")
+            if (
+                each.head
+                and each.head not in self.heads
+                and companion(self.target, each.head) is None
+            ):
+                raise ValueError(
+                    f"method {name!r} needs a head of the kind {each.head}: give --head"
+                )
         wanted = {each.head for each in self.ours.values() if each.head}
         for kind, path in self.heads.items() if wanted else ():
             if kind not in wanted:
-                raise ValueError(f"the head {path!r} is of the kind {kind!r}; it must be {' or '.join(sorted(wanted))}")
+                raise ValueError(
+                    f"the head {path!r} is of the kind {kind!r}; it must be {' or '.join(sorted(wanted))}"
+                )
         check_datasets(self.datasets)
         locate(self.target, "target")
         if self.needs_draft:
@@ -137,7 +152,9 @@ class Plan:
     def strict(self) -> str | None:
         """A method that needs a draft with the target's tokenizer, in words, or None."""
         needy = (
-            f"method {name!r}" for name, each in self.methods.items() if each.needs_draft and not each.any_tokenizer
+            f"method {name!r}"
+            for name, each in self.methods.items()
+            if each.needs_draft and not each.any_tokenizer
         )
         return next(needy, None)
 
@@ -159,7 +176,8 @@ class Plan:
         plain = {each.name: getattr(self, each.name) for each in fields(self)}
         return plain | {
             "methods": {
-                name: each.settings if isinstance(each, Runner) else asdict(each) for name, each in self.methods.items()
+                name: each.settings if isinstance(each, Runner) else asdict(each)
+                for name, each in self.methods.items()
             },
             "datasets": [dataset_name(dataset) for dataset in self.datasets],
             "pre_verifier": model_name(str(self.pre_verifier)) if self.pre_verifier else None,
@@ -195,7 +213,9 @@ def parse_methods(
         name, key, values = _setting("--tune", tune)
         chosen: dict[str, Method | Runner] = {"ar": METHODS["ar"]()}
         for value in values.split(","):
-            chosen[f"{name}.{key}={value}"] = method(name, **given.get(name, {}) | {key: parse_value(name, key, value)})
+            chosen[f"{name}.{key}={value}"] = method(
+                name, **given.get(name, {}) | {key: parse_value(name, key, value)}
+            )
         return chosen
     used = set()
 
@@ -210,7 +230,9 @@ def parse_methods(
         chosen[name] = other or ours(name)  # which raises for unknown names
     for name in given:
         if name not in used:
-            raise ValueError(f"--method-arg {name}.{next(iter(given[name]))}: method {name!r} is not among --methods")
+            raise ValueError(
+                f"--method-arg {name}.{next(iter(given[name]))}: method {name!r} is not among --methods"
+            )
     return chosen
 
 
@@ -220,7 +242,9 @@ def _setting(option: str, text: str) -> tuple[str, str, str]:
     if not (equals and dot and name and key and value):
         raise ValueError(f"{option} takes METHOD.NAME=VALUE, not {text!r}")
     if not is_method(name):
-        raise ValueError(f"{option} {left}: {name!r} is no method with settings; there are {', '.join(METHODS)}")
+        raise ValueError(
+            f"{option} {left}: {name!r} is no method with settings; there are {', '.join(METHODS)}"
+        )
     return name, key, value
 
 

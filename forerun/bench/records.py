@@ -77,7 +77,8 @@ def parse(line: str) -> Record:
     """Return the record of a line."""
     entry = json.loads(line)
     stats: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in entry["stats"].items()
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in entry["stats"].items()
     }
     times = Times(**entry["times"]) if entry["times"] is not None else None
     return Record(**entry | {"stats": Stats(**stats), "times": times})
@@ -99,9 +100,13 @@ def open_folder(out: Path, plan: Plan, found: dict[str, Any], resume: bool) -> l
         write_text(claim, json.dumps(now, indent=1) + "\n")
         return []
     if not resume:
-        raise ValueError(f"{out} holds a run already: give --resume to go on with it, or another --out")
+        raise ValueError(
+            f"{out} holds a run already: give --resume to go on with it, or another --out"
+        )
     text, lines = read_text(claim), read_text(path).split("\n")[:-1]
-    lines = lines[: len(lines) // len(plan.methods) * len(plan.methods)]  # those of a batch follow each other
+    lines = lines[
+        : len(lines) // len(plan.methods) * len(plan.methods)
+    ]  # those of a batch follow each other
     try:
         before, records = dict(json.loads(text)), [parse(line) for line in lines]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -109,7 +114,9 @@ def open_folder(out: Path, plan: Plan, found: dict[str, Any], resume: bool) -> l
     for name in sorted(now.keys() | before.keys()):
         was, given = (json.dumps(each.get(name)) for each in (before, now))
         if was != given:
-            raise ValueError(f"{out} holds another run: {name} was {was}, not {given}; give another --out")
+            raise ValueError(
+                f"{out} holds another run: {name} was {was}, not {given}; give another --out"
+            )
     write_text(path, "".join(f"{line}\n" for line in lines))
     return records
 
@@ -119,8 +126,15 @@ def _goes_by(plan: Plan, found: dict[str, Any]) -> dict[str, Any]:
     models |= {model_name(folder): folder for folder in plan.head}
     written = {name: _written(source) for name, source in models.items() if source is not None}
     parts = plan.arguments() | found | {"written": written}
-    flat = {f"{part}.{name}": one for part, each in parts.items() if type(each) is dict for name, one in each.items()}
-    return json.loads(json.dumps(flat | {name: one for name, one in parts.items() if type(one) is not dict}))
+    flat = {
+        f"{part}.{name}": one
+        for part, each in parts.items()
+        if type(each) is dict
+        for name, one in each.items()
+    }
+    return json.loads(
+        json.dumps(flat | {name: one for name, one in parts.items() if type(one) is not dict})
+    )
 
 
 def _written(source: str | Path) -> str | None:
@@ -132,7 +146,15 @@ def _written(source: str | Path) -> str | None:
 
 def total(parts: Sequence[Stats]) -> Stats:
     """Return the statistics of several calls together."""
-    names = ("tokens", "target_forwards", "draft_forwards", "drafted", "tested", "accepted", "seconds")
+    names = (
+        "tokens",
+        "target_forwards",
+        "draft_forwards",
+        "drafted",
+        "tested",
+        "accepted",
+        "seconds",
+    )
     sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in names}
     return Stats(
         **sums,

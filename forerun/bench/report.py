@@ -28,7 +28,17 @@ PHASES = {
     "rest": "#adb5bd",
 }  # and colours
 COLUMNS = (
-    *("method", "tokens/s", "speedup", "10-90 %", "decoding", "tau", "alpha", "utilisation", "overhead"),
+    *(
+        "method",
+        "tokens/s",
+        "speedup",
+        "10-90 %",
+        "decoding",
+        "tau",
+        "alpha",
+        "utilisation",
+        "overhead",
+    ),
     "same tokens",
 )
 
@@ -49,15 +59,22 @@ def summary(records: Sequence[Record], one_by_one: Collection[str] = ()) -> dict
     for record in sorted(records, key=lambda each: each.group):
         own.setdefault(record.method, []).append(record)
     plain = {record.group: record for record in own["ar"]}
-    return {name: _method(each, plain) | {"rows_one_by_one": name in one_by_one} for name, each in own.items()}
+    return {
+        name: _method(each, plain) | {"rows_one_by_one": name in one_by_one}
+        for name, each in own.items()
+    }
 
 
 def _method(own: Sequence[Record], plain: dict[Group, Record]) -> dict[str, Any]:
     rate = median(record.stats.tokens_per_s for record in own)
-    ratios = spread([record.stats.tokens_per_s / plain[record.group].stats.tokens_per_s for record in own])
+    ratios = spread(
+        [record.stats.tokens_per_s / plain[record.group].stats.tokens_per_s for record in own]
+    )
     stats = total([record.stats for record in own])
     spent = [record.times for record in own if record.times is not None]
-    drafting = spent and stats.tested > 0  # nothing is known of transformers' drafts but the forwards
+    drafting = (
+        spent and stats.tested > 0
+    )  # nothing is known of transformers' drafts but the forwards
     equal = [each for record in own for each in record.equal or []]
     return {
         "tokens_per_s": round(rate, 2),
@@ -68,14 +85,20 @@ def _method(own: Sequence[Record], plain: dict[Group, Record]) -> dict[str, Any]
         "tau": round(stats.tau, 4),
         "alpha": round(stats.alpha, 4) if drafting else None,
         "utilisation": round(stats.utilisation, 4) if drafting else None,
-        "acceptance_by_position": [round(share, 4) for share in stats.acceptance_by_position] if drafting else None,
+        "acceptance_by_position": [round(share, 4) for share in stats.acceptance_by_position]
+        if drafting
+        else None,
         "tokens": stats.tokens,
         "seconds": round(stats.seconds, 4),
         "target_forwards": stats.target_forwards,
         "draft_forwards": stats.draft_forwards,
         "time": _shares(spent) if spent else None,
-        "prompt_share": round(1 - sum(each.seconds for each in spent) / stats.seconds, 4) if spent else None,
-        "overhead_share": round(median(each.overhead_share for each in spent), 4) if spent else None,
+        "prompt_share": round(1 - sum(each.seconds for each in spent) / stats.seconds, 4)
+        if spent
+        else None,
+        "overhead_share": round(median(each.overhead_share for each in spent), 4)
+        if spent
+        else None,
         "exact_match": round(sum(equal) / len(equal), 4) if equal else None,
     }
 
@@ -96,7 +119,9 @@ def _decoding(own: Sequence[Record], plain: dict[Group, Record]) -> dict[str, fl
 
 def _shares(spent: Sequence[Times]) -> dict[str, float]:
     """Return each phase's median share of step time, which one preemption does not set. Together they are 1."""
-    middle = {phase: median(getattr(each, phase) / each.seconds for each in spent) for phase in PHASES}
+    middle = {
+        phase: median(getattr(each, phase) / each.seconds for each in spent) for phase in PHASES
+    }
     return {phase: round(share / sum(middle.values()), 4) for phase, share in middle.items()}
 
 
@@ -107,10 +132,13 @@ def results(
     costs: Costs | None = None,
 ) -> dict[str, Any]:
     """Return what results.json holds."""
-    slow = {name for name, each in plan.methods.items() if isinstance(each, Runner) and each.one_by_one}
+    slow = {
+        name for name, each in plan.methods.items() if isinstance(each, Runner) and each.one_by_one
+    }
     slow = slow if plan.batch > 1 else set()
     datasets = {
-        name: prompts[name] | {"methods": summary([each for each in records if each.dataset == name], slow)}
+        name: prompts[name]
+        | {"methods": summary([each for each in records if each.dataset == name], slow)}
         for name in prompts
     }
     methods = summary(records, slow)
@@ -133,7 +161,10 @@ def row(name: str, method: dict[str, Any]) -> list[str]:
         f"{method['speedup_p10']:.2f}-{method['speedup_p90']:.2f}",
         f"{method['decoding_speedup']:.2f}" if method.get("decoding_speedup") else "",
         f"{method['tau']:.2f}",
-        *("" if method[key] is None else f"{method[key]:.2f}" for key in ("alpha", "utilisation", "overhead_share")),
+        *(
+            "" if method[key] is None else f"{method[key]:.2f}"
+            for key in ("alpha", "utilisation", "overhead_share")
+        ),
         "" if method["exact_match"] is None else f"{100 * method['exact_match']:.4g} %",
     ]
 
@@ -159,7 +190,9 @@ def provenance(arguments: dict[str, Any]) -> dict[str, Any]:
 def _tuned(plan: Plan, methods: dict[str, Any]) -> dict[str, dict[str, Any]]:
     assert plan.tune is not None
     name, _, key = plan.tune.partition("=")[0].partition(".")
-    best = max((each for each in methods if each != "ar"), key=lambda each: methods[each]["speedup"])
+    best = max(
+        (each for each in methods if each != "ar"), key=lambda each: methods[each]["speedup"]
+    )
     return {name: {key: getattr(plan.methods[best], key)}}
 
 
@@ -169,7 +202,11 @@ def versions() -> dict[str, Any]:
 
     from forerun.backends.facts import processor
 
-    found: dict[str, Any] = {"python": platform.python_version(), "forerun": __version__, "commit": _commit()}
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "forerun": __version__,
+        "commit": _commit(),
+    }
     # With scikit-learn transformers' assistant adapts its confidence threshold.
     for package in ("torch", "transformers", "scikit-learn"):
         try:
@@ -178,7 +215,12 @@ def versions() -> dict[str, Any]:
             found[package] = None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     found |= {"kernels": kernels.variant(), "build": kernels.build_id()}
-    return found | {"cpu": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "gpu": gpu}
+    return found | {
+        "cpu": processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": gpu,
+    }
 
 
 def _commit() -> str | None:
@@ -195,6 +237,8 @@ def _commit() -> str | None:
 
     try:
         git("ls-files", "--error-unmatch", str(here))
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--", ".") else "")
+        return git("rev-parse", "--short=12", "HEAD") + (
+            "+" if git("status", "--porcelain", "--", ".") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -20,7 +20,9 @@ def main() -> None:
     A user's mistake is one line on stderr and exit status 2. Ctrl-C, once or many times, is one line and 130.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is loaded
-    gc.set_threshold(100_000)  # what imports make stays: looking for garbage in it took half a second
+    gc.set_threshold(
+        100_000
+    )  # what imports make stays: looking for garbage in it took half a second
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     try:
@@ -65,7 +67,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt, but not while one is being handled: that has to come to its end."""
     if is_interrupt(sys.exception()):
         return
-    while frame is not None:  # inside an import nothing is to be cleaned up, and torch's aborts at an exception
+    while (
+        frame is not None
+    ):  # inside an import nothing is to be cleaned up, and torch's aborts at an exception
         if frame.f_globals.get("__name__") in ("importlib._bootstrap", "_frozen_importlib"):
             _leave()
         frame = frame.f_back

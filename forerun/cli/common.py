@@ -6,7 +6,13 @@ import os
 import sys
 
 # Colour of a token by its origin. Tokens that the target chose stay plain.
-STYLES = {"draft": "green", "lookup": "cyan", "phrase": "magenta", "window": "magenta", "reused": "yellow"}
+STYLES = {
+    "draft": "green",
+    "lookup": "cyan",
+    "phrase": "magenta",
+    "window": "magenta",
+    "reused": "yellow",
+}
 STYLES |= {"correction": "bold red", "bonus": "", "prompt": "dim"}
 
 
@@ -17,7 +23,10 @@ def say(line: str) -> None:
 
 def quiet(threads: int | None = None) -> None:
     """Keep transformers' progress bars and warnings out of the output; set torch's threads."""
-    for library in ("TRANSFORMERS", "HF_HUB"):  # the hub's has a line for each of its attempts without a network
+    for library in (
+        "TRANSFORMERS",
+        "HF_HUB",
+    ):  # the hub's has a line for each of its attempts without a network
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     import torch
     from transformers.utils import logging

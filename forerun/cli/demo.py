@@ -39,11 +39,15 @@ BUSY = 0.15  # share by which plain decoding's own speed may differ between roun
 def demo(
     target: Annotated[
         str,
-        typer.Option(help="smollm2, qwen-coder, or embedded: the pair that comes with forerun, on held-out code."),
+        typer.Option(
+            help="smollm2, qwen-coder, or embedded: the pair that comes with forerun, on held-out code."
+        ),
     ] = SMOLLM2,
     prompts: Annotated[
         int | None,
-        typer.Option(min=1, help=f"How many questions or pieces of code; {USUAL} by default, fewer if slow."),
+        typer.Option(
+            min=1, help=f"How many questions or pieces of code; {USUAL} by default, fewer if slow."
+        ),
     ] = None,
     method: options.MethodOption = None,
     max_new_tokens: options.MaxNewTokensOption = 96,
@@ -85,15 +89,22 @@ def demo(
     console = Console(quiet=as_json, highlight=False)
     chosen, begun = _prompts(target, decoder.tokenizer, prompts), perf_counter()
     rounds: list[list[list[Any]]] = []
-    speeds, speedups = list[float](), list[float]()  # of each round but the first: plain tokens/s, and over them
+    speeds, speedups = (
+        list[float](),
+        list[float](),
+    )  # of each round but the first: plain tokens/s, and over them
     for _ in range(1 + ROUNDS):
         rounds.append([])
         for number, (text, prompt) in enumerate(chosen, 1):
-            turn = 1 if (len(rounds) + number) % 2 else -1  # who goes first; nothing is printed meanwhile
+            turn = (
+                1 if (len(rounds) + number) % 2 else -1
+            )  # who goes first; nothing is printed meanwhile
             rounds[-1].append([each.generate(prompt, params) for each in both[::turn]][::turn])
             if len(rounds) == 1:
                 done = rounds[0][-1][1]
-                pieces = TextStream(decoder.tokenizer, prompt).push(done.tokens, done.origins, finished=True)
+                pieces = TextStream(decoder.tokenizer, prompt).push(
+                    done.tokens, done.origins, finished=True
+                )
                 console.print(text, style="dim", markup=False)
                 console.print(tinted(pieces), end="\n\n")
                 if prompts is None and perf_counter() - begun > SLOW:
@@ -105,7 +116,9 @@ def demo(
             speedups.append(slow / fast)
     rows = [_row(number, pairs) for number, pairs in enumerate(zip(*rounds, strict=True), 1)]
     overall = round(median(speedups), 3) if any(row["speedup"] for row in rows) else None
-    table = Table(title=f"autoregressive beside {name}, {f'temperature {temperature}' if temperature else 'greedy'}")
+    table = Table(
+        title=f"autoregressive beside {name}, {f'temperature {temperature}' if temperature else 'greedy'}"
+    )
     for title in ("prompt", "tokens", "equal", "ar tokens/s", f"{name} tokens/s", "tau", "speedup"):
         table.add_column(title, justify="right")
     words = {"True": "yes", "False": "no", "None": "-"}
@@ -118,9 +131,16 @@ def demo(
         else "no speedup: nothing was drafted"
     )
     if is_busy := max(speeds) - min(speeds) > BUSY * median(speeds):
-        console.print(f"machine busy: plain decoding's own speed was {min(speeds):.0f} to {max(speeds):.0f} tokens/s")
+        console.print(
+            f"machine busy: plain decoding's own speed was {min(speeds):.0f} to {max(speeds):.0f} tokens/s"
+        )
     if as_json:
-        facts = {"target": target, "method": name, "temperature": temperature, "median_speedup": overall}
+        facts = {
+            "target": target,
+            "method": name,
+            "temperature": temperature,
+            "median_speedup": overall,
+        }
         facts |= {"rounds": [round(each, 3) for each in speedups], "busy": is_busy}
         print(json.dumps(facts | {"prompts": rows}))
     if not all(row["equal"] for row in rows):  # the seed alone decides what is sampled
@@ -136,20 +156,25 @@ def _prompts(target: str, tokenizer: Any, count: int | None) -> list[tuple[str, 
         from forerun.text.chat import chat_prompt
 
         return [
-            (text, chat_prompt(tokenizer, [{"role": "user", "content": text}])) for text in QUESTIONS[: count or USUAL]
+            (text, chat_prompt(tokenizer, [{"role": "user", "content": text}]))
+            for text in QUESTIONS[: count or USUAL]
         ]
     from forerun.train.corpus import held_out_prompts
 
     chosen = held_out_prompts(tokenizer, "test", count or USUAL)
     if len(chosen) < (count or 1):
-        raise ValueError(f"--prompts is at most {len(chosen)}, this Python's pieces of held-out code, not {count or 1}")
+        raise ValueError(
+            f"--prompts is at most {len(chosen)}, this Python's pieces of held-out code, not {count or 1}"
+        )
     return [(str(tokenizer.decode(prompt)), prompt) for prompt in chosen]
 
 
 def _row(number: int, pairs: tuple[list[Any], ...]) -> dict[str, Any]:
     """Return the figures of a prompt: medians of all rounds but the first. No speedup if nothing was drafted."""
     plain, fast = ([pair[who].stats for pair in pairs[1:]] for who in (0, 1))
-    ratios = [after.tokens_per_s / before.tokens_per_s for before, after in zip(plain, fast, strict=True)]
+    ratios = [
+        after.tokens_per_s / before.tokens_per_s for before, after in zip(plain, fast, strict=True)
+    ]
     return {
         "prompt": number,
         "tokens": fast[0].tokens,

@@ -22,7 +22,9 @@ FileOption = Annotated[Path | None, typer.Option(help="Read the prompt from this
 
 @options.grouped
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads stdin.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; '-' or nothing reads stdin.")
+    ] = None,
     file: FileOption = None,
     target: options.TargetOption = EMBEDDED,
     max_new_tokens: options.MaxNewTokensOption = 256,
@@ -42,11 +44,16 @@ def generate(
 @options.grouped
 def chat(
     prompt: Annotated[
-        str | None, typer.Argument(help="One message to answer; '-' reads stdin. Nothing: a conversation.")
+        str | None,
+        typer.Argument(help="One message to answer; '-' reads stdin. Nothing: a conversation."),
     ] = None,
     file: FileOption = None,
-    system: Annotated[str | None, typer.Option(help="The system prompt; the chat template's own by default.")] = None,
-    target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file of a model with a chat template.")] = SMOLLM2,
+    system: Annotated[
+        str | None, typer.Option(help="The system prompt; the chat template's own by default.")
+    ] = None,
+    target: Annotated[
+        str, typer.Option(help="Hub id, folder or GGUF file of a model with a chat template.")
+    ] = SMOLLM2,
     max_new_tokens: options.MaxNewTokensOption = 512,
     *,
     sampling: options.SamplingOptions,
@@ -61,7 +68,9 @@ def chat(
     if talks and as_json:
         raise ValueError("--json is for one answer: give a prompt")
     method = decoding.chosen_method(target)
-    messages = _message("Hello" if talks else _read_prompt(prompt, file))  # any, to see that the template works
+    messages = _message(
+        "Hello" if talks else _read_prompt(prompt, file)
+    )  # any, to see that the template works
     decoder = _loaded(target, messages, params, system, decoding, method)
     if talks:
         from forerun.cli.talk import Talk
@@ -71,7 +80,9 @@ def chat(
         _answer(decoder, messages, params, {"system": system}, as_json)
 
 
-def _answer(decoder: Any, prompt: Any, params: SamplingParams, chat: dict[str, Any], as_json: bool) -> None:
+def _answer(
+    decoder: Any, prompt: Any, params: SamplingParams, chat: dict[str, Any], as_json: bool
+) -> None:
     from rich.console import Console
 
     reading, is_chat = Reading(), isinstance(prompt, list)
@@ -79,7 +90,9 @@ def _answer(decoder: Any, prompt: Any, params: SamplingParams, chat: dict[str, A
     if as_json:
         result = (decoder.chat if is_chat else decoder.generate)(prompt, params, **how)
         reading.erase()
-        found = {name: vars(result)[name] for name in ("text", "tokens", "origins", "finish_reason")}
+        found = {
+            name: vars(result)[name] for name in ("text", "tokens", "origins", "finish_reason")
+        }
         method = decoder.method_for(greedy=not params.temperature).name
         print(json.dumps(found | {"method": method, "stats": result.stats.as_dict()}))
         return
@@ -120,7 +133,12 @@ def _message(text: str) -> list[dict[str, str]]:
 
 
 def _loaded(
-    target: str, prompt: Any, params: SamplingParams, system: str | None, decoding: options.DecodeOptions, method: Any
+    target: str,
+    prompt: Any,
+    params: SamplingParams,
+    system: str | None,
+    decoding: options.DecodeOptions,
+    method: Any,
 ) -> Any:
     """Return the decoder for a prompt.
 
@@ -139,7 +157,9 @@ def _loaded(
     tokenizer = load_tokenizer(target, trust_remote_code=decoding.trust_remote_code)
     if isinstance(prompt, list):
         if target == EMBEDDED and not has_template(tokenizer):
-            raise ValueError("the embedded model has no chat template; `forerun fetch smollm2` gets one that has")
+            raise ValueError(
+                "the embedded model has no chat template; `forerun fetch smollm2` gets one that has"
+            )
         prompt = chat_prompt(tokenizer, prompt, system)
     elif sys.stderr.isatty() and has_template(tokenizer):
         say("this model has a chat template, which `forerun chat` uses")

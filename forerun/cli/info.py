@@ -20,7 +20,8 @@ from forerun.zoo import locate, own_draft
 
 def info(
     model: Annotated[
-        str | None, typer.Argument(help="Only show what this GGUF file, or fetched model, is and needs.")
+        str | None,
+        typer.Argument(help="Only show what this GGUF file, or fetched model, is and needs."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

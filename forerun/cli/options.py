@@ -24,10 +24,15 @@ from forerun.methods import METHODS, Method
 from forerun.sampling.params import SamplingParams
 
 TargetOption = Annotated[
-    str, typer.Option(help="Hub id, folder or GGUF file of the target; the embedded one by default.")
+    str,
+    typer.Option(help="Hub id, folder or GGUF file of the target; the embedded one by default."),
 ]
-MaxRowsOption = Annotated[int, typer.Option(min=1, help="Sequences decoded at once, by each engine.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")]
+MaxRowsOption = Annotated[
+    int, typer.Option(min=1, help="Sequences decoded at once, by each engine.")
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")
+]
 MethodOption = Annotated[
     str | None,
     typer.Option(
@@ -38,7 +43,9 @@ MethodOption = Annotated[
 MaxNewTokensOption = Annotated[int, typer.Option(help="Most tokens to generate.")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
 TopPOption = Annotated[float, typer.Option(help="1 is all.")]
-PreVerifierOption = Annotated[Path | None, typer.Option(help="Folder of the draft's trained layer.")]
+PreVerifierOption = Annotated[
+    Path | None, typer.Option(help="Folder of the draft's trained layer.")
+]
 WeightsOption = Annotated[
     str | None,
     typer.Option(
@@ -47,11 +54,15 @@ WeightsOption = Annotated[
     ),
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, ...")]
-TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint.")]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint.")
+]
 GuardOption = Annotated[
     bool | None,
     typer.Option(
-        "--guard/--no-guard", help="Leave drafts out while they do not pay. On by default.", show_default=False
+        "--guard/--no-guard",
+        help="Leave drafts out while they do not pay. On by default.",
+        show_default=False,
     ),
 ]
 PromptCacheOption = Annotated[
@@ -77,7 +88,10 @@ class LoadOptions:
     ] = None
     weights: WeightsOption = None
     draft_weights: Annotated[
-        str | None, typer.Option(help="Likewise of the draft, for which any is lossless; int8 by default on a CPU.")
+        str | None,
+        typer.Option(
+            help="Likewise of the draft, for which any is lossless; int8 by default on a CPU."
+        ),
     ] = None
     draft_vocabulary: Annotated[
         int | None,
@@ -91,7 +105,13 @@ class LoadOptions:
     threads: ThreadsOption = None
 
     def __post_init__(self) -> None:
-        ModelOptions(**{each.name: vars(self)[each.name] for each in fields(ModelOptions) if each.name in vars(self)})
+        ModelOptions(
+            **{
+                each.name: vars(self)[each.name]
+                for each in fields(ModelOptions)
+                if each.name in vars(self)
+            }
+        )
 
     def for_load(self) -> dict[str, Any]:
         """Return the options that `forerun.load` takes as they are."""
@@ -104,15 +124,21 @@ class DecodeOptions(LoadOptions):
     """The method and its trained parts."""
 
     method: MethodOption = None
-    gamma: Annotated[int | None, typer.Option(help="Draft length; short for the setting gamma of --method-arg.")] = None
-    method_arg: Annotated[list[str] | None, typer.Option(help="A setting of the method, NAME=VALUE; repeatable.")] = (
-        None
-    )
+    gamma: Annotated[
+        int | None, typer.Option(help="Draft length; short for the setting gamma of --method-arg.")
+    ] = None
+    method_arg: Annotated[
+        list[str] | None, typer.Option(help="A setting of the method, NAME=VALUE; repeatable.")
+    ] = None
     pre_verifier: PreVerifierOption = None
-    head: Annotated[Path | None, typer.Option(help="Folder of the target's head: of lyanna, eagle or EAGLE-3.")] = None
+    head: Annotated[
+        Path | None, typer.Option(help="Folder of the target's head: of lyanna, eagle or EAGLE-3.")
+    ] = None
     guard: GuardOption = None
     prompt_cache: PromptCacheOption = None
-    prompt_cache_bytes: Annotated[int, typer.Option(min=1, help="Most bytes of that folder.")] = 2**32
+    prompt_cache_bytes: Annotated[int, typer.Option(min=1, help="Most bytes of that folder.")] = (
+        2**32
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,7 +150,10 @@ class DecodeOptions(LoadOptions):
 
         Raises ValueError for bad settings, for models that do not exist, and if the method lacks a part.
         """
-        settings = [*([f"gamma={self.gamma}"] if self.gamma is not None else []), *(self.method_arg or [])]
+        settings = [
+            *([f"gamma={self.gamma}"] if self.gamma is not None else []),
+            *(self.method_arg or []),
+        ]
         parts: dict[str, Any] = {"pre_verifier": self.pre_verifier, "head": self.head}
         found = resolve(target, self.draft, self.method, settings, **parts)
         for part, source in (("target", target), ("draft", self.draft)):
@@ -139,22 +168,33 @@ class ServingOptions(DecodeOptions):
 
     target: Annotated[
         str | None,
-        typer.Option(help="Hub id, folder or GGUF file; smollm2 if it is installed, else the embedded one by default."),
+        typer.Option(
+            help="Hub id, folder or GGUF file; smollm2 if it is installed, else the embedded one by default."
+        ),
     ] = None
-    model_name: Annotated[str | None, typer.Option(help="Its name in answers; the target's by default.")] = None
+    model_name: Annotated[
+        str | None, typer.Option(help="Its name in answers; the target's by default.")
+    ] = None
     kv_memory: Annotated[
-        int | None, typer.Option(min=1, help="Bytes for the target's keys and values. Half of what is free by default.")
+        int | None,
+        typer.Option(
+            min=1, help="Bytes for the target's keys and values. Half of what is free by default."
+        ),
     ] = None
 
     @property
     def model(self) -> str:
         """The target that is named, or the best one that needs no download: a name, or an absolute path."""
-        return _absolute(self.target or (zoo.SMOLLM2 if zoo.find(zoo.SMOLLM2) is not None else zoo.EMBEDDED))
+        return _absolute(
+            self.target or (zoo.SMOLLM2 if zoo.find(zoo.SMOLLM2) is not None else zoo.EMBEDDED)
+        )
 
     @property
     def name(self) -> str:
         """The model's name in answers."""
-        return self.model_name or (Path(self.model).name if Path(self.model).exists() else self.model)
+        return self.model_name or (
+            Path(self.model).name if Path(self.model).exists() else self.model
+        )
 
     def for_load(self) -> dict[str, Any]:
         """Return the same with absolute paths, for processes in other folders."""
@@ -167,7 +207,9 @@ def _absolute(model: str | Path) -> str:
     if model == zoo.EMBEDDED or model in zoo.MODELS:
         return str(model)
     path = Path(model).expanduser()
-    return str(path.absolute() if path.exists() else model)  # not resolved: a link's target may have no suffix
+    return str(
+        path.absolute() if path.exists() else model
+    )  # not resolved: a link's target may have no suffix
 
 
 @dataclass(frozen=True)
@@ -179,8 +221,12 @@ class SamplingOptions:
     top_p: TopPOption = 1.0
     min_p: Annotated[float, typer.Option(help="0 is all.")] = 0.0
     repetition_penalty: Annotated[float, typer.Option(help="1 is none.")] = 1.0
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; repeatable.")] = None
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = False
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A string that ends the text; repeatable.")
+    ] = None
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = (
+        False
+    )
     seed: Annotated[
         int | None,
         typer.Option(
@@ -191,10 +237,14 @@ class SamplingOptions:
     json_schema: Annotated[
         str | None, typer.Option(metavar="FILE|JSON", help="The output follows this JSON schema.")
     ] = None
-    regex: Annotated[str | None, typer.Option(help="The whole output matches this regular expression.")] = None
+    regex: Annotated[
+        str | None, typer.Option(help="The whole output matches this regular expression.")
+    ] = None
     grammar: Annotated[
         Path | None,
-        typer.Option(help="The output follows the grammar of this file: Lark as llguidance has it, or GBNF."),
+        typer.Option(
+            help="The output follows the grammar of this file: Lark as llguidance has it, or GBNF."
+        ),
     ] = None
 
     def params(self, max_new_tokens: int) -> SamplingParams:
@@ -203,7 +253,11 @@ class SamplingOptions:
         values = {name: value for name, value in vars(self).items() if name not in forms}
         given = [name for name in forms if vars(self)[name] is not None]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(f'--{name}' for name in given)}: one form at a time".replace("_", "-"))
+            raise ValueError(
+                f"{' and '.join(f'--{name}' for name in given)}: one form at a time".replace(
+                    "_", "-"
+                )
+            )
         form = self._form(given[0]) if given else None
         values |= {"max_new_tokens": max_new_tokens, "response_format": form}
         return SamplingParams(**values)
@@ -215,7 +269,9 @@ class SamplingOptions:
             return {"type": kind, kind: read_text(self.grammar.expanduser())}
         text = str(self.json_schema)
         try:
-            found = json.loads(text if text.lstrip()[:1] in ("", "{", "[") else read_text(Path(text).expanduser()))
+            found = json.loads(
+                text if text.lstrip()[:1] in ("", "{", "[") else read_text(Path(text).expanduser())
+            )
         except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"--json-schema {text[:40]!r} is not JSON: {error}") from None
         return {"type": kind, kind: {"schema": found}}
@@ -224,7 +280,9 @@ class SamplingOptions:
 def check_packages(command: str, extra: str, *names: str) -> None:
     """Raise ValueError for packages that a command needs and that are missing."""
     if missing := [each for each in names if find_spec(each) is None]:
-        raise ValueError(f"{command} needs {', '.join(missing)}: pip install '.[{extra}]' in the clone")
+        raise ValueError(
+            f"{command} needs {', '.join(missing)}: pip install '.[{extra}]' in the clone"
+        )
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -240,7 +298,9 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(group, include_extras=True)
         for field in fields(group):
             default = Parameter.empty if field.default is MISSING else field.default
-            parameters.append(parameter.replace(name=field.name, default=default, annotation=hints[field.name]))
+            parameters.append(
+                parameter.replace(name=field.name, default=default, annotation=hints[field.name])
+            )
     flat = Signature(parameters)
 
     @wraps(command)

@@ -51,7 +51,11 @@ class Talk:
                 trouble = error
             # After the handler: while an interrupt is handled, the next one is ignored.
             if trouble is not None:
-                self.say("interrupted" if is_interrupt(trouble) else f"forerun: {' '.join(str(trouble).split())}")
+                self.say(
+                    "interrupted"
+                    if is_interrupt(trouble)
+                    else f"forerun: {' '.join(str(trouble).split())}"
+                )
 
     def take(self, text: str) -> None:
         """Take a message or a command. Raises ValueError, and the conversation is then as it was."""
@@ -62,11 +66,15 @@ class Talk:
             self.say(HELP)
         elif name == "/system":
             system = {"": self.system, "none": None}.get(rest.strip(), rest.strip())
-            chat_prompt(self.decoder.tokenizer, [{"role": "user", "content": "Hello"}], system)  # may refuse it
+            chat_prompt(
+                self.decoder.tokenizer, [{"role": "user", "content": "Hello"}], system
+            )  # may refuse it
             self.system = system
             self.say("system prompt: " + (system or "the chat template's own"))
         elif name in ("/temperature", "/max"):
-            field, kind = ("temperature", float) if name == "/temperature" else ("max_new_tokens", int)
+            field, kind = (
+                ("temperature", float) if name == "/temperature" else ("max_new_tokens", int)
+            )
             try:
                 changed: dict[str, Any] = {field: kind(rest)} if rest else {}
             except ValueError:
@@ -107,12 +115,18 @@ class Talk:
             return
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         used += sum(len(step.tokens) for step in answer.steps)
-        line = f"{answer.figures(self._method())}, context {used}" + ("" if context is None else f" of {context}")
+        line = f"{answer.figures(self._method())}, context {used}" + (
+            "" if context is None else f" of {context}"
+        )
         if answer.finish_reason is None:
             line += ", cut by Ctrl-C"
         elif answer.finish_reason == "length":
             is_full = context is not None and used >= context
-            line += ", cut: the context is full" if is_full else f", cut at {params.max_new_tokens} tokens"
+            line += (
+                ", cut: the context is full"
+                if is_full
+                else f", cut at {params.max_new_tokens} tokens"
+            )
         self.say(line)
 
     def _method(self) -> str:

@@ -26,9 +26,13 @@ class TrainOptions:
     out: OutOption
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Text for prompts: files or folders (.txt .md .py .jsonl), or 'stdlib'; repeatable."),
+        typer.Option(
+            help="Text for prompts: files or folders (.txt .md .py .jsonl), or 'stdlib'; repeatable."
+        ),
     ] = None
-    chats: Annotated[Path | None, typer.Option(help="Folder of conversations, instead of --data.")] = None
+    chats: Annotated[
+        Path | None, typer.Option(help="Folder of conversations, instead of --data.")
+    ] = None
     target: Annotated[str, typer.Option(help="Hub id or folder of the target.")] = EMBEDDED
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 2000
     work: Annotated[Path | None, typer.Option(help="Folder that several trainings share.")] = None
@@ -52,7 +56,14 @@ class TrainOptions:
         from forerun.train.run import Run
 
         return Run(
-            self.target, self.out, self.data or [], self.chats, self.work, self.device, self.trust_remote_code, say
+            self.target,
+            self.out,
+            self.data or [],
+            self.chats,
+            self.work,
+            self.device,
+            self.trust_remote_code,
+            say,
         )
 
 
@@ -64,13 +75,23 @@ def say(line: str) -> None:
 @grouped
 def draft(
     training: TrainOptions,
-    init: Annotated[str | None, typer.Option(help="Start from this model instead of a new Llama.")] = None,
+    init: Annotated[
+        str | None, typer.Option(help="Start from this model instead of a new Llama.")
+    ] = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers of a new draft.")] = 2,
-    width: Annotated[int, typer.Option(min=64, help="Width of a new draft, a multiple of 64.")] = 192,
-    hot: Annotated[float, typer.Option(help="Share of the vocabulary that it proposes, besides the text's.")] = 1.0,
-    batch: Annotated[int, typer.Option(min=2, help="Windows a step, about half of them the target's output.")] = 16,
+    width: Annotated[
+        int, typer.Option(min=64, help="Width of a new draft, a multiple of 64.")
+    ] = 192,
+    hot: Annotated[
+        float, typer.Option(help="Share of the vocabulary that it proposes, besides the text's.")
+    ] = 1.0,
+    batch: Annotated[
+        int, typer.Option(min=2, help="Windows a step, about half of them the target's output.")
+    ] = 16,
     length: Annotated[int, typer.Option(min=16, help="Tokens a window.")] = 512,
-    sequences: Annotated[int, typer.Option(min=2, help="Windows of the target's own output to make.")] = 3072,
+    sequences: Annotated[
+        int, typer.Option(min=2, help="Windows of the target's own output to make.")
+    ] = 3072,
     lr: RateOption = 3e-3,
 ) -> None:
     """Distil a draft for any target on the target's own output."""
@@ -79,7 +100,9 @@ def draft(
     run = training.run(init)
     from forerun.train.draft import DraftRecipe, train_draft
 
-    recipe = DraftRecipe(sequences, length, layers, width, hot, training.steps, batch, lr, training.seed)
+    recipe = DraftRecipe(
+        sequences, length, layers, width, hot, training.steps, batch, lr, training.seed
+    )
     train_draft(run, recipe, init)
 
 
@@ -89,10 +112,16 @@ def pre_verifier(
     training: TrainOptions,
     draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
     width: Annotated[int, typer.Option(min=8, help="Width of the layer, a multiple of 4.")] = 32,
-    sequences: Annotated[int, typer.Option(min=4, help="Windows of own output, or conversations.")] = 2048,
+    sequences: Annotated[
+        int, typer.Option(min=4, help="Windows of own output, or conversations.")
+    ] = 2048,
     prompt: PromptOption = 128,
-    output: Annotated[int, typer.Option(min=24, help="Tokens of output a window goes on with.")] = 148,
-    anchors: Annotated[int, typer.Option(min=2, help="Drafts that leave each window or answer.")] = 48,
+    output: Annotated[
+        int, typer.Option(min=24, help="Tokens of output a window goes on with.")
+    ] = 148,
+    anchors: Annotated[
+        int, typer.Option(min=2, help="Drafts that leave each window or answer.")
+    ] = 48,
     lr: RateOption = 2e-3,
 ) -> None:
     """Train the layer that decides where a draft ends; best on text that neither model was trained on."""
@@ -104,7 +133,16 @@ def pre_verifier(
     run = training.run(draft)
     from forerun.train.pre_verifier import Recipe, train_pre_verifier
 
-    recipe = Recipe(sequences, prompt, output, anchors, steps=training.steps, lr=lr, width=width, seed=training.seed)
+    recipe = Recipe(
+        sequences,
+        prompt,
+        output,
+        anchors,
+        steps=training.steps,
+        lr=lr,
+        width=width,
+        seed=training.seed,
+    )
     train_pre_verifier(run, draft, recipe)
 
 
@@ -114,28 +152,53 @@ def lyanna(
     training: TrainOptions,
     kind: Annotated[str, typer.Option(help="lyanna, or eagle to compare with.")] = "lyanna",
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers of the head.")] = 1,
-    rank: Annotated[int, typer.Option(min=0, help="Rank of the token information; 0 for a head without it.")] = 64,
+    rank: Annotated[
+        int, typer.Option(min=0, help="Rank of the token information; 0 for a head without it.")
+    ] = 64,
     hot: Annotated[
         float | None,
-        typer.Option(help="Share of the vocabulary that it drafts from; default: 1/4, at most 16,384."),
+        typer.Option(
+            help="Share of the vocabulary that it drafts from; default: 1/4, at most 16,384."
+        ),
     ] = None,
     inner: Annotated[
-        int | None, typer.Option(help="Neurons of its MLP; default: as the target, as many as fit 24 MB in 6 bits.")
+        int | None,
+        typer.Option(
+            help="Neurons of its MLP; default: as the target, as many as fit 24 MB in 6 bits."
+        ),
     ] = None,
     copied: Annotated[bool, typer.Option(help="Begin with the target's last layer.")] = True,
-    linear: Annotated[int, typer.Option(min=0, help="Steps of a copied head before --steps, without its layer.")] = 150,
-    sequences: Annotated[int, typer.Option(min=4, help="Windows of the target's own output.")] = 2048,
+    linear: Annotated[
+        int, typer.Option(min=0, help="Steps of a copied head before --steps, without its layer.")
+    ] = 150,
+    sequences: Annotated[
+        int, typer.Option(min=4, help="Windows of the target's own output.")
+    ] = 2048,
     prompt: PromptOption = 64,
-    output: Annotated[int, typer.Option(min=8, help="Tokens of output a window goes on with.")] = 192,
+    output: Annotated[
+        int, typer.Option(min=8, help="Tokens of output a window goes on with.")
+    ] = 192,
     batch: Annotated[int, typer.Option(min=1, help="Windows a step.")] = 8,
     lr: RateOption = 6e-3,
     unroll: Annotated[int, typer.Option(min=1, help="Steps of a draft that are trained.")] = 4,
-    start: Annotated[Path | None, typer.Option(help="A trained head of the same form to go on from.")] = None,
+    start: Annotated[
+        Path | None, typer.Option(help="A trained head of the same form to go on from.")
+    ] = None,
 ) -> None:
     """Train a head that drafts from the target's hidden states."""
     run = training.run()
     from forerun.train.head import HeadRecipe, train_head
 
-    shape: dict[str, Any] = {"kind": kind, "layers": layers, "rank": rank, "hot": hot, "seed": training.seed}
+    shape: dict[str, Any] = {
+        "kind": kind,
+        "layers": layers,
+        "rank": rank,
+        "hot": hot,
+        "seed": training.seed,
+    }
     shape |= {"inner": inner, "copied": copied, "linear": linear}
-    train_head(run, HeadRecipe(sequences, prompt, output, training.steps, batch, lr, unroll, **shape), start)
+    train_head(
+        run,
+        HeadRecipe(sequences, prompt, output, training.steps, batch, lr, unroll, **shape),
+        start,
+    )

@@ -14,7 +14,9 @@ from rich.text import Text
 from forerun.cli.common import STYLES, say
 
 PATIENCE = 0.5  # seconds after which a line says that the prompt is still being read
-_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}  # they steer terminals
+_CONTROLS = {
+    code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
+}  # they steer terminals
 
 
 def say_loading(*models: str | None) -> None:
@@ -32,7 +34,12 @@ class Reading:
     def __call__(self, read: int, total: int) -> None:
         if sys.stderr.isatty() and perf_counter() - self.begun > PATIENCE:
             self.shown = True
-            print(f"\r\033[Kreading the prompt: {read} of {total} tokens", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r\033[Kreading the prompt: {read} of {total} tokens",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def erase(self) -> None:
         if self.shown:
@@ -82,4 +89,6 @@ class Answer:
 
 def tinted(pieces: Iterable[tuple[str, str]]) -> Text:
     """Return pieces of text, each in the colour of its token's origin, without characters that steer a terminal."""
-    return Text.assemble(*((piece.translate(_CONTROLS), STYLES.get(origin, "")) for piece, origin in pieces))
+    return Text.assemble(
+        *((piece.translate(_CONTROLS), STYLES.get(origin, "")) for piece, origin in pieces)
+    )

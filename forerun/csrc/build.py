@@ -14,13 +14,25 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = "_forerun.so"
-COMMON = ["-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+COMMON = [
+    "-std=gnu11",
+    "-O3",
+    "-fPIC",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+]
 COMMON += ["-fvisibility=default", "-Wall", "-Wextra", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx512vnni"]
 # {machine: {variant: its own flags}}.
 VARIANTS = {
-    "x86_64": {"plain": [], "avx2": AVX2, "avxvnni": [*AVX2, "-mavxvnni"], "avx512vnni": [*AVX2, *AVX512]},
+    "x86_64": {
+        "plain": [],
+        "avx2": AVX2,
+        "avxvnni": [*AVX2, "-mavxvnni"],
+        "avx512vnni": [*AVX2, *AVX512],
+    },
     "aarch64": {"plain": [], "neon": ["-march=armv8.2-a+dotprod"]},
 }
 MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}
@@ -37,7 +49,10 @@ def sources(machine: str) -> dict[str, list[str]]:
 
 
 def build(
-    target: Path, compiler: str = os.environ.get("CC", "cc"), machine: str = "", extra: tuple[str, ...] = ()
+    target: Path,
+    compiler: str = os.environ.get("CC", "cc"),
+    machine: str = "",
+    extra: tuple[str, ...] = (),
 ) -> Path:
     """Compile every source and link the shared library `target`.
 

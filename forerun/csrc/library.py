@@ -34,7 +34,10 @@ class LayerArgument(ctypes.Structure):
 
     _fields_ = (
         *((name, MatrixArgument) for name in ("q", "k", "v", "o", "gate", "up", "down")),
-        *((name, _P) for name in ("first", "second", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")),
+        *(
+            (name, _P)
+            for name in ("first", "second", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
+        ),
         *((name, _I) for name in ("window", "turned")),
     )
 
@@ -43,7 +46,19 @@ class ModelArgument(ctypes.Structure):
     """`fr_model`."""
 
     _fields_ = (
-        *((name, _I) for name in ("d", "heads", "groups", "size", "layers", "positions", "vocabulary", "embed_format")),
+        *(
+            (name, _I)
+            for name in (
+                "d",
+                "heads",
+                "groups",
+                "size",
+                "layers",
+                "positions",
+                "vocabulary",
+                "embed_format",
+            )
+        ),
         *((name, _P) for name in ("layer", "norm", "cos", "sin", "embed")),
         ("embed_row", _L),
         *((name, MatrixArgument) for name in ("head", "fuse", "alone")),
@@ -65,8 +80,14 @@ class BatchArgument(ctypes.Structure):
 
     _fields_ = (
         *((name, _I) for name in ("n", "path")),
-        *((name, _P) for name in ("tokens", "states", "row", "slot", "position", "length", "seen", "paths")),
-        *((name, _P) for name in ("normed", "asked", "head", "extra", "logits", "after", "captured")),
+        *(
+            (name, _P)
+            for name in ("tokens", "states", "row", "slot", "position", "length", "seen", "paths")
+        ),
+        *(
+            (name, _P)
+            for name in ("normed", "asked", "head", "extra", "logits", "after", "captured")
+        ),
         *((name, _I) for name in ("asks", "extras", "captures")),
     )
 
@@ -76,7 +97,20 @@ class ChainArgument(ctypes.Structure):
 
     _fields_ = (
         *((name, _I) for name in ("row", "length", "count", "most")),
-        *((name, _P) for name in ("pending", "head", "names", "places", "extra", "ends", "numbers", "keys", "probs")),
+        *(
+            (name, _P)
+            for name in (
+                "pending",
+                "head",
+                "names",
+                "places",
+                "extra",
+                "ends",
+                "numbers",
+                "keys",
+                "probs",
+            )
+        ),
         *((name, _P) for name in ("drafted", "probabilities")),
         *((name, _I) for name in ("extras", "ended", "among")),
         *((name, _F) for name in ("least", "product", "turn", "top_p")),
@@ -88,15 +122,48 @@ class GrowthArgument(ctypes.Structure):
 
     _fields_ = (
         *((name, _I) for name in ("rows", "n", "start", "most", "width", "nodes", "context")),
-        *((name, _P) for name in ("row", "length", "count", "limit", "pending", "features", "states", "head", "names")),
-        *((name, _P) for name in ("logits", "information", "token_states", "old", "olds", "curves", "beams", "values")),
+        *(
+            (name, _P)
+            for name in (
+                "row",
+                "length",
+                "count",
+                "limit",
+                "pending",
+                "features",
+                "states",
+                "head",
+                "names",
+            )
+        ),
+        *(
+            (name, _P)
+            for name in (
+                "logits",
+                "information",
+                "token_states",
+                "old",
+                "olds",
+                "curves",
+                "beams",
+                "values",
+            )
+        ),
         *((name, _P) for name in ("tokens", "parents", "found")),
     )
 
 
 # In the order of `fr_sizes`; None: the library alone has it.
 _STRUCTURES = (
-    *(MatrixArgument, None, LayerArgument, ModelArgument, CacheArgument, BatchArgument, ChainArgument),
+    *(
+        MatrixArgument,
+        None,
+        LayerArgument,
+        ModelArgument,
+        CacheArgument,
+        BatchArgument,
+        ChainArgument,
+    ),
     GrowthArgument,
 )
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -200,10 +267,16 @@ def _loaded() -> tuple[Any | None, str]:
     try:
         found = ctypes.CDLL(str(path))
     except OSError:
-        return None, "they were not built when forerun was installed: install a C compiler, then forerun again"
+        return (
+            None,
+            "they were not built when forerun was installed: install a C compiler, then forerun again",
+        )
     sizes = (_I * len(_STRUCTURES))()
     count = found.fr_sizes(sizes, len(sizes))
-    fit = all(each is None or ctypes.sizeof(each) == size for each, size in zip(_STRUCTURES, sizes, strict=True))
+    fit = all(
+        each is None or ctypes.sizeof(each) == size
+        for each, size in zip(_STRUCTURES, sizes, strict=True)
+    )
     if found.fr_abi() != ABI or count != len(sizes) or not fit:
         return None, f"{LIBRARY} is of another version: install forerun again"
     for name, (result, arguments) in _FUNCTIONS.items():

@@ -29,14 +29,18 @@ class Verdict:
     token: int  # the token after them: a correction if a child was rejected there, else a bonus
     tested: int  # accepted nodes, and the level of the first rejection
     rejected: bool  # whether the last node of the path had children and none was accepted
-    argmax: list[int] = field(default_factory=list)  # the target's most probable token after every node of the draft
+    argmax: list[int] = field(
+        default_factory=list
+    )  # the target's most probable token after every node of the draft
 
     @property
     def accepted(self) -> int:
         return len(self.path) - 1
 
 
-def accept(draft: Draft, scores: Tensor, greedy: bool, generator: torch.Generator | None) -> Verdict:
+def accept(
+    draft: Draft, scores: Tensor, greedy: bool, generator: torch.Generator | None
+) -> Verdict:
     """Return the verdict on a draft, given the target's processed scores [N, V] at its nodes.
 
     Greedy decoding compares with the argmax, not with ratios of probabilities. In sampling, r begins as the target's
@@ -115,12 +119,19 @@ def _read(draft: Draft, p: Tensor) -> tuple[list[float], list[float], list[int]]
     probs, q = p.cpu().numpy(), [1.0] * len(draft)  # of a point mass
     if draft.q is not None:
         own = draft.q.float().cpu().numpy()
-        q[1 : 1 + draft.sampled] = [float(own[i, draft.tokens[i + 1]]) for i in range(draft.sampled)]
-    p_at = [float(probs[max(parent, 0), token]) for token, parent in zip(draft.tokens, draft.parents, strict=True)]
+        q[1 : 1 + draft.sampled] = [
+            float(own[i, draft.tokens[i + 1]]) for i in range(draft.sampled)
+        ]
+    p_at = [
+        float(probs[max(parent, 0), token])
+        for token, parent in zip(draft.tokens, draft.parents, strict=True)
+    ]
     return q, p_at, probs.argmax(-1).tolist()
 
 
-def _accept_block(draft: Draft, p: Tensor, u: list[float], ratios: list[float]) -> tuple[int, Tensor | None]:
+def _accept_block(
+    draft: Draft, p: Tensor, u: list[float], ratios: list[float]
+) -> tuple[int, Tensor | None]:
     """Return the number of accepted tokens of the sampled chain, and the next token's distribution, not normalised, or
     None if all are accepted (arXiv 2403.10444, Algorithm 2).
 

@@ -32,7 +32,9 @@ class Costs:
     judging: float = 0.0  # that sampling adds to each node of a target forward
     chained: float = 0.0  # of a token in a fused draft; 0 without these
     chained_sampled: float = 0.0  # likewise in sampling
-    head: dict[int, float] = field(default_factory=dict)  # {rows: ms of a head's next state and its logits}
+    head: dict[int, float] = field(
+        default_factory=dict
+    )  # {rows: ms of a head's next state and its logits}
     context: int = 0  # tokens of the row before the new ones
     far: Costs | None = None  # after more tokens; None if that was not measured
 
@@ -105,7 +107,10 @@ class Costs:
 
     def steps(self, rows: int, most: int) -> list[float]:
         """Return ms of whole steps whose rows draft 0, 1, ... `most` tokens each."""
-        return [count * self.drafting(rows) + self.verify(rows * (count + 1)) for count in range(most + 1)]
+        return [
+            count * self.drafting(rows) + self.verify(rows * (count + 1))
+            for count in range(most + 1)
+        ]
 
     def reading(self, tokens: int, by_head: bool = False) -> float:
         """Return ms in which the draft model, or the head, runs that many tokens of a prompt."""
@@ -127,10 +132,19 @@ def costs_of(found: dict[str, Any]) -> Costs:
     context, far = int(found.pop("context", 0)), found.pop("far", None)
     longer = costs_of(far) if far is not None else None
     if longer is not None and longer.context <= context:
-        raise ValueError(f"costs of a long context of {longer.context} tokens must be of more than {context}")
-    tables = {part: {int(n): float(ms) for n, ms in found[part].items()} for part in ("target", "draft", "head")}
-    if not tables["target"] or not all(0 <= ms < inf for table in tables.values() for ms in table.values()):
-        raise ValueError("costs must map numbers of tokens to milliseconds, with entries for the target")
+        raise ValueError(
+            f"costs of a long context of {longer.context} tokens must be of more than {context}"
+        )
+    tables = {
+        part: {int(n): float(ms) for n, ms in found[part].items()}
+        for part in ("target", "draft", "head")
+    }
+    if not tables["target"] or not all(
+        0 <= ms < inf for table in tables.values() for ms in table.values()
+    ):
+        raise ValueError(
+            "costs must map numbers of tokens to milliseconds, with entries for the target"
+        )
     if not all(tables["target"].values()):
         raise ValueError("costs of the target must be above 0")
     single: dict[str, Any] = {part: float(ms) for part, ms in found.items() if part not in tables}

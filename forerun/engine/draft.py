@@ -22,7 +22,9 @@ class Draft:
     tokens: list[int]  # [N]
     parents: list[int]  # [N] index of each node's parent, smaller than its own; -1 for the root
     q: Tensor | None = None  # [S, V]
-    origins: list[str] = field(default_factory=list)  # [N] source of each token, for statistics and display
+    origins: list[str] = field(
+        default_factory=list
+    )  # [N] source of each token, for statistics and display
     block: bool = False  # whether to use block verification (`forerun.engine.acceptance.accept`)
 
     def __post_init__(self) -> None:
@@ -39,9 +41,17 @@ class Draft:
         return cls([token], [-1])
 
     @classmethod
-    def chain(cls, root: int, tokens: Sequence[int], q: Tensor | None = None, origin: str = "draft") -> Draft:
+    def chain(
+        cls, root: int, tokens: Sequence[int], q: Tensor | None = None, origin: str = "draft"
+    ) -> Draft:
         """Return a chain, sampled from distributions `q` [len(tokens), V], or of point masses without `q`."""
-        return cls([root, *tokens], list(range(-1, len(tokens))), q, [origin] * (len(tokens) + 1), q is not None)
+        return cls(
+            [root, *tokens],
+            list(range(-1, len(tokens))),
+            q,
+            [origin] * (len(tokens) + 1),
+            q is not None,
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -93,7 +103,9 @@ class Draft:
         """Return the attention mask [N, N] bool: node i sees node j if j is on the path from the root to i."""
         size = len(self)
         rows: list[bytearray] = []
-        for node, parent in enumerate(self.parents):  # in bytes, as tensors would take longer than a small forward
+        for node, parent in enumerate(
+            self.parents
+        ):  # in bytes, as tensors would take longer than a small forward
             row = bytearray(rows[parent]) if node else bytearray(size)
             row[node] = 1
             rows.append(row)
@@ -109,10 +121,14 @@ class Draft:
         """
         assert other.q is None and other.tokens[0] == self.tokens[0]
         tree = Tree(self)
-        tree.block = False  # siblings depend on sampled tokens, so one rule must hold with and without them
+        tree.block = (
+            False  # siblings depend on sampled tokens, so one rule must hold with and without them
+        )
         moved = [0]
         for node in range(1, len(other)):
-            moved.append(tree.add(moved[other.parents[node]], other.tokens[node], other.origins[node]))
+            moved.append(
+                tree.add(moved[other.parents[node]], other.tokens[node], other.origins[node])
+            )
         return tree.draft()
 
 
@@ -120,11 +136,17 @@ class Tree:
     """A growing draft of point masses; a path that is added twice is kept once."""
 
     def __init__(self, draft: Draft) -> None:
-        self.tokens, self.parents, self.origins = list(draft.tokens), list(draft.parents), list(draft.origins)
+        self.tokens, self.parents, self.origins = (
+            list(draft.tokens),
+            list(draft.parents),
+            list(draft.origins),
+        )
         self.q, self.block = draft.q, draft.block
         self._place: dict[tuple[int, int], int] = {}
         for node, key in enumerate(zip(self.parents, self.tokens, strict=True)):
-            self._place.setdefault(key, node)  # of siblings with one token only the first can be accepted
+            self._place.setdefault(
+                key, node
+            )  # of siblings with one token only the first can be accepted
 
     def add(self, parent: int, token: int, origin: str) -> int:
         """Return the child of `parent` with that token, added if need be."""

@@ -63,7 +63,11 @@ class Engine:
     ) -> None:
         """Take over `target` and `drafter`. `kv_memory`: limit of the target's keys and values, in bytes. `max_queue`:
         limit of waiting requests. None is no limit."""
-        for name, value in (("max_rows", max_rows), ("max_queue", max_queue), ("kv_memory", kv_memory)):
+        for name, value in (
+            ("max_rows", max_rows),
+            ("max_queue", max_queue),
+            ("kv_memory", kv_memory),
+        ):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         self.target, self.drafter = target, drafter
@@ -79,8 +83,12 @@ class Engine:
         self._number = 0
         self._retries = Retries(max_rows)
         self._begun: dict[int, Sequence] = {}  # sequences whose last step is not in the outbox yet
-        self._before: dict[int, tuple[int, Tensor | None]] = {}  # lengths and random states before the present step
-        self._features: dict[int, list[Tensor]] = {}  # hidden states of each row's tokens, to be parked with its KV
+        self._before: dict[
+            int, tuple[int, Tensor | None]
+        ] = {}  # lengths and random states before the present step
+        self._features: dict[
+            int, list[Tensor]
+        ] = {}  # hidden states of each row's tokens, to be parked with its KV
 
     @property
     def busy(self) -> bool:
@@ -105,10 +113,14 @@ class Engine:
         """
         context = self.target.context
         if context is not None and len(request.tokens) >= context:
-            raise ValueError(f"the prompt of {len(request.tokens)} tokens fills the context of {context}")
+            raise ValueError(
+                f"the prompt of {len(request.tokens)} tokens fills the context of {context}"
+            )
         free = max(0, self.max_rows - len(self.running) - bool(self._prefilling))
         if self.max_queue is not None and len(self.waiting) >= self.max_queue + free:
-            raise QueueFullError(f"the queue is full: {len(self.waiting)} of {self.max_queue} requests wait")
+            raise QueueFullError(
+                f"the queue is full: {len(self.waiting)} of {self.max_queue} requests wait"
+            )
         seq = Sequence(request, self.new_id() if id is None else id, self.target.device, context)
         if not self._fits(seq, 0):
             raise ValueError(
@@ -173,7 +185,11 @@ class Engine:
     def _blame(self, seqs: list[Sequence], error: BaseException) -> None:
         """End the sequence of a failed step if it ran alone and is to blame."""
         if not self._retries.failed(seqs):
-            _LOG.warning("decoding of %d requests failed; each is tried again alone", len(seqs), exc_info=error)
+            _LOG.warning(
+                "decoding of %d requests failed; each is tried again alone",
+                len(seqs),
+                exc_info=error,
+            )
             return
         seqs[0].error = error
         self.waiting.remove(seqs[0])
@@ -191,9 +207,15 @@ class Engine:
         self.target.commit(ids, [verdict.path for verdict in verdicts])
         verified = perf_counter()
         grown = []
-        for seq, draft, verdict, own, row in zip(seqs, drafts, verdicts, scores, logits, strict=True):
+        for seq, draft, verdict, own, row in zip(
+            seqs, drafts, verdicts, scores, logits, strict=True
+        ):
             grows = not seq.error and seq not in spoilt
-            count = seq.extend(committed(draft, verdict), partial(scores_after, own, verdict)) if grows else 0
+            count = (
+                seq.extend(committed(draft, verdict), partial(scores_after, own, verdict))
+                if grows
+                else 0
+            )
             grown.append((count, self._logprobs(seq, row, verdict, count)))
         self._observe(seqs, drafts, verdicts, hidden)
         ended = [seq for seq in seqs if seq.finish_reason is not None]
@@ -217,7 +239,9 @@ class Engine:
                 id=seq.id,
                 tokens=tuple(seq.tokens[len(seq.tokens) - count :]),
                 origins=origins(draft, verdict)[:count],
-                rejected=tuple(draft.tokens[node] for node in range(1, len(draft)) if node not in verdict.path),
+                rejected=tuple(
+                    draft.tokens[node] for node in range(1, len(draft)) if node not in verdict.path
+                ),
                 drafted=draft.drafted,
                 tested=verdict.tested,
                 accepted=verdict.accepted,
@@ -229,7 +253,9 @@ class Engine:
                 error=seq.error,
                 **shared,  # type: ignore[arg-type]
             )
-            for seq, draft, verdict, (count, logprobs) in zip(seqs, drafts, verdicts, grown, strict=True)
+            for seq, draft, verdict, (count, logprobs) in zip(
+                seqs, drafts, verdicts, grown, strict=True
+            )
         ]
         for seq in seqs:
             seq.prompt_logprobs = None
@@ -246,7 +272,11 @@ class Engine:
         return replace(proposal, drafts=drafts)
 
     def _observe(
-        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self,
+        seqs: list[Sequence],
+        drafts: list[Draft],
+        verdicts: list[Verdict],
+        hidden: list[Tensor] | None,
     ) -> None:
         drafted = [row for row, seq in enumerate(seqs) if not seq.request.plain]
         observe_rows(self.drafter, drafted, seqs, drafts, verdicts, hidden)
@@ -254,10 +284,14 @@ class Engine:
             if hidden is not None and seq.id in self._features:
                 self._features[seq.id].append(hidden[row][verdicts[row].path])
 
-    def _logprobs(self, seq: Sequence, logits: Tensor, verdict: Verdict, count: int) -> tuple[Logprob, ...]:
+    def _logprobs(
+        self, seq: Sequence, logits: Tensor, verdict: Verdict, count: int
+    ) -> tuple[Logprob, ...]:
         if seq.request.logprobs is None or not count:
             return ()
-        return tuple(logprobs_of(logits[verdict.path[:count]], seq.tokens[-count:], seq.request.logprobs))
+        return tuple(
+            logprobs_of(logits[verdict.path[:count]], seq.tokens[-count:], seq.request.logprobs)
+        )
 
     # Joining.
 
@@ -299,12 +333,19 @@ class Engine:
                 self.running.append(seq)
             left -= done or 0
             tokens = len(self.waiting[0].tokens) if done is None and self.waiting else CHUNKS[1]
-            late = self.target.clock() - begun + min(tokens, self._chunk()) / self._rate > self.chunk_seconds
+            late = (
+                self.target.clock() - begun + min(tokens, self._chunk()) / self._rate
+                > self.chunk_seconds
+            )
             if left <= 0 if idle else late:
                 return
 
     def _next_fits(self) -> bool:
-        if not self.waiting or len(self.running) >= self.max_rows or not self._retries.may_join(self.running):
+        if (
+            not self.waiting
+            or len(self.running) >= self.max_rows
+            or not self._retries.may_join(self.running)
+        ):
             return False
         return not self.running or self._fits(self.waiting[0], len(self.running))
 
@@ -313,7 +354,9 @@ class Engine:
         score, size = (seq.score_prompt, min(chunk, SCORED)) if is_scored else (None, chunk)
         seq.prompt_logprobs = [] if is_scored else None
         begun = self.target.clock()
-        for done in self.target.prefill(seq.tokens[:-1], size, seq.request.salt, self._capture, score):
+        for done in self.target.prefill(
+            seq.tokens[:-1], size, seq.request.salt, self._capture, score
+        ):
             if done >= CHUNKS[0]:
                 self._rate = done / max(self.target.clock() - begun, 1e-9)
             seq.report(self.target.prompt_read)

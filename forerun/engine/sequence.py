@@ -40,13 +40,19 @@ class Request:
     criteria: StoppingCriteriaList | None = None
     seed: int | None = None  # decides sampled tokens, with every method (`forerun.sampling.seeded`)
     stream: int = 0  # separates rows that share a seed
-    generator: torch.Generator | None = None  # of random numbers without a seed; None: one seeded by torch's own
-    progress: Callable[[int, int], None] | None = None  # called with prompt tokens read so far and in all
+    generator: torch.Generator | None = (
+        None  # of random numbers without a seed; None: one seeded by torch's own
+    )
+    progress: Callable[[int, int], None] | None = (
+        None  # called with prompt tokens read so far and in all
+    )
     plain: bool = False  # decode without drafts, whatever the engine's method
     # Number of most probable tokens whose log-probabilities are returned with each token's own; None: none are. They
     # are of the target's own distribution, before processors and temperature.
     logprobs: int | None = None
-    prompt_logprobs: bool = False  # those of the prompt too, which then runs without the prefix store
+    prompt_logprobs: bool = (
+        False  # those of the prompt too, which then runs without the prefix store
+    )
     salt: str = ""
 
     def __post_init__(self) -> None:
@@ -75,7 +81,11 @@ class Sequence:
     """
 
     def __init__(
-        self, request: Request, id: int = 0, device: torch.device | str = "cpu", context: int | None = None
+        self,
+        request: Request,
+        id: int = 0,
+        device: torch.device | str = "cpu",
+        context: int | None = None,
     ) -> None:
         self.request, self.id = request, id
         self.tokens = list(request.tokens)
@@ -92,10 +102,14 @@ class Sequence:
         self.prompt_logprobs: list[Logprob] | None = None
         self._error: BaseException | None = None
         is_seeded = not self.greedy and request.seed is not None
-        self.seeded = SeededStream(int(request.seed or 0), int(request.stream)) if is_seeded else None
+        self.seeded = (
+            SeededStream(int(request.seed or 0), int(request.stream)) if is_seeded else None
+        )
         self.generator = None
         if not self.greedy and self.seeded is None:
-            self.generator = request.generator or torch.Generator(device).manual_seed(int(torch.randint(2**62, (1,))))
+            self.generator = request.generator or torch.Generator(device).manual_seed(
+                int(torch.randint(2**62, (1,)))
+            )
         self._ids: Tensor | None = None  # the tokens as a tensor, for criteria
 
     @property

@@ -153,7 +153,9 @@ class Session:
             self._turn.release()
 
     def drive(
-        self, on_steps: Callable[[list[tuple[Run | None, Step]]], None], on_failure: Callable[[BaseException], None]
+        self,
+        on_steps: Callable[[list[tuple[Run | None, Step]]], None],
+        on_failure: Callable[[BaseException], None],
     ) -> None:
         """Step the engine whenever there is something to do, until `stop`.
 

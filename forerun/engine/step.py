@@ -68,7 +68,11 @@ class Drafter(Protocol):
         raise NotImplementedError
 
     def observe(
-        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self,
+        seqs: list[Sequence],
+        drafts: list[Draft],
+        verdicts: list[Verdict],
+        hidden: list[Tensor] | None,
     ) -> None:
         """Record the verdicts on drafts; the sequences have grown by now. `hidden[r]` [N, d]: the target's states at
         the nodes of each draft, if wanted."""
@@ -119,7 +123,11 @@ class Step:
     forward_seconds: float = 0.0
     seconds: float = 0.0
     logprobs: tuple[Logprob, ...] = ()  # of the tokens, if requested
-    prompt_logprobs: tuple[Logprob, ...] | None = None  # of the prompt, if requested, in the first step
+    prompt_logprobs: tuple[Logprob, ...] | None = (
+        None  # of the prompt, if requested, in the first step
+    )
     waited: float = 0.0  # seconds in the queue
     finish_reason: str | None = None  # of the sequence, in its last step
-    error: BaseException | None = None  # what ended it, raised by its processor or criterion, or by a step of it alone
+    error: BaseException | None = (
+        None  # what ended it, raised by its processor or criterion, or by a step of it alone
+    )

@@ -71,4 +71,7 @@ def scores_after(scores: Tensor, verdict: Verdict, i: int) -> Tensor:
 
 
 def origins(draft: Draft, verdict: Verdict) -> tuple[str, ...]:
-    return (*(draft.origins[node] for node in verdict.path[1:]), "correction" if verdict.rejected else "bonus")
+    return (
+        *(draft.origins[node] for node in verdict.path[1:]),
+        "correction" if verdict.rejected else "bonus",
+    )

@@ -22,7 +22,12 @@ from forerun.engine.target import Capture
 from forerun.heads.heads import rotate
 from forerun.model.support import context_of, window_of
 
-_ROPE = ("default", "linear", "llama3", "yarn")  # whose frequencies do not depend on how long a text is
+_ROPE = (
+    "default",
+    "linear",
+    "llama3",
+    "yarn",
+)  # whose frequencies do not depend on how long a text is
 READS = 2048  # positions: heads of the hub are trained on texts about as long
 _UNUSED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
 
@@ -143,9 +148,13 @@ class Eagle3Head(nn.Module):
             self.input_norm = nn.RMSNorm(config.feature_size, layer.rms_norm_eps)
         if config.fc_norm:
             each = config.feature_size // count
-            self.fc_norm = nn.ModuleList([nn.RMSNorm(each, layer.rms_norm_eps) for _ in range(count)])
+            self.fc_norm = nn.ModuleList(
+                [nn.RMSNorm(each, layer.rms_norm_eps) for _ in range(count)]
+            )
         has_map = config.draft_vocab_size != layer.vocab_size or "d2t" in config.stored
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if has_map else None)
+        self.register_buffer(
+            "d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if has_map else None
+        )
         if "t2d" in config.stored:
             self.register_buffer("t2d", torch.zeros(layer.vocab_size, dtype=torch.bool))
 
@@ -161,7 +170,9 @@ class Eagle3Head(nn.Module):
             features = self.input_norm(features)
         if self.config.fc_norm:
             parts = features.chunk(len(self.fc_norm), -1)
-            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+            features = torch.cat(
+                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1
+            )
         return self.fc(features)
 
     def fused(self, states: Tensor, embedded: Tensor | None) -> Tensor:
@@ -190,15 +201,23 @@ class Eagle3Layer(nn.Module):
         def linear(name: str, inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=f"layers.0.{name}.bias" in config.stored)
 
-        sizes = {"q_proj": (2 * size, queries), "k_proj": (2 * size, keys), "v_proj": (2 * size, keys)}
+        sizes = {
+            "q_proj": (2 * size, queries),
+            "k_proj": (2 * size, keys),
+            "v_proj": (2 * size, keys),
+        }
         sizes["o_proj"] = (queries, size)
-        parts: dict[str, nn.Module] = {name: linear(f"self_attn.{name}", *each) for name, each in sizes.items()}
+        parts: dict[str, nn.Module] = {
+            name: linear(f"self_attn.{name}", *each) for name, each in sizes.items()
+        }
         if layer.model_type == "qwen3":
             parts |= {name: nn.RMSNorm(self.size, eps) for name in ("q_norm", "k_norm")}
         self.self_attn = nn.ModuleDict(parts)
         inner = layer.intermediate_size
         sizes = {"gate_proj": (size, inner), "up_proj": (size, inner), "down_proj": (inner, size)}
-        self.mlp = nn.ModuleDict({name: linear(f"mlp.{name}", *each) for name, each in sizes.items()})
+        self.mlp = nn.ModuleDict(
+            {name: linear(f"mlp.{name}", *each) for name, each in sizes.items()}
+        )
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
             nn.RMSNorm(size, eps) for _ in range(3)
         )
@@ -209,11 +228,14 @@ class Eagle3Layer(nn.Module):
         embedded, states = x.chunk(2, -1)
         x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(states)], -1)
         queries, keys, values = (
-            self.self_attn[name](x).unflatten(-1, (-1, self.size)) for name in ("q_proj", "k_proj", "v_proj")
+            self.self_attn[name](x).unflatten(-1, (-1, self.size))
+            for name in ("q_proj", "k_proj", "v_proj")
         )
         if "q_norm" in self.self_attn:
             queries, keys = self.self_attn["q_norm"](queries), self.self_attn["k_norm"](keys)
-        self._frequencies = self._frequencies.to(x.device)  # no buffer, as these are cast with the weights
+        self._frequencies = self._frequencies.to(
+            x.device
+        )  # no buffer, as these are cast with the weights
         both = torch.cat([queries, keys], 2).transpose(1, 2)
         turned = rotate(both, positions, self._frequencies, self.config.scaling)
         return *turned.split([queries.shape[2], keys.shape[2]], 1), values.transpose(1, 2)

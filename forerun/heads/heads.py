@@ -23,7 +23,11 @@ KINDS = ("lyanna", "eagle")
 # A head is trained on texts of some hundred positions. Behind three prompts of 3,700 tokens tau was 2.81 with the last
 # 512 and 2.57 with all, though lower for one of them (docs/log.md), and reading takes an eighth of the time.
 READS = 512
-OLDER = {"known": True, "feature": "head", "fusion": "every"}  # what older files may choose, and did
+OLDER = {
+    "known": True,
+    "feature": "head",
+    "fusion": "every",
+}  # what older files may choose, and did
 
 
 class HiddenConfig(PreTrainedConfig):
@@ -72,12 +76,19 @@ class HiddenConfig(PreTrainedConfig):
         **kwargs: Any,
     ) -> None:
         self.kind, self.hidden_size, self.intermediate_size = kind, hidden_size, intermediate_size
-        self.num_attention_heads, self.num_key_value_heads = num_attention_heads, num_key_value_heads
+        self.num_attention_heads, self.num_key_value_heads = (
+            num_attention_heads,
+            num_key_value_heads,
+        )
         self.head_dim, self.rope_theta, self.rms_norm_eps = head_dim, rope_theta, rms_norm_eps
         self.num_hidden_layers, self.rank, self.bias = num_hidden_layers, rank, bias
         if any(kwargs.pop(name, value) != value for name, value in OLDER.items()):
             raise ValueError("this head has a form that is no longer supported: train it again")
-        self.vocab_size, self.hot_size, self.max_position_embeddings = vocab_size, hot_size, max_position_embeddings
+        self.vocab_size, self.hot_size, self.max_position_embeddings = (
+            vocab_size,
+            hot_size,
+            max_position_embeddings,
+        )
         self.curves = curves or [[0.0, 1.0, 0.7]]
         self.target, self.recipe = target or {}, recipe or {}
         super().__init__(**kwargs)
@@ -142,7 +153,9 @@ class HiddenDrafter(PreTrainedModel):
         """Return the layers' input [.., d] of states [.., d], with the embeddings of the tokens after them if given."""
         if embedded is None:
             return functional.linear(states, self.fuse.weight[:, : states.shape[-1]])
-        return self.fuse(torch.cat([states, functional.rms_norm(embedded, embedded.shape[-1:])], -1))
+        return self.fuse(
+            torch.cat([states, functional.rms_norm(embedded, embedded.shape[-1:])], -1)
+        )
 
     def finish(self, x: Tensor) -> Tensor:
         """Return the states [.., d] that follow, from the last layer's output."""
@@ -199,13 +212,19 @@ class HeadLayer(nn.Module):
     def frequencies(self, device: torch.device) -> Tensor:
         """Return the rotation's frequencies [D / 2]. Not a buffer, as `from_pretrained` restores stored tensors
         alone."""
-        return self.theta ** (-torch.arange(0, self.size, 2, dtype=torch.float32, device=device) / self.size)
+        return self.theta ** (
+            -torch.arange(0, self.size, 2, dtype=torch.float32, device=device) / self.size
+        )
 
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, H, N, D], keys and values [B, G, N, D] of states [B, N, d] at positions [N] or [B, N]."""
         parts = self.qkv(self.before_attention(x)).unflatten(-1, (-1, self.size)).transpose(1, 2)
         turned = rotate(parts[:, : self.heads + self.groups], positions, self.frequencies(x.device))
-        return turned[:, : self.heads], turned[:, self.heads :], parts[:, self.heads + self.groups :]
+        return (
+            turned[:, : self.heads],
+            turned[:, self.heads :],
+            parts[:, self.heads + self.groups :],
+        )
 
     def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
         """Return the layer's output [B, N, d] from that of attention [B, H, N, D]."""

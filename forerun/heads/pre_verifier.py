@@ -15,7 +15,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from forerun.heads.echo import SIZES
 
 INPUTS = {"confidence": 3, "echoes": 3 * len(SIZES), "history": 3}  # and their sizes
-OLDER: dict[str, Any] = {"inputs": [*INPUTS], "kind": "survival", "layers": 0}  # what older files may choose, and did
+OLDER: dict[str, Any] = {
+    "inputs": [*INPUTS],
+    "kind": "survival",
+    "layers": 0,
+}  # what older files may choose, and did
 COUNTED = 4.0  # limit of the counts of echoes
 LEAST = 6e-6  # smaller probabilities are raised to this
 TRACES = 512
@@ -74,14 +78,20 @@ class PreVerifier(PreTrainedModel):
     def __init__(self, config: PreVerifierConfig) -> None:
         super().__init__(config)
         width = config.width
-        self.enter = nn.ModuleDict({name: nn.Linear(size, width, bias=False) for name, size in INPUTS.items()})
+        self.enter = nn.ModuleDict(
+            {name: nn.Linear(size, width, bias=False) for name, size in INPUTS.items()}
+        )
         self.place = nn.Parameter(torch.zeros(config.depth, width))
         self.middle = nn.Linear(width, width)
         self.leave = nn.Linear(width, 1)
         self.greedy_traces: Tensor
         self.drawn_traces: Tensor
-        self.register_buffer("greedy_traces", torch.zeros(2, TRACES, config.depth, dtype=torch.uint8))
-        self.register_buffer("drawn_traces", torch.zeros(2, TRACES, config.depth, dtype=torch.uint8))
+        self.register_buffer(
+            "greedy_traces", torch.zeros(2, TRACES, config.depth, dtype=torch.uint8)
+        )
+        self.register_buffer(
+            "drawn_traces", torch.zeros(2, TRACES, config.depth, dtype=torch.uint8)
+        )
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:

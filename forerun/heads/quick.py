@@ -21,7 +21,9 @@ class QuickState(NamedTuple):
 
     places: int  # tokens so far
     runs: list[list[float]]  # [N][3] the history
-    running: list[list[float]]  # [N][..] sum and minimum of log-probabilities, counts of echoes of -1 and 0
+    running: list[
+        list[float]
+    ]  # [N][..] sum and minimum of log-probabilities, counts of echoes of -1 and 0
 
     def select(self, rows: list[int]) -> QuickState:
         """Return the state of these drafts."""
@@ -33,15 +35,27 @@ class QuickPreVerifier:
     """A copy of a PreVerifier, which later training does not change."""
 
     def __init__(self, layer: PreVerifier) -> None:
-        self.thresholds: dict[Any, tuple[int, float]] = {}  # computed from the traces by forerun.methods.pacer
-        weights = {name: value.detach().float().cpu().numpy() for name, value in layer.state_dict().items()}
-        self.enter = np.concatenate([weights[f"enter.{name}.weight"].T for name in INPUTS])  # one product for all
+        self.thresholds: dict[
+            Any, tuple[int, float]
+        ] = {}  # computed from the traces by forerun.methods.pacer
+        weights = {
+            name: value.detach().float().cpu().numpy() for name, value in layer.state_dict().items()
+        }
+        self.enter = np.concatenate(
+            [weights[f"enter.{name}.weight"].T for name in INPUTS]
+        )  # one product for all
         self.place = weights["place"]
         self.middle = weights["middle.weight"].T, weights["middle.bias"]
         self.leave = weights["leave.weight"][0], weights["leave.bias"]
-        traces = {"greedy": weights["greedy_traces"] / 255, "sampled": weights["drawn_traces"] / 255}
+        traces = {
+            "greedy": weights["greedy_traces"] / 255,
+            "sampled": weights["drawn_traces"] / 255,
+        }
         # Columns beyond the longest draft are empty.
-        self.traces = {name: value[..., : max(1, int(value.any((0, 1)).sum()))] for name, value in traces.items()}
+        self.traces = {
+            name: value[..., : max(1, int(value.any((0, 1)).sum()))]
+            for name, value in traces.items()
+        }
 
     def begin(self, history: list[list[float]]) -> QuickState:
         """Return the state before N drafts, given their history [N][3]."""
@@ -55,7 +69,9 @@ class QuickPreVerifier:
         """Return the layer's logits [N, b] for the next b tokens, and the new state. Arguments are those of
         `PreVerifier.forward`, as lists."""
         new, last = len(log_q[0]), len(self.place) - 1
-        found = [_features(*row) for row in zip(log_q, state.runs, state.running, echoes, strict=True)]
+        found = [
+            _features(*row) for row in zip(log_q, state.runs, state.running, echoes, strict=True)
+        ]
         x = np.array([features for features, _ in found], np.float32) @ self.enter
         x += self.place[[min(at, last) for at in range(state.places, state.places + new)]]
         np.maximum(x, 0, out=x)
@@ -63,7 +79,9 @@ class QuickPreVerifier:
         x += self.middle[1]
         np.maximum(x, 0, out=x)
         running = [run for _, run in found]
-        return x @ self.leave[0] + self.leave[1], QuickState(state.places + new, state.runs, running)
+        return x @ self.leave[0] + self.leave[1], QuickState(
+            state.places + new, state.runs, running
+        )
 
 
 def _features(

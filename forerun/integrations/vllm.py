@@ -50,7 +50,9 @@ class Options:
         or out of range.
         """
         if not isinstance(given, Mapping):
-            raise ValueError(f"additional_config['forerun'] must be an object of settings, not {given!r}")
+            raise ValueError(
+                f"additional_config['forerun'] must be an object of settings, not {given!r}"
+            )
         names = [each.name for each in fields(cls)]
         settings = {key: value for key, value in given.items() if key not in names}
         own: dict[str, Any] = {key: given[key] for key in names[1:] if given.get(key) is not None}
@@ -61,9 +63,13 @@ class Options:
         name = given.get("method") or ("cumulative" if "draft" in own else "suffix")
         if name not in METHODS:
             known = ", ".join(METHODS)
-            raise ValueError(f"method {name!r} is not for vLLM, which verifies chains of tokens; there are {known}")
+            raise ValueError(
+                f"method {name!r} is not for vLLM, which verifies chains of tokens; there are {known}"
+            )
         if (name == "suffix") == ("draft" in own):
-            raise ValueError(f"method {name!r} " + ("takes no draft" if "draft" in own else "needs draft=FOLDER"))
+            raise ValueError(
+                f"method {name!r} " + ("takes no draft" if "draft" in own else "needs draft=FOLDER")
+            )
         return cls(methods.method(name, **settings), **own)
 
 
@@ -102,13 +108,17 @@ class Texts:
             if row in left and left[row].continues(tokens, self.most):
                 found[row] = left.pop(row)
         for row in [row for row in rows if row not in found]:
-            old = next((old for old, text in left.items() if text.continues(rows[row], self.most)), None)
+            old = next(
+                (old for old, text in left.items() if text.continues(rows[row], self.most)), None
+            )
             if old is not None:
                 found[row] = left.pop(old)
         self.rows = dict(found)
         return found, list(left.values())
 
-    def begin(self, row: int, tokens: np.ndarray, new: int, limit: int, eos: frozenset[int]) -> Text:
+    def begin(
+        self, row: int, tokens: np.ndarray, new: int, limit: int, eos: frozenset[int]
+    ) -> Text:
         """Return the text of a row that is new; its last `new` tokens are output."""
         seq = Sequence(Request([int(token) for token in tokens], eos=eos), next(self._ids))
         seq.prompt_length -= new
@@ -130,10 +140,14 @@ class Proposer:
         self._target = vllm_config.model_config
         self._limit = int(self._target.max_model_len)
         additional = vllm_config.additional_config
-        self._options = Options.of(additional.get("forerun", {}) if isinstance(additional, dict) else {})
+        self._options = Options.of(
+            additional.get("forerun", {}) if isinstance(additional, dict) else {}
+        )
         self._texts = Texts(self._most + 1)
         ends = getattr(getattr(self._target, "hf_text_config", None), "eos_token_id", None)
-        self._eos = frozenset([ends] if isinstance(ends, int) else ends or [])  # nothing is drafted after them
+        self._eos = frozenset(
+            [ends] if isinstance(ends, int) else ends or []
+        )  # nothing is drafted after them
         self._drafter: Drafter | None = None
         self.seconds = 0.0  # spent in `propose` so far
 
@@ -146,11 +160,17 @@ class Proposer:
 
     def _load_draft(self, source: str) -> CausalLM:
         tokenizer = None
-        if getattr(self._target, "tokenizer", None) and not getattr(self._target, "skip_tokenizer_init", False):
+        if getattr(self._target, "tokenizer", None) and not getattr(
+            self._target, "skip_tokenizer_init", False
+        ):
             tokenizer = load_tokenizer(self._target.tokenizer)
             translation_for(tokenizer, source, "vLLM")
         options = self._options
-        draft = ready(source, "draft", ModelOptions(draft_weights=options.draft_weights, device=options.device))
+        draft = ready(
+            source,
+            "draft",
+            ModelOptions(draft_weights=options.draft_weights, device=options.device),
+        )
         check_vocabularies(int(self._target.get_vocab_size()), draft.vocab_size, tokenizer)
         return draft.fresh(PREFIX_BYTES)
 
@@ -182,7 +202,10 @@ class Proposer:
         asking = [row for row in rows if len(sampled_token_ids[row])]
         # A new request with an old one's text has not grown: it is drafted for already.
         again = [row for row in asking if row in texts and len(rows[row]) == len(texts[row].known)]
-        self._observe(drafter, [(texts[row], rows[row]) for row in asking if row in texts and row not in again])
+        self._observe(
+            drafter,
+            [(texts[row], rows[row]) for row in asking if row in texts and row not in again],
+        )
         for row in asking:
             if row not in texts:
                 new, limit = len(sampled_token_ids[row]), self._limit_of(rows[row])
@@ -210,7 +233,10 @@ class Proposer:
         for text, tokens in grown:
             new = [int(token) for token in tokens[len(text.known) :]]
             compared = list(zip(text.draft, new, strict=False))
-            accepted = next((n for n, (drafted, token) in enumerate(compared) if drafted != token), len(compared))
+            accepted = next(
+                (n for n, (drafted, token) in enumerate(compared) if drafted != token),
+                len(compared),
+            )
             rejected = accepted < len(compared)
             last = new[min(accepted, len(new) - 1)]
             verdict = Verdict(list(range(accepted + 1)), last, accepted + rejected, rejected)

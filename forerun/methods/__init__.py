@@ -42,9 +42,13 @@ def method(name: str | Method, /, **options: Any) -> Method:
     """
     if not isinstance(name, str):
         if options:
-            raise ValueError(f"{name!r} already carries its settings; {sorted(options)} cannot be given beside it")
+            raise ValueError(
+                f"{name!r} already carries its settings; {sorted(options)} cannot be given beside it"
+            )
         if isinstance(name, type):
-            raise ValueError(f"a method is given with its settings, as {name.__name__}(), not as a class")
+            raise ValueError(
+                f"a method is given with its settings, as {name.__name__}(), not as a class"
+            )
         _check(type(name), repr(name))
         return name
     cls = method_class(name)
@@ -53,7 +57,11 @@ def method(name: str | Method, /, **options: Any) -> Method:
     if unknown:
         raise _unknown(name, unknown[0], known)
     for field in fields(cls):
-        if field.name not in options and field.default is MISSING and field.default_factory is MISSING:
+        if (
+            field.name not in options
+            and field.default is MISSING
+            and field.default_factory is MISSING
+        ):
             raise ValueError(f"method {name!r} needs its setting {field.name!r}")
     return cls(**options)
 
@@ -63,14 +71,18 @@ def method_class(name: str) -> type[Method]:
     if name in METHODS:
         return METHODS[name]
     if ":" not in name:
-        raise ValueError(f"unknown method {name!r}; there are {', '.join(METHODS)}, and others as package.module:Class")
+        raise ValueError(
+            f"unknown method {name!r}; there are {', '.join(METHODS)}, and others as package.module:Class"
+        )
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:  # the command `forerun` lacks it
         sys.path.append(os.getcwd())
     try:
         found = vars(import_module(module))
     except (ImportError, SyntaxError, ValueError) as error:
-        raise ValueError(f"method {name!r}: the module {module!r} cannot be imported: {error}") from error
+        raise ValueError(
+            f"method {name!r}: the module {module!r} cannot be imported: {error}"
+        ) from error
     if attribute not in found:
         raise ValueError(f"method {name!r}: the module {module!r} has no {attribute!r}")
     return _check(found[attribute], repr(name))
@@ -86,14 +98,17 @@ def _check(cls: Any, shown: str) -> type[Method]:
 
 
 def _unknown(name: str, key: str, known: Iterable[str]) -> ValueError:
-    return ValueError(f"method {name!r} has no setting {key!r}; it has {', '.join(known) or 'none'}")
+    return ValueError(
+        f"method {name!r} has no setting {key!r}; it has {', '.join(known) or 'none'}"
+    )
 
 
 def settings_of(cls: type[Method]) -> dict[str, str]:
     """Return {setting: type} of a method."""
     assert is_dataclass(cls)
     return {
-        field.name: field.type.__name__ if isinstance(field.type, type) else str(field.type) for field in fields(cls)
+        field.name: field.type.__name__ if isinstance(field.type, type) else str(field.type)
+        for field in fields(cls)
     }
 
 
@@ -108,7 +123,13 @@ def parse_value(name: str, key: str, value: str) -> int | float | bool | str | N
     try:
         if wanted.startswith("bool"):
             return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
-        return int(value) if wanted.startswith("int") else float(value) if wanted.startswith("float") else value
+        return (
+            int(value)
+            if wanted.startswith("int")
+            else float(value)
+            if wanted.startswith("float")
+            else value
+        )
     except (ValueError, KeyError):
         raise ValueError(f"{name}.{key} must be of type {wanted}, not {value!r}") from None
 

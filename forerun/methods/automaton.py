@@ -47,7 +47,9 @@ class Automaton:
                 links[end] = 0
             else:
                 found = follows[at][token]
-                links[end] = found if longest[found] == longest[at] + 1 else self._split(at, token, found)
+                links[end] = (
+                    found if longest[found] == longest[at] + 1 else self._split(at, token, found)
+                )
         self.place += 1
         counts, newest, place, at, counted = self.counts, self.newest, self.place, end, 0
         while at > 0 and counted < LINKS:
@@ -62,7 +64,11 @@ class Automaton:
         token."""
         follows, links = self.follows, self.links
         own = self._new(dict(follows[found]), self.longest[at] + 1)
-        links[own], self.counts[own], self.newest[own] = links[found], self.counts[found], self.newest[found]
+        links[own], self.counts[own], self.newest[own] = (
+            links[found],
+            self.counts[found],
+            self.newest[found],
+        )
         links[found] = own
         while at >= 0 and follows[at].get(token) == found:
             follows[at][token] = own
@@ -89,7 +95,9 @@ class Automaton:
                 state, length = found, length + 1
         return state, length
 
-    def grow(self, state: int, most: int, least: float, ends: Collection[int] = ()) -> tuple[list[int], list[float]]:
+    def grow(
+        self, state: int, most: int, least: float, ends: Collection[int] = ()
+    ) -> tuple[list[int], list[float]]:
         """Return the most frequent continuation of a state, and the probability of each beginning of it.
 
         A token's probability is its share of the counts; of equal counts the newest wins. The continuation has at most

@@ -70,7 +70,11 @@ class Method:
     def __post_init__(self) -> None:
         for each in fields(self):
             value, allows = getattr(self, each.name), each.metadata.get("allows")
-            if allows is not None and not allows(value) and not (value is None and each.default is None):
+            if (
+                allows is not None
+                and not allows(value)
+                and not (value is None and each.default is None)
+            ):
                 raise ValueError(f"{each.name} must be {each.metadata['what']}, not {value!r}")
 
     @property
@@ -107,12 +111,18 @@ def setting(default: Any, allows: Callable[[Any], bool], what: str) -> Any:
 
 
 def integer(default: int | None, least: int = 1) -> Any:
-    return setting(default, lambda value: type(value) is int and value >= least, f"an integer of at least {least}")
+    return setting(
+        default,
+        lambda value: type(value) is int and value >= least,
+        f"an integer of at least {least}",
+    )
 
 
 def number(default: float | None, low: float, high: float) -> Any:
     def allows(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+        return (
+            isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+        )
 
     return setting(default, allows, f"a number from {low:g} to {high:g}")
 
@@ -122,4 +132,6 @@ def flag(default: bool) -> Any:
 
 
 def one_of(default: str, *allowed: str) -> Any:
-    return setting(default, lambda value: value in allowed, f"{', '.join(allowed[:-1])} or {allowed[-1]}")
+    return setting(
+        default, lambda value: value in allowed, f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+    )

@@ -63,12 +63,22 @@ def grow(
 
 
 def _paths(
-    roots: abc.Sequence[int], search: Search, depth: int, limits: abc.Sequence[int], width: int, budget: Budget | None
+    roots: abc.Sequence[int],
+    search: Search,
+    depth: int,
+    limits: abc.Sequence[int],
+    width: int,
+    budget: Budget | None,
 ) -> tuple[Array, Array, Array]:
     """Return tokens, parents and values [B, n] of all paths that are found, depth by depth. Parent 0 is the root,
     parent i is path i - 1."""
     at = np.zeros((len(roots), 1), dtype=np.int64)
-    tokens, beams, values, ends = np.array(roots)[:, None], at, np.zeros((len(roots), 1)), np.array(limits)
+    tokens, beams, values, ends = (
+        np.array(roots)[:, None],
+        at,
+        np.zeros((len(roots), 1)),
+        np.array(limits),
+    )
     found: list[tuple[Array, Array, Array]] = []
     count = 1  # nodes so far, the root included
     for k in range(depth):
@@ -86,13 +96,19 @@ def _paths(
     return tokens, parents, values
 
 
-def searching(logits: Logits, hot: Tensor, width: int, nodes: int, budget: Budget | None = None) -> Search:
+def searching(
+    logits: Logits, hot: Tensor, width: int, nodes: int, budget: Budget | None = None
+) -> Search:
     """Return a search by `logits` for the tokens `hot` [S], with probabilities that a `budget` calibrates."""
     wanted = nodes if width > 1 else 1
 
-    def search(k: int, tokens: Array, at: Array, values: Array, ends: Array) -> tuple[Array, Array, Array]:
+    def search(
+        k: int, tokens: Array, at: Array, values: Array, ends: Array
+    ) -> tuple[Array, Array, Array]:
         # Small arrays are faster in NumPy. On a GPU each depth waits for its tokens.
-        here = logits(k, torch.from_numpy(tokens).to(hot.device), torch.from_numpy(at).to(hot.device)).float()
+        here = logits(
+            k, torch.from_numpy(tokens).to(hot.device), torch.from_numpy(at).to(hot.device)
+        ).float()
         top, which = here.topk(min(wanted, len(hot)))  # [B, w, m]
         gains = (top - here.logsumexp(-1, keepdim=True)).cpu().numpy()
         if budget is not None:

@@ -70,17 +70,27 @@ class Budget:
     """
 
     def __init__(
-        self, groups: list[Group], curves: list[list[float]], block: int, limits: list[int], ahead: list[int]
+        self,
+        groups: list[Group],
+        curves: list[list[float]],
+        block: int,
+        limits: list[int],
+        ahead: list[int],
     ) -> None:
         """Begin a step. `curves`: the calibration (`HiddenConfig`). `limits`: the most depth of each row. `ahead`:
         places by which each row's first logits were drafted ahead in an earlier step; 0 for new ones."""
         self.groups, self.block, self.limits = groups, block, limits
         # [row][depth]
-        self.curves = [[curves[min(at + k, len(curves) - 1)] for k in range(max(*limits, 1) + 1)] for at in ahead]
+        self.curves = [
+            [curves[min(at + k, len(curves) - 1)] for k in range(max(*limits, 1) + 1)]
+            for at in ahead
+        ]
         self.deep = [min(limit, block) for limit in limits]
         for group in groups:
             group.spent = self._deepest(group) * group.state
-        self.sure: list[list[float]] = [[] for _ in limits]  # survival of each row's best paths so far, best first
+        self.sure: list[list[float]] = [
+            [] for _ in limits
+        ]  # survival of each row's best paths so far, best first
         self.ends = [
             1.0 if limit else 0.0 for limit in limits
         ]  # survival of each row's longest path; 0 once it has ended
@@ -146,7 +156,9 @@ class Budget:
 class Budgets:
     """Make the budget of each step. Greedy sequences stop together, sampled ones each on its own."""
 
-    def __init__(self, head: HiddenLM, costs: Costs, block: int, nodes: int, beams: int = 1) -> None:
+    def __init__(
+        self, head: HiddenLM, costs: Costs, block: int, nodes: int, beams: int = 1
+    ) -> None:
         """Take the head and its costs. `nodes`: the most of a row. `beams`: see `StepCosts`."""
         self.head, self.block = head, block
 
@@ -159,13 +171,18 @@ class Budgets:
     def _pays(self, rows: int, context: int = 0) -> bool:
         """Return whether a first block is expected to pay in a greedy step of N rows after so many tokens each, at the
         mean acceptance of its places."""
-        means, costs = [mean for _, _, mean in self.head.curves], self._step_costs(True, rows, context)
+        means, costs = (
+            [mean for _, _, mean in self.head.curves],
+            self._step_costs(True, rows, context),
+        )
         count = min(self.block, costs.nodes)
         survival = list(accumulate((means + means[-1:] * count)[:count], mul))
         group = Group(list(range(rows)), costs, True)
         return group.rate([survival] * rows, count * group.state)[0] > group.rate([[]] * rows)[0]
 
-    def of(self, seqs: list[Sequence], limits: list[int], fresh: list[int], ahead: list[int]) -> Budget:
+    def of(
+        self, seqs: list[Sequence], limits: list[int], fresh: list[int], ahead: list[int]
+    ) -> Budget:
         """Return the budget of a step. `fresh`: rows that need new states. `limits`, `ahead`: see `Budget`."""
         together = [row for row, seq in enumerate(seqs) if seq.greedy]
         groups = [together] if together else []

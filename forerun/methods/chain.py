@@ -15,7 +15,15 @@ from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods.base import Method, Parts, integer
 from forerun.methods.later import probabilities, sampling, seeded, torch
-from forerun.methods.stop import BestLength, Bounds, DraftState, FixedLength, LengthPolicy, StopRule, saving
+from forerun.methods.stop import (
+    BestLength,
+    Bounds,
+    DraftState,
+    FixedLength,
+    LengthPolicy,
+    StopRule,
+    saving,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,7 +115,9 @@ class Chain:
         if self.q:
             with one_thread(len(self.q) * len(self.q[0])):
                 q = torch.stack(self.q)
-        return Draft.chain(self.seq.tokens[-1], self.tokens[:-1] if self.drops else self.tokens, q, origin)
+        return Draft.chain(
+            self.seq.tokens[-1], self.tokens[:-1] if self.drops else self.tokens, q, origin
+        )
 
 
 class ChainDrafter(Drafter):
@@ -121,11 +131,17 @@ class ChainDrafter(Drafter):
     """
 
     def __init__(
-        self, model: CausalLM, policy: LengthPolicy, vocab_size: int | None = None, costs: Costs | None = None
+        self,
+        model: CausalLM,
+        policy: LengthPolicy,
+        vocab_size: int | None = None,
+        costs: Costs | None = None,
     ) -> None:
         """`costs`, if known, tell where drafts cannot pay."""
         self.costs = costs
-        self._saved = lru_cache(lambda rows, context: saving(costs.at(context, rows), rows) if costs else 0.0)
+        self._saved = lru_cache(
+            lambda rows, context: saving(costs.at(context, rows), rows) if costs else 0.0
+        )
         self.model, self.policy = model, policy
         self.vocab_size = vocab_size or model.vocab_size
         self.spread = 0
@@ -153,7 +169,11 @@ class ChainDrafter(Drafter):
         return self._saved(rows, rounded(prompt)) * unread.remaining > reading
 
     def drop(self, seq: Sequence) -> None:
-        if seq.finish_reason in ("stop", "length", "abort") and seq.id in self.model and seq.id not in self._open:
+        if (
+            seq.finish_reason in ("stop", "length", "abort")
+            and seq.id in self.model
+            and seq.id not in self._open
+        ):
             self.model.park(seq.id, self._text(seq), salt=seq.request.salt)
         self.model.drop(seq.id)
         self.policy.drop(seq)
@@ -178,7 +198,11 @@ class ChainDrafter(Drafter):
         """Draft a whole chain in fused calls, each as far as the rule's bounds reach, and return the seconds of the
         rule. Return None, with nothing done, if that is not possible (`FusedDraft`)."""
         bounds, seconds, product = rule.bounds(), 0.0, 1.0
-        if bounds is None or self.model.fused_draft is None or self.model.vocab_size > self.vocab_size:
+        if (
+            bounds is None
+            or self.model.fused_draft is None
+            or self.model.vocab_size > self.vocab_size
+        ):
             return None  # it may draft padding
         while bounds is not None:
             found = self._stretch(chain, bounds)
@@ -202,7 +226,11 @@ class ChainDrafter(Drafter):
                 return None
             numbers = uniforms(source, most) if source is not None else None
             places = range(len(chain.tokens), len(chain.tokens) + most)
-            keys = [each.key for each in map(seq.source, places) if isinstance(each, seeded.SeededSampler)]
+            keys = [
+                each.key
+                for each in map(seq.source, places)
+                if isinstance(each, seeded.SeededSampler)
+            ]
             how = sampling.ChainSampling(seq.sampler.distribution, numbers, keys, self.vocab_size)
         pending, cache, draft = self._pending(chain), self.model.cache, self.model.fused_draft
         assert draft is not None
@@ -239,20 +267,29 @@ class ChainDrafter(Drafter):
             asked = self._at_once(going[0], rule)
             if asked is not None:
                 seconds = perf_counter() - begun - asked
-                return Proposal([chain.draft() for chain in chains], len(going[0].tokens), seconds, asked)
+                return Proposal(
+                    [chain.draft() for chain in chains], len(going[0].tokens), seconds, asked
+                )
         while going:
             assert rule is not None
             # The first forward also runs newly committed tokens; later ones run the last drafted token.
-            ids, pending = [chain.seq.id for chain in going], [self._pending(chain) for chain in going]
+            ids, pending = (
+                [chain.seq.id for chain in going],
+                [self._pending(chain) for chain in going],
+            )
             begun = perf_counter()
             logits = self._logits(ids, pending)
             forward_seconds += perf_counter() - begun
             forwards += 1
             going, seconds = self._extend(going, logits, rule)
             policy_seconds += seconds
-        return Proposal([chain.draft() for chain in chains], forwards, forward_seconds, policy_seconds)
+        return Proposal(
+            [chain.draft() for chain in chains], forwards, forward_seconds, policy_seconds
+        )
 
-    def _extend(self, chains: list[Chain], logits: Tensor, rule: StopRule) -> tuple[list[Chain], float]:
+    def _extend(
+        self, chains: list[Chain], logits: Tensor, rule: StopRule
+    ) -> tuple[list[Chain], float]:
         """Draft a token for each chain, from logits [R, V]. Return the chains that go on, and the seconds of the
         rule."""
         q: Tensor | None = None
@@ -265,13 +302,19 @@ class ChainDrafter(Drafter):
         for row, (chain, token) in enumerate(zip(chains, tokens, strict=True)):
             chain.add(token, None if q is None else q[row])
         asked = perf_counter()
-        more = rule.more(DraftState([chain.seq for chain in chains], [chain.tokens for chain in chains], scores))
+        more = rule.more(
+            DraftState([chain.seq for chain in chains], [chain.tokens for chain in chains], scores)
+        )
         for chain in chains:
             chain.drops = chain.seq.greedy and rule.drops(chain.seq)
         seconds = perf_counter() - asked
-        return [chain for chain, on in zip(chains, more, strict=True) if on and self._goes_on(chain)], seconds
+        return [
+            chain for chain, on in zip(chains, more, strict=True) if on and self._goes_on(chain)
+        ], seconds
 
-    def _choose(self, chains: list[Chain], logits: Tensor) -> tuple[list[Chain], list[int], Tensor, Tensor | None]:
+    def _choose(
+        self, chains: list[Chain], logits: Tensor
+    ) -> tuple[list[Chain], list[int], Tensor, Tensor | None]:
         """Return chains and their `next_tokens`, without those whose processors raise or leave no token that this model
         has. If they raise, they will for the target too."""
         while chains:
@@ -290,10 +333,16 @@ class ChainDrafter(Drafter):
     def _goes_on(self, chain: Chain) -> bool:
         # Nothing is committed after an end token; a processor may have forced a token that the draft lacks.
         token = chain.tokens[-1]
-        return len(chain.tokens) < chain.depth and token not in chain.seq.eos and self._knows([token])
+        return (
+            len(chain.tokens) < chain.depth and token not in chain.seq.eos and self._knows([token])
+        )
 
     def observe(
-        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self,
+        seqs: list[Sequence],
+        drafts: list[Draft],
+        verdicts: list[Verdict],
+        hidden: list[Tensor] | None,
     ) -> None:
         self.policy.observe(seqs, drafts, verdicts)
         self._crop(seqs)
@@ -302,7 +351,9 @@ class ChainDrafter(Drafter):
         # Keep the accepted path as far as it was run.
         ids = {seq.id: len(seq.tokens) - 1 for seq in seqs if seq.id in self._open}
         if ids:
-            self.model.crop(list(ids), [min(self.model.length(id), most) for id, most in ids.items()])
+            self.model.crop(
+                list(ids), [min(self.model.length(id), most) for id, most in ids.items()]
+            )
         self._open.difference_update(ids)
 
     def _fitted(self, logits: Tensor, value: float = -inf) -> Tensor:

@@ -47,7 +47,11 @@ class EagleDrafter(HeadDrafter):
         own = [seqs[row] for row in live]
         limits = [limits[row] for row in live]
         in_c = self.head.grows(self.width)
-        found = [draft for draft, _ in self.draft_in_c(own, limits)] if in_c else self._grown(own, limits)
+        found = (
+            [draft for draft, _ in self.draft_in_c(own, limits)]
+            if in_c
+            else self._grown(own, limits)
+        )
         drafts = [Draft.root(seq.tokens[-1]) for seq in seqs]
         for row, draft in zip(live, found, strict=True):
             drafts[row] = draft
@@ -58,7 +62,10 @@ class EagleDrafter(HeadDrafter):
         states = head.extend(ids, *self.take(own))[:, None]  # [B, w, d]
         self.seconds += perf_counter() - begun
         self.forwards += 1
-        lengths, rows = [head.length(id) for id in ids], torch.arange(len(ids), device=head.device)[:, None]
+        lengths, rows = (
+            [head.length(id) for id in ids],
+            torch.arange(len(ids), device=head.device)[:, None],
+        )
         seen = torch.zeros(len(ids), 1, 0, dtype=torch.bool, device=head.device)
 
         def logits(k: int, tokens: Tensor, at: Tensor) -> Tensor:

@@ -33,7 +33,9 @@ CHECK = 4  # the first pause, to measure plain steps again
 # A later pause is a multiple of the loss. The multiple doubles up to 128, so failures cost 1/128 of the time.
 FIRST, LONGEST = 16, 128
 SHARE = 1 / 256  # of the time, for plain steps between drafting steps
-SOON = 4.0  # until the first of them; the next takes twice as long, as a model's first steps are slow
+SOON = (
+    4.0  # until the first of them; the next takes twice as long, as a model's first steps are slow
+)
 
 
 class SpeedTracker:
@@ -55,7 +57,10 @@ class SpeedTracker:
         self._looks = 0  # plain steps so far
         self._costs: deque[float] = deque(maxlen=5)  # seconds of the last drafting steps
         self._brought = self._spent = 0.0  # of about the last twenty
-        self._since, self._soon = 0.0, SOON  # time since a plain step, and until the next is due at the latest
+        self._since, self._soon = (
+            0.0,
+            SOON,
+        )  # time since a plain step, and until the next is due at the latest
 
     @property
     def paused(self) -> bool:
@@ -102,7 +107,9 @@ class SpeedTracker:
         cost = seconds / self._plain_seconds(rows)
         if self._costs:  # a step that the machine interrupted proves little
             cost = min(cost, 2 * median(self._costs))
-            if self.begins:  # the draft model runs the tokens of the pause: a cost of the trial, not of a step
+            if (
+                self.begins
+            ):  # the draft model runs the tokens of the pause: a cost of the trial, not of a step
                 usual = min(cost, median(self._costs))
                 self._debt, cost = self._debt + cost - usual, usual
         self.begins = False
@@ -143,11 +150,16 @@ class Guarded(Drafter):
     pause.
     """
 
-    def __init__(self, drafter: Drafter, pace: SpeedTracker, sampled: SpeedTracker | None = None) -> None:
+    def __init__(
+        self, drafter: Drafter, pace: SpeedTracker, sampled: SpeedTracker | None = None
+    ) -> None:
         """Wrap `drafter`. `pace` judges steps whose rows are all greedy, and `sampled` (default: a new one) steps with
         sampled rows, which cost and accept differently."""
         self.drafter = drafter
-        self.paces = {True: pace, False: sampled if sampled is not None else SpeedTracker(pace.clock)}
+        self.paces = {
+            True: pace,
+            False: sampled if sampled is not None else SpeedTracker(pace.clock),
+        }
         self.wants_hidden, self.spread = drafter.wants_hidden, drafter.spread
         self.reads = drafter.reads
         self._inside: dict[int, bool] = {}  # {sequence: whether the drafter has admitted it}
@@ -217,10 +229,16 @@ class Guarded(Drafter):
             self._begun += proposal.prompt_seconds
         self._ran = proposal.forwards > 0
         found = dict(zip([seq.id for seq in asked], proposal.drafts, strict=True))
-        return replace(proposal, drafts=[found.get(seq.id) or Draft.root(seq.tokens[-1]) for seq in seqs])
+        return replace(
+            proposal, drafts=[found.get(seq.id) or Draft.root(seq.tokens[-1]) for seq in seqs]
+        )
 
     def observe(
-        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self,
+        seqs: list[Sequence],
+        drafts: list[Draft],
+        verdicts: list[Verdict],
+        hidden: list[Tensor] | None,
     ) -> None:
         rows = [row for row, seq in enumerate(seqs) if self.wants_hidden or seq.id in self._asked]
         observe_rows(self.drafter, rows, seqs, drafts, verdicts, hidden)

@@ -60,7 +60,9 @@ class HeadDrafter(Drafter):
         seconds, forwards: of the head in the present step.
     """
 
-    def __init__(self, settings: Heads, head: HiddenLM, costs: Costs | None = None, beams: int = 1) -> None:
+    def __init__(
+        self, settings: Heads, head: HiddenLM, costs: Costs | None = None, beams: int = 1
+    ) -> None:
         """Take over a head. `costs`: for paced methods. `beams`: number of states that the head drafts at a depth."""
         self.head, self.width, self.wants_hidden = head, settings.width, head.capture
         self.nodes = settings.nodes if settings.width > 1 else settings.depth
@@ -79,11 +81,15 @@ class HeadDrafter(Drafter):
         head = self.head
         if hidden is None:
             hidden = torch.zeros(0, head.width, dtype=head.dtype, device=head.device)
-        hidden = hidden[-head.reads :].clone()  # because a view would keep the states of the whole prompt
+        hidden = hidden[
+            -head.reads :
+        ].clone()  # because a view would keep the states of the whole prompt
         # The first draft runs the last feature, as it needs the state.
         self.features[seq.id] = [hidden[-1:].clone()]
         most = seq.limit + self.depth * self.width
-        after = seq.tokens[len(seq.tokens) - len(hidden) : -1]  # the token after each state but the last
+        after = seq.tokens[
+            len(seq.tokens) - len(hidden) : -1
+        ]  # the token after each state but the last
         self.unread[seq.id] = head.prefill(seq.id, hidden[:-1], after, chunk, most)
         return ()
 
@@ -101,7 +107,10 @@ class HeadDrafter(Drafter):
         features = [torch.cat(self.features[seq.id]) for seq in seqs]
         for seq, own in zip(seqs, features, strict=True):
             self.features[seq.id] = [own[:0]]
-        return features, [seq.tokens[len(seq.tokens) - len(own) :] for seq, own in zip(seqs, features, strict=True)]
+        return features, [
+            seq.tokens[len(seq.tokens) - len(own) :]
+            for seq, own in zip(seqs, features, strict=True)
+        ]
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         self.seconds, self.forwards, begun, left = 0.0, 0, perf_counter(), PIECE
@@ -111,7 +120,10 @@ class HeadDrafter(Drafter):
         read = perf_counter() - begun if left < PIECE else 0.0
         # A sequence of a single token has no feature yet.
         ready = [seq.id not in self.unread and any(map(len, self.features[seq.id])) for seq in seqs]
-        limits = [min(self.depth, seq.remaining - 1) * is_ready for seq, is_ready in zip(seqs, ready, strict=True)]
+        limits = [
+            min(self.depth, seq.remaining - 1) * is_ready
+            for seq, is_ready in zip(seqs, ready, strict=True)
+        ]
         if max(limits) < 1:
             return Proposal([Draft.root(seq.tokens[-1]) for seq in seqs], prompt_seconds=read)
         return Proposal(self.draft(seqs, limits), self.forwards, self.seconds, prompt_seconds=read)
@@ -125,36 +137,56 @@ class HeadDrafter(Drafter):
     ) -> list[tuple[Draft, Tensor]]:
         """Return drafts of sequences whose limits are above 0, and the logits [n, S] of the places of each. C drafts a
         block at a time. `old`: see `Beams`."""
-        head, ids, plan, begun = self.head, [seq.id for seq in seqs], self.plan(seqs, limits), perf_counter()
+        head, ids, plan, begun = (
+            self.head,
+            [seq.id for seq in seqs],
+            self.plan(seqs, limits),
+            perf_counter(),
+        )
         roots = [seq.tokens[-1] for seq in seqs]
         features, after = self.take(seqs)
         state = quantised_heads.Beams(roots, self.width, self.nodes, limits, old)
         blocks: list[Growth] = []
 
-        def search(k: int, tokens: Array, at: Array, values: Array, ends: Array) -> tuple[Array, Array, Array]:
+        def search(
+            k: int, tokens: Array, at: Array, values: Array, ends: Array
+        ) -> tuple[Array, Array, Array]:
             if k == state.start:
                 most = max(limits if plan is None else plan.deep) - k
                 if plan is not None:
                     state.curves = np.array([own[k : k + most] for own in plan.curves])[:, :, :2]
                 state.ends[:] = ends
-                own, before = (list(blocks[-1].states[-1:]), tokens[:, :1].tolist()) if blocks else (features, after)
+                own, before = (
+                    (list(blocks[-1].states[-1:]), tokens[:, :1].tolist())
+                    if blocks
+                    else (features, after)
+                )
                 blocks.append(head.grow(ids, own, before, most, state))
             here = blocks[-1]
             place = k - state.start + len(here.states)
             return here.tokens[:, place], here.parents[:, place], here.found[:, place]
 
         drafts = beams.grow(roots, search, limits, self.width, self.nodes, plan)
-        with threads.one_thread(sum(block.logits.numel() for block in blocks)):  # as for `LyannaDrafter._added`
+        with threads.one_thread(
+            sum(block.logits.numel() for block in blocks)
+        ):  # as for `LyannaDrafter._added`
             logits = torch.cat([block.logits for block in blocks])
         self.forwards += len(logits)
         self.seconds += perf_counter() - begun
         deep = limits if plan is None else plan.deep
-        return [(draft, logits[:own, row]) for row, (draft, own) in enumerate(zip(drafts, deep, strict=True))]
+        return [
+            (draft, logits[:own, row])
+            for row, (draft, own) in enumerate(zip(drafts, deep, strict=True))
+        ]
 
     def plan(self, seqs: list[Sequence], limits: list[int]) -> budget.Budget | None:
         """Return the budget of a step in which all states are new, if steps have one."""
         rows = range(len(seqs))
-        return self.budgets.of(seqs, limits, list(rows), [0 for _ in rows]) if self.budgets is not None else None
+        return (
+            self.budgets.of(seqs, limits, list(rows), [0 for _ in rows])
+            if self.budgets is not None
+            else None
+        )
 
     def grow(
         self,
@@ -170,8 +202,14 @@ class HeadDrafter(Drafter):
         return beams.grow(roots, search, limits, self.width, self.nodes, plan, origin or "draft")
 
     def observe(
-        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self,
+        seqs: list[Sequence],
+        drafts: list[Draft],
+        verdicts: list[Verdict],
+        hidden: list[Tensor] | None,
     ) -> None:
         assert hidden is not None
         for seq, verdict, states in zip(seqs, verdicts, hidden, strict=True):
-            self.features[seq.id].append(states[verdict.path])  # a copy, as a view would keep all rows' states
+            self.features[seq.id].append(
+                states[verdict.path]
+            )  # a copy, as a view would keep all rows' states

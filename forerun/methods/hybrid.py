@@ -24,10 +24,21 @@ if TYPE_CHECKING:
 
 ALONE = ("ar", "suffix", "hybrid")  # not allowed as `other`
 USUAL = 6.0  # the threshold if no costs are known
-SHARES = (0.3, 0.35, 0.45, 0.6)  # of 1, 2, 3, and more tokens that counts promise: how many come true, as is expected
-WEIGHT, KEPT = 4.0, 0.98  # what is expected counts as so many steps; a step counts `KEPT` times as much as the next
+SHARES = (
+    0.3,
+    0.35,
+    0.45,
+    0.6,
+)  # of 1, 2, 3, and more tokens that counts promise: how many come true, as is expected
+WEIGHT, KEPT = (
+    4.0,
+    0.98,
+)  # what is expected counts as so many steps; a step counts `KEPT` times as much as the next
 PIECE = 2048  # most tokens of prompts that a step waits for
-FIRST, REST = 0.5, 128  # expected: the other drafter's share of tokens, and tokens to come beside as many as there are
+FIRST, REST = (
+    0.5,
+    128,
+)  # expected: the other drafter's share of tokens, and tokens to come beside as many as there are
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,9 @@ class Hybrid(Suffix):
             name += f":{given.pop(0)}"  # of another package
         names = [each for each in METHODS if each not in ALONE]
         if name not in names and ":" not in name:
-            raise ValueError(f"other must be auto, {', '.join(names[:-1])} or {names[-1]}, not {name!r}")
+            raise ValueError(
+                f"other must be auto, {', '.join(names[:-1])} or {names[-1]}, not {name!r}"
+            )
         settings = [each.partition("=") for each in given]
         keys = [key for key, *_ in settings]
         if twice := [key for key in keys if keys.count(key) > 1]:
@@ -86,14 +99,22 @@ class Hybrid(Suffix):
 
     def build(self, parts: Parts) -> Drafter:
         head = parts.head.kind if parts.head is not None else None
-        chosen = self.resolve_defaults(parts.draft is not None, parts.pre_verifier is not None, head)
+        chosen = self.resolve_defaults(
+            parts.draft is not None, parts.pre_verifier is not None, head
+        )
         suffixes = self.suffixes(parts)
         if chosen.other == "auto":
             return suffixes
         method, known = chosen._other(), parts.draft if parts.translation is None else None
-        balance = Balance(parts.costs, method, known) if self.threshold is None and parts.costs else None
-        other = parts.guarded(method.build(parts)) if parts.guarded is not None else method.build(parts)
-        return HybridDrafter(suffixes, other, USUAL if self.threshold is None else self.threshold, balance)
+        balance = (
+            Balance(parts.costs, method, known) if self.threshold is None and parts.costs else None
+        )
+        other = (
+            parts.guarded(method.build(parts)) if parts.guarded is not None else method.build(parts)
+        )
+        return HybridDrafter(
+            suffixes, other, USUAL if self.threshold is None else self.threshold, balance
+        )
 
 
 class Balance:
@@ -110,45 +131,76 @@ class Balance:
 
     def __init__(self, costs: Costs, other: Method, draft: CausalLM | None = None) -> None:
         self._costs = {True: costs, False: costs.sampled}
-        self._is_head, self._is_model = bool(other.head and costs.head), bool(other.needs_draft and costs.draft)
+        self._is_head, self._is_model = (
+            bool(other.head and costs.head),
+            bool(other.needs_draft and costs.draft),
+        )
         self._draft = draft if self._is_model else None
         steps = [self.spent(True, 1, n, n) for n in range(MOST + 1)]
         n = best_length(steps, [EXPECTED] * MOST)
         # of the other drafter: its steps, tokens that they drafted, its forwards, and tokens that came
-        self._usual = [WEIGHT, WEIGHT * n, WEIGHT * n, WEIGHT * sum(EXPECTED**i for i in range(n + 1))]
+        self._usual = [
+            WEIGHT,
+            WEIGHT * n,
+            WEIGHT * n,
+            WEIGHT * sum(EXPECTED**i for i in range(n + 1)),
+        ]
         self._other, self._share = self._usual, FIRST
         self._spent = [WEIGHT * steps[n], self._usual[3]]  # ms of all steps, and tokens that came
         self._promised = [WEIGHT * size for size in range(1, len(SHARES) + 1)]
-        self._true = [share * promised for share, promised in zip(SHARES, self._promised, strict=True)]
+        self._true = [
+            share * promised for share, promised in zip(SHARES, self._promised, strict=True)
+        ]
 
     def known(self, seq: Sequence) -> int:
         """Return how many tokens of a new sequence the draft model has kept."""
-        return self._draft.prompts.known(seq.tokens, seq.request.salt) if self._draft is not None else 0
+        return (
+            self._draft.prompts.known(seq.tokens, seq.request.salt)
+            if self._draft is not None
+            else 0
+        )
 
-    def saved(self, greedy: bool, draft: Draft, score: float, rows: int, context: int = 0) -> tuple[float, float]:
+    def saved(
+        self, greedy: bool, draft: Draft, score: float, rows: int, context: int = 0
+    ) -> tuple[float, float]:
         """Return the ms that a step of N rows is expected to save with suffix drafts, against a plain one, and the ms a
         token with the other drafter, if it has read all, against the better of these. The other rows are taken to have
         this one's context."""
-        size, (_, drafted, forwards, brought) = self._size(score), [each / self._other[0] for each in self._other]
+        size, (_, drafted, forwards, brought) = (
+            self._size(score),
+            [each / self._other[0] for each in self._other],
+        )
         expected = min(score * self._true[size] / self._promised[size], draft.drafted)
         worth, plain = self._spent[0] / self._spent[1], self.spent(greedy, rows, context=context)
         own = worth * expected - self.spent(greedy, rows, draft.drafted, context=context) + plain
         other = worth * (brought - 1) - self.spent(greedy, rows, drafted, forwards, context) + plain
         return own, (other - max(own, 0.0)) / brought
 
-    def spent(self, greedy: bool, rows: int, drafted: float = 0, forwards: float = 0, context: int = 0) -> float:
+    def spent(
+        self, greedy: bool, rows: int, drafted: float = 0, forwards: float = 0, context: int = 0
+    ) -> float:
         """Return ms of a step of N rows which draft so many tokens each, in so many forwards of the other
         drafter, after `context` tokens."""
         costs = self._costs[greedy].at(context, rows)
-        price = costs.heading(rows) if self._is_head else costs.drafting(rows) if self._is_model else 0.0
+        price = (
+            costs.heading(rows)
+            if self._is_head
+            else costs.drafting(rows)
+            if self._is_model
+            else 0.0
+        )
         return forwards * price + costs.verify(rows * (drafted + 1))
 
     def pays(self, saved: float, unread: int, left: int, rows: int, read: int = 0) -> bool:
         """Return whether the other drafter, which saves so many ms a token, pays in a text with so many unread tokens
         after those read, and tokens to come. The other rows are taken to be like this one."""
         reading = self._reading(rows, read + unread / 2)
-        later = max(0.0, self._share * saved - (1 - self._share) * self._reading(rows, read + unread))
-        return saved > 0 and saved * self._other[3] / self._other[0] + later * left >= reading * unread
+        later = max(
+            0.0, self._share * saved - (1 - self._share) * self._reading(rows, read + unread)
+        )
+        return (
+            saved > 0 and saved * self._other[3] / self._other[0] + later * left >= reading * unread
+        )
 
     def _reading(self, tokens: int, context: float) -> float:
         """Return ms in which the other drafter reads so many tokens after `context` tokens."""
@@ -160,14 +212,25 @@ class Balance:
         return min(max(int(score), 1), len(SHARES)) - 1
 
     def observe(
-        self, found: Draft, score: float, used: Draft, came: list[int], forwards: int, spent: float, wanted: bool
+        self,
+        found: Draft,
+        score: float,
+        used: Draft,
+        came: list[int],
+        forwards: int,
+        spent: float,
+        wanted: bool,
     ) -> None:
         """Record the tokens of a step of so many ms by the table, where this suffix draft was found and that draft was
         used, after so many forwards of the other drafter, which was `wanted` if it had read all."""
         if found.drafted:
             size, pairs = self._size(score), list(zip(found.tokens[1:], came, strict=False))
-            right = next((n for n, (drafted, token) in enumerate(pairs) if drafted != token), len(pairs))
-            seen = found.drafted if right < len(pairs) else right  # what would come after the last token is not known
+            right = next(
+                (n for n, (drafted, token) in enumerate(pairs) if drafted != token), len(pairs)
+            )
+            seen = (
+                found.drafted if right < len(pairs) else right
+            )  # what would come after the last token is not known
             self._promised[size] = KEPT * self._promised[size] + score * seen / found.drafted
             self._true[size] = KEPT * self._true[size] + right
         step = [(1 - KEPT) * usual for usual in self._usual]
@@ -175,7 +238,9 @@ class Balance:
         if forwards or (own and used.drafted):  # it may have run and proposed nothing
             step = [1, used.drafted if own else 0, forwards, len(came) if own else 1]
         self._other = [KEPT * before + one for before, one in zip(self._other, step, strict=True)]
-        self._spent = [KEPT * before + one for before, one in zip(self._spent, (spent, len(came)), strict=True)]
+        self._spent = [
+            KEPT * before + one for before, one in zip(self._spent, (spent, len(came)), strict=True)
+        ]
         self._share += (1 - KEPT ** len(came)) * (wanted - self._share)
 
 
@@ -190,11 +255,22 @@ class HybridDrafter(Drafter):
     """
 
     def __init__(
-        self, suffixes: SuffixDrafter, other: Drafter, threshold: float, balance: Balance | None = None
+        self,
+        suffixes: SuffixDrafter,
+        other: Drafter,
+        threshold: float,
+        balance: Balance | None = None,
     ) -> None:
-        self.suffixes, self.other, self.threshold, self.balance = suffixes, other, threshold, balance
+        self.suffixes, self.other, self.threshold, self.balance = (
+            suffixes,
+            other,
+            threshold,
+            balance,
+        )
         self.wants_hidden, self.spread = other.wants_hidden, other.spread
-        self._asked: set[int] = set()  # sequences for which the other drafter was called in this step
+        self._asked: set[int] = (
+            set()
+        )  # sequences for which the other drafter was called in this step
         # suffix drafts, scores, lengths of texts, and whether the other drafter would be faster
         self._found: dict[int, tuple[Draft, float, int, bool]] = {}
         self._forwards = 0  # of the other drafter in this step
@@ -259,19 +335,27 @@ class HybridDrafter(Drafter):
         return [seq for seq in seqs if seq.id not in self._unread]
 
     def observe(
-        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self,
+        seqs: list[Sequence],
+        drafts: list[Draft],
+        verdicts: list[Verdict],
+        hidden: list[Tensor] | None,
     ) -> None:
         # Hidden states come only once, so a drafter that wants them sees every step.
         rows = [row for row, seq in enumerate(seqs) if self.wants_hidden or seq.id in self._asked]
         observe_rows(self.other, rows, seqs, drafts, verdicts, hidden)
         for seq, draft in zip(seqs, drafts, strict=True):
-            if self.balance is not None and seq.id in self._found:  # else a plain step that others measure
+            if (
+                self.balance is not None and seq.id in self._found
+            ):  # else a plain step that others measure
                 found, score, length, wanted = self._found[seq.id]
                 ran = self._forwards and seq.id in self._asked and not self.wants_hidden
                 is_other = ran or (draft.drafted and draft is not found)
                 forwards = self._forwards if is_other else 0
                 spent = self.balance.spent(seq.greedy, len(seqs), draft.drafted, forwards, length)
-                self.balance.observe(found, score, draft, seq.tokens[length:], forwards, spent, wanted)
+                self.balance.observe(
+                    found, score, draft, seq.tokens[length:], forwards, spent, wanted
+                )
                 if is_other or (self.wants_hidden and seq.id in self._asked):
                     self._read[seq.id] = len(seq.tokens)
         self._asked, self._found = set(), {}

@@ -30,12 +30,24 @@ else:
             return found
 
     np, torch = _Later("numpy"), _Later("torch")
-    beams, budget, pools = (_Later(f"forerun.methods.{name}") for name in ("beams", "budget", "pools"))
+    beams, budget, pools = (
+        _Later(f"forerun.methods.{name}") for name in ("beams", "budget", "pools")
+    )
     pre_verifier, quick = _Later("forerun.heads.pre_verifier"), _Later("forerun.heads.quick")
     quantised_heads = _Later("forerun.backends.quantised_heads")
     sampling, probabilities, seeded, threads = (
-        _Later(f"forerun.sampling.{name}") for name in ("sampler", "probabilities", "seeded", "threads")
+        _Later(f"forerun.sampling.{name}")
+        for name in ("sampler", "probabilities", "seeded", "threads")
     )
 
-__all__ = ["beams", "budget", "np", "pools", "pre_verifier", "probabilities", "quantised_heads", "quick"]
+__all__ = [
+    "beams",
+    "budget",
+    "np",
+    "pools",
+    "pre_verifier",
+    "probabilities",
+    "quantised_heads",
+    "quick",
+]
 __all__ += ["sampling", "seeded", "threads", "torch"]

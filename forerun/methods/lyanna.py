@@ -63,7 +63,9 @@ class PacerLyanna(Paced, Lyanna):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.reuse == "both":
-            raise ValueError("pacer-lyanna cannot value a second draft: reuse must be off, add or free, not 'both'")
+            raise ValueError(
+                "pacer-lyanna cannot value a second draft: reuse must be off, add or free, not 'both'"
+            )
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,10 @@ class LyannaDrafter(HeadDrafter):
         self.old.pop(seq.id, None)
 
     def draft(self, seqs: list[Sequence], limits: list[int]) -> list[Draft]:
-        drafts, known = [Draft.root(seq.tokens[-1]) for seq in seqs], [self.old.get(seq.id) for seq in seqs]
+        drafts, known = (
+            [Draft.root(seq.tokens[-1]) for seq in seqs],
+            [self.old.get(seq.id) for seq in seqs],
+        )
         free = self._free(seqs, limits, known)
         fresh = [row for row, limit in enumerate(limits) if limit > 0 and not free[row]]
         if fresh:
@@ -111,10 +116,15 @@ class LyannaDrafter(HeadDrafter):
             for row, each, (draft, logits) in zip(fresh, old, found, strict=True):
                 drafts[row] = draft
                 self._keep(seqs[row], draft, logits, len(each.places) if each is not None else 0)
-        reused = [limit > 0 and (is_free or self.reuse == "both") for limit, is_free in zip(limits, free, strict=True)]
+        reused = [
+            limit > 0 and (is_free or self.reuse == "both")
+            for limit, is_free in zip(limits, free, strict=True)
+        ]
         if again := [(row, each) for row, each in enumerate(known) if each and reused[row]]:
             deep = [min(limits[row], len(each.places)) for row, each in again]
-            branches = self._draft_again([seqs[row] for row, _ in again], deep, [each for _, each in again])
+            branches = self._draft_again(
+                [seqs[row] for row, _ in again], deep, [each for _, each in again]
+            )
             for (row, _), branch in zip(again, branches, strict=True):
                 drafts[row] = branch if free[row] else drafts[row].merge(branch)
         return drafts
@@ -123,14 +133,21 @@ class LyannaDrafter(HeadDrafter):
         """Return the old logits [n, S] that are added to fresh ones, if any."""
         if old is None or self.reuse != "add":
             return None
-        with threads.one_thread(old.places.numel()):  # because others would wait actively beside the next forward
+        with threads.one_thread(
+            old.places.numel()
+        ):  # because others would wait actively beside the next forward
             return old.places * self.weight
 
     def _draft_in_torch(
         self, seqs: list[Sequence], limits: list[int], old: abc.Sequence[Tensor | None]
     ) -> list[tuple[Draft, Tensor]]:
         """Do what `draft_in_c` does."""
-        head, ids, plan, places = self.head, [seq.id for seq in seqs], self.plan(seqs, limits), list[torch.Tensor]()
+        head, ids, plan, places = (
+            self.head,
+            [seq.id for seq in seqs],
+            self.plan(seqs, limits),
+            list[torch.Tensor](),
+        )
         deep, lengths, state = limits if plan is None else plan.deep, list[int](), torch.empty(0)
 
         def logits(k: int, tokens: Tensor, at: Tensor) -> Tensor:
@@ -142,7 +159,9 @@ class LyannaDrafter(HeadDrafter):
                     lengths = [head.length(id) for id in ids]
                 states += head.roll(ids, states[0] if states else state, steps - len(states))
                 state = states[-1]
-                places.extend(head.logits(torch.cat(states)).view(steps, len(ids), -1).unbind())  # one product for all
+                places.extend(
+                    head.logits(torch.cat(states)).view(steps, len(ids), -1).unbind()
+                )  # one product for all
                 self.forwards += steps
                 self.seconds += perf_counter() - begun
             found = places[k].clone()  # the new logits are kept unchanged
@@ -154,23 +173,36 @@ class LyannaDrafter(HeadDrafter):
         drafts = self.grow(seqs, logits, limits, plan)
         head.crop(ids, lengths)
         whole = torch.stack(places)
-        return [(draft, whole[:own, row]) for row, (draft, own) in enumerate(zip(drafts, deep, strict=True))]
+        return [
+            (draft, whole[:own, row])
+            for row, (draft, own) in enumerate(zip(drafts, deep, strict=True))
+        ]
 
-    def _draft_again(self, seqs: list[Sequence], limits: list[int], old: list[OldLogits]) -> list[Draft]:
+    def _draft_again(
+        self, seqs: list[Sequence], limits: list[int], old: list[OldLogits]
+    ) -> list[Draft]:
         """Return drafts from old logits alone."""
 
         def logits(k: int, tokens: Tensor, at: Tensor) -> Tensor:
             # A row that has ended gets those of any place.
-            return self._informed(torch.stack([each.places[min(k, len(each.places) - 1)] for each in old]), tokens)
+            return self._informed(
+                torch.stack([each.places[min(k, len(each.places) - 1)] for each in old]), tokens
+            )
 
-        plan = self.budgets.of(seqs, limits, [], [each.ahead for each in old]) if self.budgets is not None else None
+        plan = (
+            self.budgets.of(seqs, limits, [], [each.ahead for each in old])
+            if self.budgets is not None
+            else None
+        )
         return self.grow(seqs, logits, limits, plan, "reused")
 
     def _informed(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """Return logits [B, w, S] after tokens [B, w] from those [B, S] of a place."""
         if self.head.information is not None:
             return logits[:, None] + self.head.information(tokens)
-        return logits[:, None].repeat(1, tokens.shape[1], 1)  # they do not depend on the token before
+        return logits[:, None].repeat(
+            1, tokens.shape[1], 1
+        )  # they do not depend on the token before
 
     def _keep(self, seq: Sequence, draft: Draft, logits: Tensor, left: int) -> None:
         """Keep the logits [n, S] of a fresh draft, in which the first `left` places had old ones."""
@@ -181,7 +213,9 @@ class LyannaDrafter(HeadDrafter):
         if self.reuse != "off":
             self.old[seq.id] = OldLogits(logits)
 
-    def _free(self, seqs: list[Sequence], limits: list[int], known: list[OldLogits | None]) -> list[bool]:
+    def _free(
+        self, seqs: list[Sequence], limits: list[int], known: list[OldLogits | None]
+    ) -> list[bool]:
         """Return which sequences draft from old logits alone."""
         if self.reuse != "free":
             return [False] * len(seqs)
@@ -191,7 +225,11 @@ class LyannaDrafter(HeadDrafter):
         return free
 
     def observe(
-        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self,
+        seqs: list[Sequence],
+        drafts: list[Draft],
+        verdicts: list[Verdict],
+        hidden: list[Tensor] | None,
     ) -> None:
         super().observe(seqs, drafts, verdicts, hidden)
         for seq, verdict in zip(seqs, verdicts, strict=True):

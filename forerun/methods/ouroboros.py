@@ -60,7 +60,9 @@ class Phrases(Drafting):
     def build(self, parts: Parts) -> Drafter:
         assert parts.draft is not None
         pool = parts.pool(self.phrases) if self.warm else None
-        return OuroborosDrafter(self, parts.draft, self.policy(parts), parts.target.vocab_size, pool, parts.costs)
+        return OuroborosDrafter(
+            self, parts.draft, self.policy(parts), parts.target.vocab_size, pool, parts.costs
+        )
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,9 @@ class OuroborosDrafter(ChainDrafter):
             proposals.append(self._grow_by_phrases(phrased))
         drafts = {
             chain.seq.id: draft
-            for chain, draft in zip([*plain, *phrased], [d for each in proposals for d in each.drafts], strict=True)
+            for chain, draft in zip(
+                [*plain, *phrased], [d for each in proposals for d in each.drafts], strict=True
+            )
         }
         return Proposal.together([drafts[seq.id] for seq in seqs], proposals)
 
@@ -180,12 +184,18 @@ class OuroborosDrafter(ChainDrafter):
         forwards, seconds = 0, 0.0
         while going:
             ids = [chain.seq.id for chain in going]
-            trees, drafted = [self._tree(chain) for chain in going], [len(chain.tokens) for chain in going]
+            trees, drafted = (
+                [self._tree(chain) for chain in going],
+                [len(chain.tokens) for chain in going],
+            )
             begun = perf_counter()
             logits, _ = self.model.forward(ids, [tree.draft() for tree in trees])
             seconds += perf_counter() - begun
             forwards += 1
-            walks = [self._walk(chain, tree, own) for chain, tree, own in zip(going, trees, logits, strict=True)]
+            walks = [
+                self._walk(chain, tree, own)
+                for chain, tree, own in zip(going, trees, logits, strict=True)
+            ]
             self.model.commit(ids, [path for _, path in walks])
             for chain, tree, before in zip(going, trees, drafted, strict=True):
                 if "phrase" in tree.origins:
@@ -225,7 +235,9 @@ class OuroborosDrafter(ChainDrafter):
             else:
                 try:
                     source = seq.source(len(chain.tokens))
-                    (token,), here, q = sampling.next_tokens([sampler], here, lambda _: chain.text(), [source])
+                    (token,), here, q = sampling.next_tokens(
+                        [sampler], here, lambda _: chain.text(), [source]
+                    )
                 except sampling.RowError:  # no token is left to draft
                     return False, path
             chain.add(token, None if q is None else q[0])
@@ -253,14 +265,20 @@ class OuroborosDrafter(ChainDrafter):
         return tree.draft()
 
     def observe(
-        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: list[Tensor] | None
+        self,
+        seqs: list[Sequence],
+        drafts: list[Draft],
+        verdicts: list[Verdict],
+        hidden: list[Tensor] | None,
     ) -> None:
         of_chains = []
         for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
             row = self.rows[seq.id]
             count = draft.drafted if row.chain is None else row.chain
             # The policy observes the chain, not the phrases after it.
-            of_chains.append(replace(verdict, rejected=verdict.rejected and verdict.accepted < count))
+            of_chains.append(
+                replace(verdict, rejected=verdict.rejected and verdict.accepted < count)
+            )
             if row.chain is None or not verdict.argmax:  # empty if a processor raised
                 continue
             # Phrases after the chain give way to the target's tokens there, even if it was rejected before (unlike the
@@ -268,7 +286,10 @@ class OuroborosDrafter(ChainDrafter):
             for phrase, nodes in row.suffixes:
                 if len(nodes) == self.span:
                     row.pool.drop(draft.tokens[row.chain], phrase)
-                    row.pool.add(draft.tokens[row.chain], [verdict.argmax[node] for node in (row.chain, *nodes[:-1])])
+                    row.pool.add(
+                        draft.tokens[row.chain],
+                        [verdict.argmax[node] for node in (row.chain, *nodes[:-1])],
+                    )
             for node in range(verdict.accepted + 1, row.chain - self.span + 2):
                 row.pool.add(draft.tokens[node], verdict.argmax[node : node + self.span])
             row.read = row.pool.learn(seq.tokens, row.read)

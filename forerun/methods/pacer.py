@@ -138,7 +138,9 @@ class PacerStop(LengthPolicy):
 
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         # Whether fused drafts are possible.
-        is_alone = len(seqs) == 1 and (seqs[0].sampler.is_argmax or seqs[0].sampler.distribution is not None)
+        is_alone = len(seqs) == 1 and (
+            seqs[0].sampler.is_argmax or seqs[0].sampler.distribution is not None
+        )
         # Beside sampled rows greedy ones stop as those do, each on its own.
         mode: Mode = "greedy" if all(seq.greedy for seq in seqs) else "sampled"
         count = rows if mode == "greedy" else 1
@@ -147,7 +149,9 @@ class PacerStop(LengthPolicy):
             return Within(Bounds(self.most, product=threshold), count if together else 1)
         return BlockRule(self, block, threshold, count if together else 1)
 
-    def settings(self, mode: Mode, count: int, is_alone: bool, context: float = 0.0) -> tuple[int, float, bool]:
+    def settings(
+        self, mode: Mode, count: int, is_alone: bool, context: float = 0.0
+    ) -> tuple[int, float, bool]:
         """Return the block (0: use the draft's probabilities), the threshold, and whether `count` rows of a mode stop
         together. `is_alone`: no other row drafts. `context`: the mean of the rows."""
         step = 1 << max(0, count.bit_length() - 3)
@@ -158,7 +162,9 @@ class PacerStop(LengthPolicy):
             self._settings[key] = self._find(*key)
         return self._settings[key]
 
-    def _find(self, mode: Mode, count: int, is_alone: bool, context: int) -> tuple[int, float, bool]:
+    def _find(
+        self, mode: Mode, count: int, is_alone: bool, context: int
+    ) -> tuple[int, float, bool]:
         costs = self.costs(mode, count)
         if self.threshold is not None or costs is None:
             return self.block or BLOCK, self.threshold if self.threshold is not None else 0.5, False
@@ -172,7 +178,9 @@ class PacerStop(LengthPolicy):
         known = self.layer.thresholds
         key = repr(costs), greedy, count, blocks, self.most
         if key not in known:
-            traces, products = self.layer.traces["greedy" if greedy else "sampled"][..., : self.most]
+            traces, products = self.layer.traces["greedy" if greedy else "sampled"][
+                ..., : self.most
+            ]
             found = {block: best_threshold(traces, block, costs, count) for block in blocks}
             if len(blocks) > 1:
                 glancing = replace(costs, policy=costs.glance)
@@ -181,7 +189,9 @@ class PacerStop(LengthPolicy):
             known[key] = block, found[block][0]
         return *known[key], greedy
 
-    def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
+    def observe(
+        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]
+    ) -> None:
         for seq, verdict in zip(seqs, verdicts, strict=True):
             past = self.past[seq.id]
             past.runs[0] += verdict.accepted
@@ -203,11 +213,17 @@ class BlockRule(StopRule):
     def bounds(self) -> Bounds:
         return Bounds(min(self.block, self.policy.most))
 
-    def bounds_after(self, seq: Sequence, drafted: list[int], probabilities: list[float]) -> Bounds | None:
+    def bounds_after(
+        self, seq: Sequence, drafted: list[int], probabilities: list[float]
+    ) -> Bounds | None:
         if len(drafted) >= self.policy.most:
             return None
         output = self._output([seq], [drafted], [probabilities])
-        return Bounds(min(self.block, self.policy.most - len(drafted))) if self._judged(output)[0] else None
+        return (
+            Bounds(min(self.block, self.policy.most - len(drafted)))
+            if self._judged(output)[0]
+            else None
+        )
 
     def more(self, state: DraftState) -> list[bool]:
         self.states.append(state)
@@ -228,14 +244,25 @@ class BlockRule(StopRule):
     def _ask(self, state: DraftState) -> Array:
         """Return the layer's logits [R, b] for the last block of the remaining rows."""
         ids, new = {seq.id for seq in state.seqs}, len(self.states)
-        parts = [each.part([row for row, seq in enumerate(each.seqs) if seq.id in ids]) for each in self.states]
+        parts = [
+            each.part([row for row, seq in enumerate(each.seqs) if seq.id in ids])
+            for each in self.states
+        ]
         self.states = []
-        tokens = torch.tensor([drafted[-new:] for drafted in state.tokens], device=state.scores.device)
-        scores = parts[0].scores[:, None] if new == 1 else torch.stack([part.scores for part in parts], 1)
+        tokens = torch.tensor(
+            [drafted[-new:] for drafted in state.tokens], device=state.scores.device
+        )
+        scores = (
+            parts[0].scores[:, None]
+            if new == 1
+            else torch.stack([part.scores for part in parts], 1)
+        )
         q = probs.probabilities_of(scores, tokens).tolist()
         return self._output(state.seqs, state.tokens, q)
 
-    def _output(self, seqs: abc.Sequence[Sequence], drafted: list[list[int]], q: list[list[float]]) -> Array:
+    def _output(
+        self, seqs: abc.Sequence[Sequence], drafted: list[list[int]], q: list[list[float]]
+    ) -> Array:
         """Return the layer's logits [R, b] for the last b tokens, with probabilities `q`."""
         policy, ids, new = self.policy, [seq.id for seq in seqs], len(q[0])
         if self.state is None:

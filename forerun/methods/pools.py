@@ -82,7 +82,9 @@ class SuffixMemory:
 
     def clear(self) -> None:
         with self.lock:
-            self._automaton: Automaton | None = Automaton()  # None during a change, which an exception may break off
+            self._automaton: Automaton | None = (
+                Automaton()
+            )  # None during a change, which an exception may break off
             self._texts: dict[tuple[int, ...], None] = {}
 
     @property

@@ -82,7 +82,9 @@ class StopRule(Protocol):
         """Return the rule for the first tokens of one row as numbers, or None if that is not possible."""
         return None
 
-    def bounds_after(self, seq: Sequence, drafted: list[int], probabilities: list[float]) -> Bounds | None:
+    def bounds_after(
+        self, seq: Sequence, drafted: list[int], probabilities: list[float]
+    ) -> Bounds | None:
         """Return the bounds of the next tokens, given the probabilities of those within the last bounds; None to
         stop."""
         return None
@@ -104,7 +106,9 @@ class LengthPolicy(Protocol):
         forward."""
         raise NotImplementedError
 
-    def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
+    def observe(
+        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]
+    ) -> None:
         """Record the verdicts on drafts."""
         return
 
@@ -152,12 +156,18 @@ class Within(StopRule):
         if not (fits or floor) or not (self.limits.least or self.limits.product or floor):
             return [fits] * len(state.tokens)
         last = probabilities.last_probabilities(state.scores, state.tokens)
-        found = [self.products.get(seq.id, 1.0) * each for seq, each in zip(state.seqs, last, strict=True)]
+        found = [
+            self.products.get(seq.id, 1.0) * each
+            for seq, each in zip(state.seqs, last, strict=True)
+        ]
         self.products = {seq.id: product for seq, product in zip(state.seqs, found, strict=True)}
         least, product = self.limits.least, self.limits.product
         if self.together > 1:
             return [fits and sum(found) >= product * self.together] * len(found)
-        return [fits and each >= least and whole >= product for each, whole in zip(last, found, strict=True)]
+        return [
+            fits and each >= least and whole >= product
+            for each, whole in zip(last, found, strict=True)
+        ]
 
 
 class BestLength(LengthPolicy):
@@ -190,7 +200,9 @@ class BestLength(LengthPolicy):
             found.append(expected)
         return found
 
-    def observe(self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]) -> None:
+    def observe(
+        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]
+    ) -> None:
         for seq, verdict in zip(seqs, verdicts, strict=True):
             tested, accepted = self.seen[seq.greedy]
             for place in range(min(verdict.tested, MOST)):

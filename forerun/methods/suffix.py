@@ -78,7 +78,9 @@ class _Text:
 class SuffixDrafter(Drafter):
     """Draft point masses by the settings of its method. Outputs are added to `memory` when they end."""
 
-    def __init__(self, settings: Suffix, memory: SuffixMemory | None = None, costs: Costs | None = None) -> None:
+    def __init__(
+        self, settings: Suffix, memory: SuffixMemory | None = None, costs: Costs | None = None
+    ) -> None:
         """Build a drafter. With `costs`, tokens that are not worth their place in a batch are left out."""
         self.settings, self.memory = settings, memory
 

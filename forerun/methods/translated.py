@@ -32,7 +32,9 @@ class Reader:
         self.translation = translation
         self.tokens: list[int] = list(translation.draft.front)
         self._own: list[int] = []  # the target's tokens that were read
-        self._ends = [len(self.tokens)]  # the number of ours for the first i of them; -1 within a character
+        self._ends = [
+            len(self.tokens)
+        ]  # the number of ours for the first i of them; -1 within a character
 
     def read(self, tokens: abc.Sequence[int]) -> bool:
         """Read the target's tokens, in place of those that differ from what was read. Return False if they end in half
@@ -88,7 +90,11 @@ class TranslatedDrafter(ChainDrafter):
         self._readers: dict[int, Reader] = {}
         self._held: dict[int, list[int]] = {}  # what each row of the model has run
         known = sorted(translation.shared.items())
-        self._ids = {ours: theirs for ours, theirs in known if ours < vocab_size and theirs < model.vocab_size}
+        self._ids = {
+            ours: theirs
+            for ours, theirs in known
+            if ours < vocab_size and theirs < model.vocab_size
+        }
         self._ours = torch.tensor([*self._ids], device=model.device)
         self._theirs = torch.tensor([*self._ids.values()], device=model.device)
 
@@ -113,7 +119,9 @@ class TranslatedDrafter(ChainDrafter):
         if seq.id not in self.model or not self._settle(seq) or not self._knows(self._text(seq)):
             return 0
         context = self.model.context
-        return min(seq.remaining - 1, context - len(self._text(seq)) + 1 if context else seq.remaining)
+        return min(
+            seq.remaining - 1, context - len(self._text(seq)) + 1 if context else seq.remaining
+        )
 
     def _settle(self, seq: Sequence) -> bool:
         """Read what the target has committed, and keep as much of the model's row as is still right, but not the last
@@ -135,7 +143,10 @@ class TranslatedDrafter(ChainDrafter):
 
     def _pending(self, chain: Chain) -> list[int]:
         text, length = self._text(chain.seq), len(self._held[chain.seq.id])
-        return [*text[length:], *(self._ids[token] for token in chain.tokens[max(0, length - len(text)) :])]
+        return [
+            *text[length:],
+            *(self._ids[token] for token in chain.tokens[max(0, length - len(text)) :]),
+        ]
 
     def _at_once(self, chain: Chain, rule: StopRule) -> None:
         """Return None: the model's tokens are not those that are drafted."""

@@ -17,7 +17,9 @@ class Inputs:
     """n new entries of some rows of a cache, row after row. A forward returns [n, ..] in the same order."""
 
     rows: Sequence[int]  # rows of the cache, in any order
-    depths: Sequence[Sequence[int]]  # [R][N_r] positions of new nodes, counted from the row's first uncommitted one
+    depths: Sequence[
+        Sequence[int]
+    ]  # [R][N_r] positions of new nodes, counted from the row's first uncommitted one
     # [N_r, P + N_r] bool of each row: whether each node sees the last P committed positions and the new nodes. P is the
     # same in all rows. None: rows are chains.
     masks: Sequence[Tensor] | None = None
@@ -46,7 +48,9 @@ class Inputs:
     def last(self, flat: Tensor) -> Tensor:
         """Return each row's last entry, [R, ..] of [n, ..]."""
         counts = self.counts
-        if min(counts) == max(counts):  # a GPU waits for an index from the host, but not for a slice
+        if min(counts) == max(
+            counts
+        ):  # a GPU waits for an index from the host, but not for a slice
             return flat.unflatten(0, (len(counts), counts[0]))[:, -1]
         return flat[[end - 1 for end in accumulate(counts)]]
 
@@ -109,11 +113,15 @@ def pad(
         if given is None:
             assert inputs.tokens is not None
             one = len(rows) == size == 1
-            given = torch.tensor(inputs.tokens if one else [row[1 : 1 + new] for row in pack_rows(inputs, lengths)])
+            given = torch.tensor(
+                inputs.tokens if one else [row[1 : 1 + new] for row in pack_rows(inputs, lengths)]
+            )
             given = given.to(device)
     else:
         # One tensor, as each transfer to a GPU takes time.
-        ends, ids, positions = torch.tensor(pack_rows(inputs, lengths), device=device).split([1, new, new], -1)
+        ends, ids, positions = torch.tensor(pack_rows(inputs, lengths), device=device).split(
+            [1, new, new], -1
+        )
         given = ids if given is None else given
         if masks is not None or not even:
             inner = None if masks is None else new_token_mask(inputs).to(device)
@@ -176,7 +184,9 @@ def _slots_and_mask(
     near = seen & (positions[:, :, None] - standing[:, None] < window)
     if kinds is None:
         return slots, additive(near, dtype)
-    return slots, {kind: additive(near if kind == "sliding_attention" else seen, dtype) for kind in kinds}
+    return slots, {
+        kind: additive(near if kind == "sliding_attention" else seen, dtype) for kind in kinds
+    }
 
 
 def _visible(lengths: Tensor, slots: Tensor, inner: Tensor | None, every: Tensor) -> Tensor:
@@ -187,7 +197,11 @@ def _visible(lengths: Tensor, slots: Tensor, inner: Tensor | None, every: Tensor
     back = inner.shape[-1] - new
     seen = (every < lengths - back)[:, None].repeat(1, new, 1)
     # Rows of padding may be shorter than P.
-    near = slots if not back else (lengths + torch.arange(-back, new, device=slots.device)).clamp(min=0)
+    near = (
+        slots
+        if not back
+        else (lengths + torch.arange(-back, new, device=slots.device)).clamp(min=0)
+    )
     return seen.scatter(2, near[:, None].expand(rows, new, -1), inner)
 
 
@@ -200,4 +214,6 @@ def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 def causal(new: int, end: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the additive mask [N, end] of chains after `end - N` positions."""
-    return torch.full((new, end), torch.finfo(dtype).min, dtype=dtype, device=device).triu_(end - new + 1)
+    return torch.full((new, end), torch.finfo(dtype).min, dtype=dtype, device=device).triu_(
+        end - new + 1
+    )

@@ -62,12 +62,16 @@ class CausalLM(Rows):
         self.hot: DraftHead | None = None
         self.fused_draft: FusedDraft | None = None
         kinds, layers = getattr(config, "layer_types", None) or [], config.num_hidden_layers
-        self._sliding = [kind == "sliding_attention" for kind in kinds] or [window_of(config) is not None] * layers
+        self._sliding = [kind == "sliding_attention" for kind in kinds] or [
+            window_of(config) is not None
+        ] * layers
         self._position_bytes: list[int] = []  # [bytes] once known, shared by all copies
         self._empty(0)
 
     def _empty(self, prefix_bytes: int) -> None:
-        self.cache, prompt = (KVCache(len(self._sliding), self._sliding, self.context) for _ in range(2))
+        self.cache, prompt = (
+            KVCache(len(self._sliding), self._sliding, self.context) for _ in range(2)
+        )
         self.prompts = PromptCache(prompt, prefix_bytes)
         self.prefilled = 0
 
@@ -118,7 +122,10 @@ class CausalLM(Rows):
         """Return Hugging Face's own logits processors for a generation config, in the order of `generate`."""
         self.model._prepare_special_tokens(config, True, device=self.device)
         return self.model._get_logits_processor(
-            config, input_ids_seq_length=prompt_length, logits_processor=LogitsProcessorList(), device=self.device
+            config,
+            input_ids_seq_length=prompt_length,
+            logits_processor=LogitsProcessorList(),
+            device=self.device,
         )
 
     # Memory.
@@ -164,7 +171,9 @@ class CausalLM(Rows):
         the prefix store holds, under the same salt, are not run again, unless `on_logits` is to get the
         logits [n, V] of each chunk."""
         tokens, prompts = list(tokens), self.prompts
-        for start in range(prompts.begin(tokens, salt, capture, on_logits is None), len(tokens), chunk):
+        for start in range(
+            prompts.begin(tokens, salt, capture, on_logits is None), len(tokens), chunk
+        ):
             part = tokens[start : start + chunk]
             inputs = Inputs([ROW], [range(len(part))], tokens=[part])
             logits, hidden = self.backend(inputs, prompts.cache, on_logits is not None, capture)
@@ -203,14 +212,21 @@ class CausalLM(Rows):
 
     @torch.inference_mode()
     def park(
-        self, id: int, tokens: Sequence[int], hidden: Tensor | None = None, salt: str = "", capture: Capture = ""
+        self,
+        id: int,
+        tokens: Sequence[int],
+        hidden: Tensor | None = None,
+        salt: str = "",
+        capture: Capture = "",
     ) -> None:
         """Add a sequence's committed positions to the prefix store, if any, for prompts with the same salt. Call it
         before `drop`. `tokens` may go beyond these positions; `hidden` [n, d] are the states captured at them."""
         length = self.cache.length(id)
         if self.keeps_prefixes and length:
             hidden = hidden[:length] if hidden is not None and len(hidden) >= length else None
-            self.prompts.remember(tokens[:length], self.cache.view(id, length), hidden, salt, capture)
+            self.prompts.remember(
+                tokens[:length], self.cache.view(id, length), hidden, salt, capture
+            )
 
     @torch.inference_mode()
     def forget_prompt(self) -> None:
@@ -241,8 +257,12 @@ class CausalLM(Rows):
     def forward(self, ids: Sequence[int], drafts: Sequence[Draft], capture: Capture = "") -> Output:
         """Return logits and captured hidden states at every node of each sequence's tree. New KV is provisional until
         `commit`."""
-        masks = None if all(draft.is_chain for draft in drafts) else [draft.mask() for draft in drafts]
-        inputs = self._inputs(ids, [draft.depths for draft in drafts], masks, [draft.tokens for draft in drafts])
+        masks = (
+            None if all(draft.is_chain for draft in drafts) else [draft.mask() for draft in drafts]
+        )
+        inputs = self._inputs(
+            ids, [draft.depths for draft in drafts], masks, [draft.tokens for draft in drafts]
+        )
         logits, hidden = self._run(inputs, capture)
         return Output(inputs.split(logits), inputs.split(hidden) if hidden is not None else None)
 

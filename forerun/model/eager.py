@@ -51,7 +51,9 @@ class EagerForward:
             )
         found = inputs.unpad(output.logits) if logits else None
         states = [inputs.unpad(each.to(self.device)) for each in captured]
-        return found, None if not states else states[0] if len(states) == 1 else torch.cat(states, -1)
+        return found, None if not states else states[0] if len(states) == 1 else torch.cat(
+            states, -1
+        )
 
 
 def lm_head(model: PreTrainedModel) -> nn.Module:
@@ -68,7 +70,9 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise ValueError(f"{type(model).__name__} has no readable features: it has no list of {count} layers")
+    raise ValueError(
+        f"{type(model).__name__} has no readable features: it has no list of {count} layers"
+    )
 
 
 @contextmanager
@@ -90,7 +94,9 @@ def capture_hidden_states(
             captured.append(inputs[0])
         return (inputs[0][:, -1:], *inputs[1:]) if last_only else None
 
-    def before_layer(place: int, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def before_layer(
+        place: int, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
         if threading.get_ident() == thread:
             captured[place] = inputs[0] if inputs else named["hidden_states"]
 
@@ -105,7 +111,9 @@ def capture_hidden_states(
             layers = decoder_layers(model)
             captured.append(torch.empty(0))
             if after < len(layers):
-                hook = layers[after].register_forward_pre_hook(partial(before_layer, place), with_kwargs=True)
+                hook = layers[after].register_forward_pre_hook(
+                    partial(before_layer, place), with_kwargs=True
+                )
             else:
                 hook = layers[-1].register_forward_hook(partial(after_last, place))
             hooks.callback(hook.remove)

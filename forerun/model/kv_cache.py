@@ -48,14 +48,18 @@ class KVCache(Cache):
 
     layers: list[KVLayer]  # type: ignore[assignment]
 
-    def __init__(self, layers: int, sliding: Sequence[bool] | None = None, context: int | None = None) -> None:
+    def __init__(
+        self, layers: int, sliding: Sequence[bool] | None = None, context: int | None = None
+    ) -> None:
         """`sliding`: whether each layer's attention has a window. `context`: the most positions of a row, if known."""
         self.ids: list[int] = []
         self.lengths: list[int] = []
         self.rows_capacity = self.capacity = self.changes = 0
         self.budget: int | None = None
         self.keeps_dropped = False
-        self._longest = _blocks(context or POSITIONS) + BLOCK  # drafts may stand behind the last position
+        self._longest = (
+            _blocks(context or POSITIONS) + BLOCK
+        )  # drafts may stand behind the last position
         self._rows: dict[int, int] = {}
         self._reserves: list[int] = []
         self._reaches: list[int] = []  # written positions of each row, provisional ones included
@@ -63,7 +67,9 @@ class KVCache(Cache):
         self._size, self._start, self._end = 0, 0, 0
         self._slots: Tensor | None = None
         self._row_indexes: dict[int, Tensor] = {}  # [B, 1] by B
-        super().__init__(layers=[KVLayer(self, is_sliding) for is_sliding in sliding or [False] * layers])
+        super().__init__(
+            layers=[KVLayer(self, is_sliding) for is_sliding in sliding or [False] * layers]
+        )
 
     # Rows.
 
@@ -145,7 +151,11 @@ class KVCache(Cache):
         for id, path in zip(ids, paths, strict=True):
             row = self._rows[id]
             start = self.lengths[row]
-            moves += [(row, start + node, start + place) for place, node in enumerate(path) if node != place]
+            moves += [
+                (row, start + node, start + place)
+                for place, node in enumerate(path)
+                if node != place
+            ]
             self.lengths[row] = start + len(path)
         if moves:
             self._move(torch.tensor(moves).T)
@@ -171,7 +181,9 @@ class KVCache(Cache):
         """Return views of a sequence's first `length` positions."""
         row = self._rows[id]
         return [
-            (layer.keys[row, :, :length], layer.values[row, :, :length]) if layer.is_initialized else None
+            (layer.keys[row, :, :length], layer.values[row, :, :length])
+            if layer.is_initialized
+            else None
             for layer in self.layers
         ]
 
@@ -192,7 +204,9 @@ class KVCache(Cache):
         row, old = self._rows[id], source.row(other)
         self.reserve(0, length)
         pairs = [
-            (layer, given) for layer, given in zip(self.layers, source.layers, strict=True) if given.is_initialized
+            (layer, given)
+            for layer, given in zip(self.layers, source.layers, strict=True)
+            if given.is_initialized
         ]
         for layer, given in pairs:  # all allocations come before the first entry that is lost
             layer.lazy_initialization(given.keys, given.values)
@@ -206,7 +220,9 @@ class KVCache(Cache):
     def begin(self, size: int, start: int, end: int, slots: Tensor | None = None) -> None:
         """Prepare a forward of the first `size` rows. New entries [B, G, N, D] go to `slots` [B, N], or in all rows to
         the slots from `start`, the longest length, on. Attention gets the first `end` slots."""
-        if end > self.capacity or size > self.rows_capacity:  # the reservation was too small, or there was none
+        if (
+            end > self.capacity or size > self.rows_capacity
+        ):  # the reservation was too small, or there was none
             self.reserve(size, end)
         self._start, self._end, self._slots = start, end, slots
         # Padding may lie in other slots, but consists of its row's own tokens.
@@ -257,14 +273,20 @@ class KVCache(Cache):
             return self.budget is None or rows * positions * each <= self.budget
 
         rounded = 1 << (rows - 1).bit_length()
-        wanted = [(max(rounded, self.rows_capacity), max(needed[1], self.capacity)), (rounded, needed[1]), needed]
+        wanted = [
+            (max(rounded, self.rows_capacity), max(needed[1], self.capacity)),
+            (rounded, needed[1]),
+            needed,
+        ]
         sizes = next((sizes for sizes in wanted if within(*sizes)), needed)
         try:
             for layer in self._ready():
                 layer.grow(*sizes)
         except BaseException:
             # Layers that have grown may have fewer rows than before, if these made room for longer ones.
-            self.rows_capacity = min([self.rows_capacity, *(layer.keys.shape[0] for layer in self._ready())])
+            self.rows_capacity = min(
+                [self.rows_capacity, *(layer.keys.shape[0] for layer in self._ready())]
+            )
             raise
         self.rows_capacity, self.capacity = sizes
         for layer in self._ready():
@@ -312,7 +334,9 @@ class KVLayer(CacheLayerMixin):
         if self.is_initialized:
             return
         try:
-            buffers = self._allocated(key_states, value_states, self.cache.rows_capacity, self.cache.capacity)
+            buffers = self._allocated(
+                key_states, value_states, self.cache.rows_capacity, self.cache.capacity
+            )
         except BaseException:
             self.cache.release()  # earlier layers have buffers
             raise
@@ -343,12 +367,18 @@ class KVLayer(CacheLayerMixin):
     def _allocated(self, keys: Tensor, values: Tensor, rows: int, positions: int) -> Buffers:
         """Return buffers for keys and values like these: one for both if they are of one size."""
         is_one = keys.shape[-1] == values.shape[-1] and keys.shape[-3] == values.shape[-3]
-        parts = [(keys, 2 * keys.shape[-3])] if is_one else [(keys, keys.shape[-3]), (values, values.shape[-3])]
+        parts = (
+            [(keys, 2 * keys.shape[-3])]
+            if is_one
+            else [(keys, keys.shape[-3]), (values, values.shape[-3])]
+        )
         found = []
         for like, groups in parts:
             size = like.shape[-1]
             more = self.cache.reserved(rows, positions, groups * size * like.element_size())
-            found.append(new_buffer(like, (rows, groups, positions, size), (more[0], groups, more[1], size)))
+            found.append(
+                new_buffer(like, (rows, groups, positions, size), (more[0], groups, more[1], size))
+            )
         return tuple(found)
 
     def grow(self, rows: int, positions: int) -> None:
@@ -365,7 +395,9 @@ class KVLayer(CacheLayerMixin):
 
     def use_buffers(self) -> None:
         """Set `keys`, `values` and `both` to what the cache uses of the buffers."""
-        parts = [whole.first(self.cache.rows_capacity, self.cache.capacity) for whole in self._wholes]
+        parts = [
+            whole.first(self.cache.rows_capacity, self.cache.capacity) for whole in self._wholes
+        ]
         self.both = parts[0] if len(parts) == 1 else None
         self.keys, self.values = parts[0].chunk(2, 1) if len(parts) == 1 else parts
         self.cache.changes += 1
@@ -380,9 +412,14 @@ class KVLayer(CacheLayerMixin):
     def use(self) -> None:
         """Set the views of the rows of the present forward."""
         if self.is_initialized:
-            self._keys, self._values = self.keys[: self.cache._size], self.values[: self.cache._size]
+            self._keys, self._values = (
+                self.keys[: self.cache._size],
+                self.values[: self.cache._size],
+            )
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         """Write new keys and values [B, G, N, D] where `KVCache.begin` has set; return views [B, G, end, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -417,9 +454,14 @@ def are_numbers(parts: Iterable[Tensor]) -> bool:
     # One thread sums usual sizes, because torch's other threads would wait actively between the sums,
     # on cores that others need: beside other work they take as much time as decoding.
     with one_thread(max((piece.numel() for piece in pieces), default=0)):
-        sums = [piece.sum(dtype=torch.float32 if piece.dtype == torch.float16 else None) for piece in pieces]
+        sums = [
+            piece.sum(dtype=torch.float32 if piece.dtype == torch.float16 else None)
+            for piece in pieces
+        ]
     # A device map may spread layers.
-    return not sums or bool(torch.stack([each.to(sums[0].device) for each in sums]).isfinite().all())
+    return not sums or bool(
+        torch.stack([each.to(sums[0].device) for each in sums]).isfinite().all()
+    )
 
 
 def _blocks(positions: int) -> int:

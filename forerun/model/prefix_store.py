@@ -72,7 +72,10 @@ class PrefixStore:
         capture = capture if hidden is not None else ""
         whole = np.asarray(tokens, dtype=np.int64)
         parts = [each for pair in stored if pair is not None for each in pair]
-        size = sum(each.numel() * each.element_size() for each in [*parts, *([] if hidden is None else [hidden])])
+        size = sum(
+            each.numel() * each.element_size()
+            for each in [*parts, *([] if hidden is None else [hidden])]
+        )
         if size > self.limit:
             return
         for entry in [each for each in self._entries[::-1] if each.salt == salt]:
@@ -85,7 +88,9 @@ class PrefixStore:
         while self.bytes + size > self.limit:
             self._remove(self._entries[0])
         copies = [None if pair is None else (pair[0].clone(), pair[1].clone()) for pair in stored]
-        self._entries.append(Prefix(whole, copies, None if hidden is None else hidden.clone(), size, salt, capture))
+        self._entries.append(
+            Prefix(whole, copies, None if hidden is None else hidden.clone(), size, salt, capture)
+        )
         self.bytes += size
 
     def _touch(self, entry: Prefix) -> None:

@@ -67,7 +67,11 @@ class PromptCache:
             self._home = None
         # A token that gives NaN spoils those before it in its chunk too.
         held = held if cache.mend(ROW) else 0
-        stored = self.store.find(tokens, held, capture, salt) if self.store is not None and reuse else None
+        stored = (
+            self.store.find(tokens, held, capture, salt)
+            if self.store is not None and reuse
+            else None
+        )
         if stored is not None:
             entry, held = stored
             cache.copy_in(ROW, entry.stored, held)
@@ -78,7 +82,9 @@ class PromptCache:
         self.tokens, self._salt, self.capture = tokens[:held], salt, capture
         cache.reserve(1, len(tokens))
         if self.shelf is not None and reuse:
-            with one_thread(0):  # because other threads would wait actively between many small copies
+            with one_thread(
+                0
+            ):  # because other threads would wait actively between many small copies
                 for entries, hidden in self.shelf.read(tokens, held, capture, salt):
                     self._extend(entries, hidden, tokens)
         return len(self.tokens)
@@ -125,7 +131,9 @@ class PromptCache:
         """Add the prompt, which was run completely, to the store."""
         if self.tokens:
             stored = self._view(len(self.tokens))
-            self.remember(self.tokens, stored, self.hidden, self._salt, self.capture, has_ended=False)
+            self.remember(
+                self.tokens, stored, self.hidden, self._salt, self.capture, has_ended=False
+            )
 
     def copy_to(self, cache: KVCache, id: int, reserve: int) -> None:
         """Add a row for a sequence, with a copy of the prompt, or with the prompt itself if it is long."""
@@ -133,7 +141,12 @@ class PromptCache:
         cache.add(id, max(reserve, length))
         if not length:
             return
-        if self._home is None and self._bytes >= MOVED and self.cache.is_releasable and cache.is_releasable:
+        if (
+            self._home is None
+            and self._bytes >= MOVED
+            and self.cache.is_releasable
+            and cache.is_releasable
+        ):
             cache.take(id, self.cache, ROW, length)
             self._home = cache, id
         else:
@@ -187,4 +200,6 @@ class PromptCache:
                 if self.store is not None:
                     self.store.put(tokens, stored, hidden, salt, capture)
             except (MemoryError, RuntimeError) as error:  # including torch.OutOfMemoryError
-                _LOG.warning("a text is not kept for later prompts: %r", error)  # not the request's fault
+                _LOG.warning(
+                    "a text is not kept for later prompts: %r", error
+                )  # not the request's fault

@@ -305,7 +305,9 @@ def _are_alike(states: Tensor, others: Tensor) -> bool:
     return states.dtype == others.dtype and states.shape[1] == others.shape[1]
 
 
-def _copies(segment: Segment, part: str, stored: Stored, hidden: Tensor | None) -> dict[str, Tensor]:
+def _copies(
+    segment: Segment, part: str, stored: Stored, hidden: Tensor | None
+) -> dict[str, Tensor]:
     """Return copies of the tensors of a part, by name."""
     if part == STATES:
         return tensors_of(stored, segment.start, segment.end)

@@ -13,8 +13,26 @@ _ATTENTION = {"full_attention", "sliding_attention"}
 # Models whose attention depends on more than `position_ids` and the mask, and encoders, which count positions in their
 # own way or see later tokens.
 _OWN_POSITIONS = {"gpt_neo", "moshi"} | {
-    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
-    *("rembert", "roberta", "roberta-prelayernorm", "roformer", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    *(
+        "bert",
+        "bert-generation",
+        "big_bird",
+        "camembert",
+        "data2vec-text",
+        "electra",
+        "ernie",
+        "megatron-bert",
+    ),
+    *(
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roformer",
+        "xlm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    ),
 }
 
 
@@ -31,7 +49,9 @@ def context_of(config: PreTrainedConfig) -> int | None:
             limits.append(part.get("original_max_position_embeddings"))
     found = min((limit for limit in limits if limit), default=None)
     if isinstance(found, int | float) and found > POSITIONS:
-        raise ValueError(f"the configuration claims {found} positions; at most {POSITIONS} are supported")
+        raise ValueError(
+            f"the configuration claims {found} positions; at most {POSITIONS} are supported"
+        )
     return found
 
 
@@ -50,7 +70,9 @@ def check_model(model: PreTrainedModel) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder; it must be a decoder-only model")
     if getattr(model, "_is_stateful", False) or not kinds <= _ATTENTION:
-        raise ValueError(f"{name} has layers that cannot roll back: {sorted(kinds - _ATTENTION) or 'recurrent'}")
+        raise ValueError(
+            f"{name} has layers that cannot roll back: {sorted(kinds - _ATTENTION) or 'recurrent'}"
+        )
     if getattr(config, "alibi", False) or config.model_type in _OWN_POSITIONS:
         raise ValueError(
             f"{name} counts positions by its cache or in its own way (ALiBi, local attention, encoder as decoder): "

@@ -33,7 +33,9 @@ KEPT = 64  # texts of a request whose tokens are remembered: more than the nodes
 _INSTALL = "response_format needs the package llguidance: pip install '.[grammar]' in the clone"
 
 _Stop = Callable[[Sequence[int]], bool]
-_tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, LLTokenizer, frozenset[int]]] = WeakKeyDictionary()
+_tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, LLTokenizer, frozenset[int]]] = (
+    WeakKeyDictionary()
+)
 _lock = Lock()
 
 
@@ -57,7 +59,9 @@ def compiled(
     if tokenizer is None:
         raise ValueError("response_format needs a tokenizer; give tokenizer=...")
     if not ends:
-        raise ValueError("response_format needs an end token; neither the model nor its tokenizer names one")
+        raise ValueError(
+            "response_format needs an end token; neither the model nor its tokenizer names one"
+        )
     kind, text = form
     try:
         vocabulary, marked = _vocabulary(tokenizer, min(ends))
@@ -71,9 +75,13 @@ def compiled(
     if matcher.is_error():
         raise ValueError(f"cannot use response_format.{kind}: {_line(matcher.get_error())}")
     size = vocabulary.vocab_size
-    special = marked.union(token for token in (vocabulary.eos_token, *tokenizer.all_special_ids) if token < size)
+    special = marked.union(
+        token for token in (vocabulary.eos_token, *tokenizer.all_special_ids) if token < size
+    )
     if kind == "grammar":
-        special -= {int(token) for token in re.findall(r"<\[(\d{1,9})\]>", text)} - {vocabulary.eos_token}
+        special -= {int(token) for token in re.findall(r"<\[(\d{1,9})\]>", text)} - {
+            vocabulary.eos_token
+        }
     tokens = _Tokens(size, vocabulary.eos_token, ends, special)
     wrong = Grammar(matcher, tokens, 0)._state([]).wrong
     if wrong is not None:
@@ -96,8 +104,12 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase, end: int) -> tuple[LLTokeniz
         size, made, marked = _tokenizers.get(tokenizer, (-1, None, frozenset()))
         if made is None or size != len(tokenizer):
             # A request says which tokens end its text, so any of them does here.
-            made = llguidance.hf.from_tokenizer(tokenizer, eos_token=min(end_of(tokenizer), default=end))  # type: ignore[arg-type]
-            marked = frozenset(token for token in range(made.vocab_size) if made.is_special_token(token))
+            made = llguidance.hf.from_tokenizer(
+                tokenizer, eos_token=min(end_of(tokenizer), default=end)
+            )  # type: ignore[arg-type]
+            marked = frozenset(
+                token for token in range(made.vocab_size) if made.is_special_token(token)
+            )
             _tokenizers[tokenizer] = len(tokenizer), made, marked
         return made, marked
 
@@ -160,7 +172,11 @@ class Grammar(Constraint):
         text = list(tokens[self._start :])
         for count, token in enumerate(chain):
             allowed = self._state(text).allowed
-            if allowed is None or token >= 8 * len(allowed) or not allowed[token // 8] >> token % 8 & 1:
+            if (
+                allowed is None
+                or token >= 8 * len(allowed)
+                or not allowed[token // 8] >> token % 8 & 1
+            ):
                 return count
             text.append(token)
         return len(chain)
@@ -173,7 +189,9 @@ class Grammar(Constraint):
         """
         state = self._state(list(ids[self._start :]))
         if state.wrong is not None:
-            raise FormError(f"the response_format cannot be kept after {len(ids) - self._start} tokens: {state.wrong}")
+            raise FormError(
+                f"the response_format cannot be kept after {len(ids) - self._start} tokens: {state.wrong}"
+            )
         return state.last
 
     def stop(self, other: _Stop | None) -> _Stop:
@@ -200,7 +218,11 @@ class Grammar(Constraint):
         matcher, self._matcher = self._matcher, None
         if matcher is None:
             matcher, self._at = self._beginning.deep_copy(), []
-        found = self._follows(matcher) if self._goes(matcher, text) else _State(wrong="the grammar forbids that text")
+        found = (
+            self._follows(matcher)
+            if self._goes(matcher, text)
+            else _State(wrong="the grammar forbids that text")
+        )
         if matcher.is_error():
             return _State(wrong=_line(matcher.get_error()))
         self._matcher = matcher
@@ -215,7 +237,11 @@ class Grammar(Constraint):
         del self._at[same:]
         for token in text[same:]:
             # One by one: of several tokens llguidance looks at some limits for the first only.
-            if token in tokens.special or token >= tokens.size or matcher.validate_tokens([token]) != 1:
+            if (
+                token in tokens.special
+                or token >= tokens.size
+                or matcher.validate_tokens([token]) != 1
+            ):
                 return False
             if not matcher.consume_token(token):
                 return False

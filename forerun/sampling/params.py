@@ -57,37 +57,53 @@ class SamplingParams:
         _check("max_new_tokens", self.max_new_tokens, Integral, lambda n: n >= 1, "at least 1")
         # Between 0 and 0.001 sampling would be greedy but for rounding, which overflows.
         _check(
-            "temperature", self.temperature, Real, lambda x: x == 0 or 1e-3 <= x < inf, "0 (greedy) or at least 0.001"
+            "temperature",
+            self.temperature,
+            Real,
+            lambda x: x == 0 or 1e-3 <= x < inf,
+            "0 (greedy) or at least 0.001",
         )
         _check("top_k", self.top_k, Integral, lambda n: n >= 0, "0 (all) or more")
         _check("top_p", self.top_p, Real, lambda x: 0 < x <= 1, "above 0 and at most 1")
         _check("min_p", self.min_p, Real, lambda x: 0 <= x <= 1, "between 0 and 1")
-        _check("repetition_penalty", self.repetition_penalty, Real, lambda x: 0 < x < inf, "above 0")
+        _check(
+            "repetition_penalty", self.repetition_penalty, Real, lambda x: 0 < x < inf, "above 0"
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             _check(name, getattr(self, name), Real, lambda x: -2 <= x <= 2, "between -2 and 2")
         if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"logit_bias must be numbers by token id, not {type(self.logit_bias).__name__}")
+            raise ValueError(
+                f"logit_bias must be numbers by token id, not {type(self.logit_bias).__name__}"
+            )
         for token, bias in self.logit_bias.items():
             _check("a token id of logit_bias", token, Integral, lambda n: n >= 0, "0 or more")
             _check("logit_bias", bias, Real, lambda x: -100 <= x <= 100, "between -100 and 100")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         if self.seed is not None:
-            _check("seed", self.seed, Integral, lambda n: 0 <= n < 2**62, "0 or more and below 2**62")
+            _check(
+                "seed", self.seed, Integral, lambda n: 0 <= n < 2**62, "0 or more and below 2**62"
+            )
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
         form = form_of(self.response_format)
         if isinstance(self.response_format, Mapping):
             object.__setattr__(self, "response_format", dict(self.response_format))
         if form is not None and self.ignore_eos:
-            raise ValueError("ignore_eos cannot be given beside response_format, which says where the output ends")
+            raise ValueError(
+                "ignore_eos cannot be given beside response_format, which says where the output ends"
+            )
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
+        if not isinstance(stop, list | tuple) or not all(
+            isinstance(text, str) and text for text in stop
+        ):
             raise ValueError(f"stop must be strings that are not empty, not {self.stop!r}")
         object.__setattr__(self, "stop", tuple(stop))
 
 
 def _check(name: str, value: Any, type_: type, fits: Callable[[Any], bool], allowed: str) -> None:
     if isinstance(value, bool) or not isinstance(value, type_):
-        raise ValueError(f"{name} must be {'an integer' if type_ is Integral else 'a number'}, not {value!r}")
+        raise ValueError(
+            f"{name} must be {'an integer' if type_ is Integral else 'a number'}, not {value!r}"
+        )
     if not fits(value):
         raise ValueError(f"{name} must be {allowed}, not {value}")

@@ -16,18 +16,26 @@ def _is_numpy(scores: Tensor) -> bool:
 
 def argmax_of(scores: Tensor) -> Tensor:
     """The argmax [..] of scores [.., V], the first of equal ones. On a CPU numpy's takes a tenth of torch's time."""
-    return torch.from_numpy(np.asarray(scores.detach().numpy().argmax(-1))) if _is_numpy(scores) else scores.argmax(-1)
+    return (
+        torch.from_numpy(np.asarray(scores.detach().numpy().argmax(-1)))
+        if _is_numpy(scores)
+        else scores.argmax(-1)
+    )
 
 
 def best_of(scores: Sequence[Tensor]) -> tuple[list[int], list[float]]:
     """Of several scores [N, V], at least one, the argmax of each row, and the score there: NaN where any of the row's
     is. A GPU is waited for once."""
-    if all(map(_is_numpy, scores)):  # few calls, as their code is read from memory after every forward
+    if all(
+        map(_is_numpy, scores)
+    ):  # few calls, as their code is read from memory after every forward
         rows = [row for each in scores for row in each.detach().numpy()]
         best = [int(row.argmax()) for row in rows]
         return best, [float(row[token]) for row, token in zip(rows, best, strict=True)]
     argmax = [each.argmax(-1) for each in scores]
-    highest = [each.gather(-1, best[:, None])[:, 0] for each, best in zip(scores, argmax, strict=True)]
+    highest = [
+        each.gather(-1, best[:, None])[:, 0] for each, best in zip(scores, argmax, strict=True)
+    ]
     tokens, values = torch.stack([torch.cat(argmax).float(), torch.cat(highest).float()]).tolist()
     return [int(token) for token in tokens], values
 

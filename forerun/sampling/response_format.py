@@ -22,10 +22,14 @@ def form_of(response_format: Any) -> tuple[str, str] | None:
     if response_format is None:
         return None
     if not isinstance(response_format, Mapping):
-        raise ValueError(f"response_format must be a dict with a type, not {_short(response_format)}")
+        raise ValueError(
+            f"response_format must be a dict with a type, not {_short(response_format)}"
+        )
     kind = response_format.get("type")
     if kind not in TYPES:
-        raise ValueError(f"response_format.type must be one of {', '.join(TYPES)}, not {_short(kind)}")
+        raise ValueError(
+            f"response_format.type must be one of {', '.join(TYPES)}, not {_short(kind)}"
+        )
     if kind == "text":
         return None
     if kind == "json_object":
@@ -35,13 +39,19 @@ def form_of(response_format: Any) -> tuple[str, str] | None:
     else:
         text = response_format.get(kind)
         if not isinstance(text, str) or not text:
-            raise ValueError(f"response_format.{kind} must be a text that is not empty, not {_short(text)}")
+            raise ValueError(
+                f"response_format.{kind} must be a text that is not empty, not {_short(text)}"
+            )
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"response_format.{kind} has half of a surrogate pair, which is no character") from None
+            raise ValueError(
+                f"response_format.{kind} has half of a surrogate pair, which is no character"
+            ) from None
     if len(text) > MOST:
-        raise ValueError(f"response_format.{kind} has {len(text)} characters; at most {MOST} are allowed")
+        raise ValueError(
+            f"response_format.{kind} has {len(text)} characters; at most {MOST} are allowed"
+        )
     return str(kind), text
 
 
@@ -49,13 +59,17 @@ def _schema(given: Any) -> str:
     schema = given.get("schema") if isinstance(given, Mapping) else given
     if not isinstance(given, Mapping) or not isinstance(schema, Mapping | bool):
         wrong = _short(schema if isinstance(given, Mapping) else given)
-        raise ValueError(f"response_format.json_schema must be {{'schema': a JSON schema}}, not {wrong}")
+        raise ValueError(
+            f"response_format.json_schema must be {{'schema': a JSON schema}}, not {wrong}"
+        )
     try:
         return json.dumps(schema, allow_nan=False)
     except RecursionError:
         raise ValueError("response_format.json_schema.schema is nested too deeply") from None
     except (TypeError, ValueError) as error:
-        raise ValueError(f"response_format.json_schema.schema is no JSON: {str(error)[:100]}") from None
+        raise ValueError(
+            f"response_format.json_schema.schema is no JSON: {str(error)[:100]}"
+        ) from None
 
 
 def _short(value: Any) -> str:

@@ -78,11 +78,17 @@ class LogitBias(LogitsProcessor):
     """Adds a number to the scores of some tokens."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:
-        self.ids, self.values = torch.tensor(list(bias)), torch.tensor([float(each) for each in bias.values()])
+        self.ids, self.values = (
+            torch.tensor(list(bias)),
+            torch.tensor([float(each) for each in bias.values()]),
+        )
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
         inside = self.ids < scores.shape[-1]
-        ids, values = self.ids[inside].to(scores.device), self.values[inside].to(scores.device, scores.dtype)
+        ids, values = (
+            self.ids[inside].to(scores.device),
+            self.values[inside].to(scores.device, scores.dtype),
+        )
         return scores.index_add(1, ids, values.expand(len(scores), -1))
 
 
@@ -151,11 +157,17 @@ class Sampler:
 
     def __post_init__(self) -> None:
         if self.processors:
-            object.__setattr__(self, "processors", LogitsProcessorList(map(_quickened, self.processors)))
+            object.__setattr__(
+                self, "processors", LogitsProcessorList(map(_quickened, self.processors))
+            )
 
     @classmethod
     def of(
-        cls, params: SamplingParams, prompt_length: int, vocab_size: int, extra: Iterable[LogitsProcessor] = ()
+        cls,
+        params: SamplingParams,
+        prompt_length: int,
+        vocab_size: int,
+        extra: Iterable[LogitsProcessor] = (),
     ) -> Sampler:
         """Return the sampler of parameters, as transformers' `generate` has it: `extra` processors come after penalties
         and biases and before temperature, and one of a penalty's own class replaces it.
@@ -170,7 +182,9 @@ class Sampler:
             found.append(given or repetition(float(params.repetition_penalty)))
             extra = [each for each in extra if each is not given]
         if params.presence_penalty or params.frequency_penalty:
-            found.append(Penalties(params.presence_penalty, params.frequency_penalty, prompt_length))
+            found.append(
+                Penalties(params.presence_penalty, params.frequency_penalty, prompt_length)
+            )
         if params.logit_bias:
             if max(params.logit_bias) >= vocab_size:
                 raise ValueError(f"logit_bias has token ids outside 0..{vocab_size - 1}")
@@ -207,7 +221,9 @@ class Sampler:
         return scores
 
     def _processed(self, ids: Tensor | None, scores: Tensor) -> Tensor:
-        for processor in self.processors or ():  # their list would ask each for its signature every time
+        for processor in (
+            self.processors or ()
+        ):  # their list would ask each for its signature every time
             scores = processor(ids, scores)  # type: ignore[arg-type]
         return scores
 
@@ -260,7 +276,10 @@ class RowError(Exception):
 
 
 def next_tokens(
-    samplers: Sequence[Sampler], logits: Tensor, prefix: Callable[[int], list[int]], sources: Sequence[Source]
+    samplers: Sequence[Sampler],
+    logits: Tensor,
+    prefix: Callable[[int], list[int]],
+    sources: Sequence[Source],
 ) -> tuple[list[int], Tensor, Tensor | None]:
     """Return the next token of each row, the processed scores [R, V], and the distributions [R, V] that tokens were
     sampled from, None if all rows are greedy.
@@ -308,7 +327,9 @@ def sample(probabilities: Tensor, source: Source) -> int:
     if device.type == "cpu":
         return _at(float(number), probabilities.numpy())
     below = probabilities.cumsum(-1, dtype=dtype)
-    index = int(torch.searchsorted(below, number * below[-1], right=True))  # `right` passes over probabilities of 0
+    index = int(
+        torch.searchsorted(below, number * below[-1], right=True)
+    )  # `right` passes over probabilities of 0
     return index if index < len(probabilities) else _last(probabilities.cpu().numpy())
 
 
@@ -330,5 +351,7 @@ def _at(number: float, p: np.ndarray) -> int:
 def _last(p: np.ndarray) -> int:
     """Return the last token that has a probability, for a number that rounding led to the very end."""
     if not p.sum() > 0:
-        raise NotNumbersError("no token can be sampled: scores are not numbers, or all of them are -inf")
+        raise NotNumbersError(
+            "no token can be sampled: scores are not numbers, or all of them are -inf"
+        )
     return int(np.flatnonzero(p)[-1])

@@ -33,7 +33,9 @@ class SeededSampler:
     def uniforms(self, tokens: np.ndarray) -> np.ndarray:
         """Return a number in (0, 1) for each token."""
         # SplitMix64: its steps are those of the token's number.
-        bits = np.uint64(self.key) + (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        bits = np.uint64(self.key) + (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(
+            0x9E3779B97F4A7C15
+        )
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         bits = bits ^ (bits >> np.uint64(31))
@@ -43,11 +45,15 @@ class SeededSampler:
         """Return the index of the sampled one of probabilities [V]. Raises ValueError if they are NaN or all 0."""
         p = probabilities.float().cpu().numpy()
         if not p.sum() > 0.0:
-            raise NotNumbersError("no token can be sampled: scores are not numbers, or all of them are -inf")
+            raise NotNumbersError(
+                "no token can be sampled: scores are not numbers, or all of them are -inf"
+            )
         ahead = np.flatnonzero(p > FLOOR)
         numbers = self.uniforms(np.append(ahead, _REST))
         low = np.minimum(p, np.float32(FLOOR))
-        times = -np.log(numbers) / np.append(p[ahead].astype(np.float64) - FLOOR, low.sum(dtype=np.float64))
+        times = -np.log(numbers) / np.append(
+            p[ahead].astype(np.float64) - FLOOR, low.sum(dtype=np.float64)
+        )
         winner = int(times.argmin())
         return int(ahead[winner]) if winner < len(ahead) else self._among(low)
 
@@ -73,5 +79,8 @@ class SeededStream:
 
     def at(self, position: int) -> SeededSampler:
         """Return the sampler of the token at a position, the prompt's tokens counted."""
-        words = b"".join(number.to_bytes(16, "little", signed=True) for number in (self.seed, self.stream, position))
+        words = b"".join(
+            number.to_bytes(16, "little", signed=True)
+            for number in (self.seed, self.stream, position)
+        )
         return SeededSampler(int.from_bytes(blake2b(words, digest_size=8).digest(), "little"))

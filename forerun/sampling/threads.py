@@ -12,7 +12,9 @@ import torch
 MOST = 1 << 21  # numbers that one thread takes no longer for than the threads that are waited for
 _set_threads: Any = int  # does nothing: without OpenMP there are no threads of torch that wait
 with suppress(AttributeError, OSError, TypeError):  # TypeError: on Windows
-    _set_threads = ctypes.CDLL(None).omp_set_num_threads  # torch's build brings OpenMP's functions into the process
+    _set_threads = ctypes.CDLL(
+        None
+    ).omp_set_num_threads  # torch's build brings OpenMP's functions into the process
 
 
 @contextmanager

@@ -11,7 +11,12 @@ from typing import Any
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 LONGEST_ID = 512
-_ENVELOPE = ("custom_id", "method", "url", "body")  # keys of OpenAI's format, any of which makes a line one of it
+_ENVELOPE = (
+    "custom_id",
+    "method",
+    "url",
+    "body",
+)  # keys of OpenAI's format, any of which makes a line one of it
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,9 @@ def scan(path: Path) -> Input:
     return Input(path, digest.hexdigest(), frozenset(numbers))
 
 
-def read_line(number: int, raw: bytes, ids: dict[str, int], defaults: Mapping[str, Any]) -> Line | BadLine:
+def read_line(
+    number: int, raw: bytes, ids: dict[str, int], defaults: Mapping[str, Any]
+) -> Line | BadLine:
     """Return what a line asks for. The server checks the body.
 
     Args:
@@ -98,7 +105,9 @@ def read_line(number: int, raw: bytes, ids: dict[str, int], defaults: Mapping[st
         if not isinstance(found, dict):
             raise ValueError("the line must be an object")
         name = "custom_id" if any(key in found for key in _ENVELOPE) else "id"
-        if (custom_id := _id(found, name)) is not None and (first := ids.setdefault(custom_id, number)) != number:
+        if (custom_id := _id(found, name)) is not None and (
+            first := ids.setdefault(custom_id, number)
+        ) != number:
             message = f"{name} {ascii(custom_id)[:80]} stands on line {first} already"
             return BadLine(number, None, f"duplicate_{name}", message)
         url, body = _plain(found) if name == "id" else _enveloped(found)
@@ -118,8 +127,12 @@ def _id(found: dict[str, Any], name: str) -> str | None:
 
 def _plain(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if ("prompt" in found) == ("messages" in found):
-        raise ValueError("the line must have prompt or messages, or custom_id, method, url and body")
-    return CHAT if "messages" in found else COMPLETION, {key: each for key, each in found.items() if key != "id"}
+        raise ValueError(
+            "the line must have prompt or messages, or custom_id, method, url and body"
+        )
+    return CHAT if "messages" in found else COMPLETION, {
+        key: each for key, each in found.items() if key != "id"
+    }
 
 
 def _enveloped(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:

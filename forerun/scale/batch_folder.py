@@ -78,7 +78,9 @@ class Folder:
             if self.path.exists() and not all(
                 each.name.startswith((".lock", "job.json")) for each in self.path.iterdir()
             ):
-                raise ValueError(f"{self.path} is not empty, and has no job of forerun batch: give another folder")
+                raise ValueError(
+                    f"{self.path} is not empty, and has no job of forerun batch: give another folder"
+                )
             return
         try:
             found = json.loads(known.read_bytes())
@@ -87,11 +89,15 @@ class Folder:
         except (OSError, ValueError, TypeError, KeyError):
             raise ValueError(f"{known} is damaged: give another folder") from None
         if not is_same:
-            raise ValueError(f"{self.path} belongs to another input than {self._source.path}: give another folder")
+            raise ValueError(
+                f"{self.path} belongs to another input than {self._source.path}: give another folder"
+            )
         for name in sorted(then.keys() | now.keys()):
             one, other = (json.dumps(each.get(name)) for each in (then, now))
             if one != other:
-                raise ValueError(f"{self.path} belongs to a job with {name} {one}, not {other}: give another folder")
+                raise ValueError(
+                    f"{self.path} belongs to a job with {name} {one}, not {other}: give another folder"
+                )
 
     def _read(self, path: Path) -> None:
         """Count the records of earlier runs, and cut off the last one if it is torn."""
@@ -108,7 +114,9 @@ class Folder:
                     self.sums += sums_of(record)
                 except (ValueError, TypeError, KeyError):
                     if file.read(1):  # more comes after it, so it is not the end of a killed run
-                        raise ValueError(f"{path} is damaged in line {count}: take that line out") from None
+                        raise ValueError(
+                            f"{path} is damaged in line {count}: take that line out"
+                        ) from None
                     file.truncate(whole)
                     break
                 self.done.add(number)
@@ -125,12 +133,20 @@ class Folder:
             self.failed.add(line.number)
             self.sums["failed"] += 1
             return
-        response = b'{"status_code":%d,"request_id":%s,"body":%s}' % (status, json.dumps(request_id).encode(), body)
+        response = b'{"status_code":%d,"request_id":%s,"body":%s}' % (
+            status,
+            json.dumps(request_id).encode(),
+            body,
+        )
         self._append(line, response, None)
 
     def refuse(self, line: BadLine) -> None:
         """Keep what is wrong with a line."""
-        error = {"code": line.code, "message": f"line {line.number}: {line.message}", "line": line.number}
+        error = {
+            "code": line.code,
+            "message": f"line {line.number}: {line.message}",
+            "line": line.number,
+        }
         self._append(line, b"null", error)
 
     def _append(self, line: Line | BadLine, response: bytes, error: dict[str, Any] | None) -> None:
@@ -156,10 +172,18 @@ class Folder:
 
     def summarise(self, seconds: float) -> dict[str, Any]:
         """Write summary.json of a job that has ended, and return it. `seconds`: of this run."""
-        new = {name: self.sums[name] - self.before[name] for name in ("answered", "completion_tokens")}
+        new = {
+            name: self.sums[name] - self.before[name] for name in ("answered", "completion_tokens")
+        }
         run = {"seconds": round(seconds, 3), **new}
-        found: dict[str, Any] = {"lines": len(self._source.numbers), **{name: self.sums[name] for name in SUMS}}
-        found |= {"tau": round(self.sums["completion_tokens"] / max(1, self.sums["steps"]), 4), "last_run": run}
+        found: dict[str, Any] = {
+            "lines": len(self._source.numbers),
+            **{name: self.sums[name] for name in SUMS},
+        }
+        found |= {
+            "tau": round(self.sums["completion_tokens"] / max(1, self.sums["steps"]), 4),
+            "last_run": run,
+        }
         with self._writing():
             write_text(self.path / "summary.json", json.dumps(found, indent=1) + "\n")
         return found

@@ -38,7 +38,13 @@ async def _post(app: ASGIApp, url: str, body: bytes) -> tuple[int, str, bytes]:
         else:
             parts.append(message.get("body", b""))
 
-    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": url, "root_path": "", "query_string": b""}
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "POST",
+        "path": url,
+        "root_path": "",
+        "query_string": b"",
+    }
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     try:
         await app(scope | {"headers": headers}, receive, send)

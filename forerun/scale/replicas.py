@@ -54,10 +54,16 @@ def cluster(address: str, cpus: int) -> Iterator[None]:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
-        options |= {"include_dashboard": False, "object_store_memory": 100 * 2**20, "num_cpus": cpus}
+        options |= {
+            "include_dashboard": False,
+            "object_store_memory": 100 * 2**20,
+            "num_cpus": cpus,
+        }
     try:
         ray.init(address=address, **options)
-    except Exception as error:  # Ray raises that class itself, if its processes do not start in time
+    except (
+        Exception
+    ) as error:  # Ray raises that class itself, if its processes do not start in time
         raise ValueError(f"--ray: no cluster at {address!r}: {_line(error)}") from None
     try:
         yield
@@ -74,7 +80,14 @@ def gpus_each(processes: int, device: str | None) -> float:
 
 
 def application(
-    make: Callable[[], Decoder], settings: Settings, *, replicas: int, room: int, cpus: int, gpus: float, drain: float
+    make: Callable[[], Decoder],
+    settings: Settings,
+    *,
+    replicas: int,
+    room: int,
+    cpus: int,
+    gpus: float,
+    drain: float,
 ) -> serve.Application:
     """Return an application of replicas, each of which holds `room` requests."""
     deployment = serve.deployment(
@@ -111,14 +124,25 @@ def run(
     with cluster(address, cpus * replicas):
         cores = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
         if sum(each // cpus for each in cores) < replicas:
-            raise ValueError(f"--replicas {replicas} with {cpus} threads each do not fit into {sum(cores)} cores")
+            raise ValueError(
+                f"--replicas {replicas} with {cpus} threads each do not fit into {sum(cores)} cores"
+            )
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, lambda *_: sys.exit(0))
-        made = application(make, settings, replicas=replicas, cpus=cpus, gpus=gpus_each(replicas, device), **options)
+        made = application(
+            make,
+            settings,
+            replicas=replicas,
+            cpus=cpus,
+            gpus=gpus_each(replicas, device),
+            **options,
+        )
         name = f"forerun-{token_hex(4)}"
         try:
             _LOG.info("the Serve application is %s", name)
-            serve.start(http_options={"host": host, "port": port}, logging_config={"log_level": "WARNING"})
+            serve.start(
+                http_options={"host": host, "port": port}, logging_config={"log_level": "WARNING"}
+            )
             serve.run(made, name=name)
             _LOG.info("ready in %.1f s: http://%s:%d", perf_counter() - begun, host, port)
             while True:
@@ -130,7 +154,9 @@ def run(
             raise ValueError(f"--ray: the replicas did not start: {_line(error)}") from None
         finally:
             with suppress(RayError, RayServeException):  # the cluster may be gone
-                serve.delete(name)  # returns when running answers have ended, or after `drain` seconds
+                serve.delete(
+                    name
+                )  # returns when running answers have ended, or after `drain` seconds
 
 
 def _line(error: Exception) -> str:

@@ -25,8 +25,18 @@ KEEP_ALIVE = 15.0  # seconds without a chunk
 class _Choice:
     """One of an answer's texts, with its log probabilities if the request asks for them."""
 
-    def __init__(self, request: Request, stop: tuple[str, ...], texts: TokenTexts, is_chat: bool, tools: Tools) -> None:
-        self.request, self.stream = request, TextStream(texts.tokenizer, request.tokens, stop, tools.shown)
+    def __init__(
+        self,
+        request: Request,
+        stop: tuple[str, ...],
+        texts: TokenTexts,
+        is_chat: bool,
+        tools: Tools,
+    ) -> None:
+        self.request, self.stream = (
+            request,
+            TextStream(texts.tokenizer, request.tokens, stop, tools.shown),
+        )
         self.logprobs = None if request.logprobs is None else LogprobsJson(texts, is_chat)
         self.tools = tools.stream()
         self.calls: list[ToolCall] = []  # that no chunk has had
@@ -43,21 +53,30 @@ class Answer:
         ended_by: the finish reason of choices without their own: "abort" if the reader has gone.
     """
 
-    def __init__(self, body: SamplingBody, prepared: Prepared, job: Job, texts: TokenTexts, model: str) -> None:
+    def __init__(
+        self, body: SamplingBody, prepared: Prepared, job: Job, texts: TokenTexts, model: str
+    ) -> None:
         requests, self._echo = prepared.requests, prepared.echo
         self.body, self.job, self._texts = body, job, texts
         prompt_tokens = sum(len(each.tokens) for each in requests[:: body.n or 1])
         self._is_chat = isinstance(self.body, ChatBody)
         self.counts = AnswerCounts(begun=job.begun, queued=job.queued, prompt_tokens=prompt_tokens)
         self.ended_by = "abort"
-        self.choices = [_Choice(each, self.body.stop, texts, self._is_chat, prepared.tools) for each in requests]
+        self.choices = [
+            _Choice(each, self.body.stop, texts, self._is_chat, prepared.tools) for each in requests
+        ]
         self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid4().hex}"
         kind = "text_completion"
         if self._is_chat:
             kind = "chat.completion.chunk" if self.body.stream else "chat.completion"
-        self._head = as_json({"object": kind, "id": self.id, "created": int(time()), "model": model})[:-1]
+        self._head = as_json(
+            {"object": kind, "id": self.id, "created": int(time()), "model": model}
+        )[:-1]
         options = body.stream_options or StreamOptions()
-        self._usage_at_end, self._usage_always = options.include_usage, options.continuous_usage_stats
+        self._usage_at_end, self._usage_always = (
+            options.include_usage,
+            options.continuous_usage_stats,
+        )
 
     async def whole(self, until: float) -> bytes:
         """Return all of it. Raises the ApiError that ends the job, or that of `until` (perf_counter)."""
@@ -75,8 +94,15 @@ class Answer:
         for index, choice in enumerate(self.choices):
             message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
             if choice.tools is not None and choice.calls:
-                message |= {"content": choice.text or None, "tool_calls": _tool_calls(choice.calls, choice.tools.form)}
-            choices.append(self._choice(index, {"message": message} if self._is_chat else {"text": choice.text}))
+                message |= {
+                    "content": choice.text or None,
+                    "tool_calls": _tool_calls(choice.calls, choice.tools.form),
+                }
+            choices.append(
+                self._choice(
+                    index, {"message": message} if self._is_chat else {"text": choice.text}
+                )
+            )
         return self._json(choices, {"usage": self.counts.usage(), **self.counts.statistics()})
 
     async def chunks(self, until: float) -> AsyncIterator[bytes]:
@@ -110,7 +136,9 @@ class Answer:
         return [_event(each) for each in (*found, b"[DONE]")]
 
     def _failed(self, error: Exception) -> None:
-        self.ended_by = "timeout" if isinstance(error, ApiError) and error.status == 504 else "error"
+        self.ended_by = (
+            "timeout" if isinstance(error, ApiError) and error.status == 504 else "error"
+        )
 
     async def _take(self, index: int, step: Step, at: float) -> list[tuple[str, str]]:
         """Add a step to its choice; return the new pieces of text."""
@@ -139,7 +167,9 @@ class Answer:
             else:
                 choice.text += each
         if step.finish_reason is not None:
-            self.counts.calls.update(tool_calls=len(choice.tools.calls), unparsed_tool_calls=choice.tools.broken)
+            self.counts.calls.update(
+                tool_calls=len(choice.tools.calls), unparsed_tool_calls=choice.tools.broken
+            )
             if choice.tools.calls and step.finish_reason == "stop":
                 choice.finish_reason = "tool_calls"
         return pieces
@@ -156,11 +186,15 @@ class Answer:
             return found
         content: dict[str, Any] = {"text": text}
         if self._is_chat:
-            content = {"delta": {"content": text} if text or not (calls or choice.finish_reason) else {}}
+            content = {
+                "delta": {"content": text} if text or not (calls or choice.finish_reason) else {}
+            }
             if calls and choice.tools is not None:
                 first = len(choice.tools.calls) - len(calls)
                 told = _tool_calls(calls, choice.tools.form)
-                content["delta"]["tool_calls"] = [{"index": at} | each for at, each in enumerate(told, first)]
+                content["delta"]["tool_calls"] = [
+                    {"index": at} | each for at, each in enumerate(told, first)
+                ]
         more: dict[str, Any] = {}
         if self.body.forerun:
             more["forerun"] = {
@@ -178,7 +212,9 @@ class Answer:
     def _choice(self, index: int, content: dict[str, Any], has_logprobs: bool = True) -> bytes:
         """Return a choice, with the log probabilities that no chunk has had."""
         choice = self.choices[index]
-        logprobs = choice.logprobs.take() if choice.logprobs is not None and has_logprobs else b"null"
+        logprobs = (
+            choice.logprobs.take() if choice.logprobs is not None and has_logprobs else b"null"
+        )
         found = as_json({"index": index, **content, "finish_reason": choice.finish_reason})
         return found[:-1] + b',"logprobs":' + logprobs + b"}"
 
@@ -204,7 +240,9 @@ async def _steps(job: Job, until: float) -> AsyncIterator[list[tuple[int, Step, 
     """Yield a job's steps as they come, and an empty list after `KEEP_ALIVE` seconds without any."""
     while not job.ended:
         yield await job.wait(max(0.0, min(KEEP_ALIVE, until - perf_counter())))
-        if job.open and perf_counter() >= until:  # what came in time is given out, however late it is read
+        if (
+            job.open and perf_counter() >= until
+        ):  # what came in time is given out, however late it is read
             raise timed_out()
 
 

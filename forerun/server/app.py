@@ -67,7 +67,9 @@ class _Stream(StreamingResponse):
     """A stream whose end is noticed, even if it never began."""
 
     def __init__(self, content: AsyncIterator[bytes], at_end: Callable[[], None]) -> None:
-        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(
+            content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
         self._at_end = at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,7 +106,9 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.model:
-            raise ApiError(404, f"there is no model {name[:100]!r} here", "model", "model_not_found")
+            raise ApiError(
+                404, f"there is no model {name[:100]!r} here", "model", "model_not_found"
+            )
 
     async def read(self, request: Request, function: Callable[..., _T], body: schemas.Body) -> _T:
         """Call a function with a body and the decoder in a reader's thread. Raises ApiError, also for a body of another
@@ -130,7 +134,9 @@ class Service:
         kind: type[Answer] = Answer,
     ) -> Response:
         prepared = await self.read(request, prepare, body)
-        tokenizer = self.decoder().tokenizer  # raises if the server has begun to shut down meanwhile
+        tokenizer = (
+            self.decoder().tokenizer
+        )  # raises if the server has begun to shut down meanwhile
         assert tokenizer is not None
         self._texts = self._texts or TokenTexts(tokenizer)
         job = self.worker.submit(prepared.requests, request.state.arrived)
@@ -141,7 +147,9 @@ class Service:
         if body.stream:
             return _Stream(answer.chunks(until), at_end)
         try:
-            return Response(await _unless_gone(request, answer.whole(until)), media_type="application/json")
+            return Response(
+                await _unless_gone(request, answer.whole(until)), media_type="application/json"
+            )
         finally:
             at_end()
 
@@ -167,7 +175,9 @@ class Service:
         _LOG.info(" ".join(f"{key}={value!r}" for key, value in line.items()))
 
 
-async def _unless_gone(request: Request, wanted: Coroutine[Any, Any, _T], seconds: float | None = None) -> _T:
+async def _unless_gone(
+    request: Request, wanted: Coroutine[Any, Any, _T], seconds: float | None = None
+) -> _T:
     """Return a result.
 
     Raises ApiError: 499 if the reader has gone (nobody sees it), 504 after `seconds`.
@@ -200,9 +210,16 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         yield
         await worker.stop()
 
-    errors: dict[int | str, dict[str, Any]] = {each: {"model": schemas.ErrorBody} for each in ("4XX", "5XX")}
+    errors: dict[int | str, dict[str, Any]] = {
+        each: {"model": schemas.ErrorBody} for each in ("4XX", "5XX")
+    }
     app = FastAPI(
-        title="forerun", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, responses=errors
+        title="forerun",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses=errors,
     )
     app.state.service = service
     add_handlers(app)
@@ -244,12 +261,18 @@ def _add_api(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/responses", responses=streams)
     async def responses(body: schemas.ResponsesBody, request: Request) -> Response:
-        return await service.answer(body, request, partial(prepare_response, parser=parser), ResponseAnswer)
+        return await service.answer(
+            body, request, partial(prepare_response, parser=parser), ResponseAnswer
+        )
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
-        about = {"created": service.began, "owned_by": "forerun", "max_model_len": service.decoder().target.context}
+        about = {
+            "created": service.began,
+            "owned_by": "forerun",
+            "max_model_len": service.decoder().target.context,
+        }
         return {"id": name, "object": "model", **about}
 
     @app.get("/v1/models")
@@ -259,7 +282,11 @@ def _add_api(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(body: schemas.TokenizeBody, request: Request) -> dict[str, Any]:
         tokens = await service.read(request, requests.tokenize, body)
-        return {"count": len(tokens), "max_model_len": service.decoder().target.context, "tokens": tokens}
+        return {
+            "count": len(tokens),
+            "max_model_len": service.decoder().target.context,
+            "tokens": tokens,
+        }
 
     @app.post("/detokenize")
     async def detokenize(body: schemas.DetokenizeBody, request: Request) -> dict[str, str]:
@@ -276,4 +303,6 @@ def _add_api(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )

@@ -16,7 +16,12 @@ from forerun.sampling.grammar import FormError
 LONGEST = 300  # characters of a message
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
-_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "body_too_large",
+}
 # OpenAI's clients try twice more; what gave 500 or 504 would go wrong again.
 _HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
@@ -29,14 +34,23 @@ _HEADERS = {
 class ApiError(Exception):
     """An error that a client gets in place of an answer."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.param = status, bounded(message), param
         self.code = code or _CODES.get(status)
         self.type = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
 
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
     def response(self, **headers: str) -> Response:
         return JSONResponse(self.body(), self.status, _HEADERS.get(self.status, {}) | headers)
@@ -88,8 +102,13 @@ def add_handlers(app: FastAPI) -> None:
         first = error.errors()[0]  # told without the input that pydantic would echo
         if first["type"] == "json_invalid":
             return ApiError(400, "the body is not JSON", "body", "invalid_json").response()
-        param = ".".join(str(each)[:40] for each in first["loc"][1:4] if not isinstance(each, int)) or "body"
-        return ApiError(400, f"{param}: {str(first['msg']).removeprefix('Value error, ')}", param).response()
+        param = (
+            ".".join(str(each)[:40] for each in first["loc"][1:4] if not isinstance(each, int))
+            or "body"
+        )
+        return ApiError(
+            400, f"{param}: {str(first['msg']).removeprefix('Value error, ')}", param
+        ).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -98,4 +117,6 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
-        return ApiError(500, "the server failed; its log says why").response(Connection="close")  # as uvicorn does
+        return ApiError(500, "the server failed; its log says why").response(
+            Connection="close"
+        )  # as uvicorn does

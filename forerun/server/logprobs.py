@@ -29,8 +29,12 @@ class TokenTexts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self._stops = tokenizer, StopStrings(tokenizer, ())
-        self.text = lru_cache(CACHED)(lambda token: str(tokenizer.decode([token], clean_up_tokenization_spaces=False)))
-        self.both = lru_cache(CACHED)(lambda token: (self.text(token), list(self._stops.bytes_of(token))))
+        self.text = lru_cache(CACHED)(
+            lambda token: str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        )
+        self.both = lru_cache(CACHED)(
+            lambda token: (self.text(token), list(self._stops.bytes_of(token)))
+        )
 
 
 class LogprobsJson:
@@ -40,7 +44,9 @@ class LogprobsJson:
     def __init__(self, texts: TokenTexts, is_chat: bool) -> None:
         self._texts, self._is_chat = texts, is_chat
         self._offset = 0  # characters of the tokens so far
-        names = ("content",) if is_chat else ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        names = (
+            ("content",) if is_chat else ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        )
         self._parts: dict[str, list[bytes]] = {name: [] for name in names}
 
     async def add(self, logprobs: Sequence[Logprob | int]) -> None:
@@ -75,6 +81,8 @@ class LogprobsJson:
 
     def take(self) -> bytes:
         """Return what was added since the last call."""
-        found = [b'"%s":[%s]' % (name.encode(), b",".join(each)) for name, each in self._parts.items()]
+        found = [
+            b'"%s":[%s]' % (name.encode(), b",".join(each)) for name, each in self._parts.items()
+        ]
         self._parts = {name: [] for name in self._parts}
         return b"{" + b",".join([*found, b'"refusal":null'] if self._is_chat else found) + b"}"

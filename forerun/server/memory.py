@@ -26,7 +26,9 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:
     group = root / "sys/fs/cgroup"  # version 2, as a container sees its own group
     limit, used = _read(group / "memory.max").strip(), _read(group / "memory.current").strip()
     if limit.isdecimal() and used.isdecimal():  # there is a group, and its limit is not "max"
-        unused_files = re.search(r"^inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE)
+        unused_files = re.search(
+            r"^inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE
+        )
         known.append(max(0, int(limit) - int(used) + (int(unused_files[1]) if unused_files else 0)))
     return min(known, default=None)
 

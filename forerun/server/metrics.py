@@ -96,7 +96,10 @@ class AnswerCounts(Counts):
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's `usage`."""
-        details = {"accepted_prediction_tokens": self.kept, "rejected_prediction_tokens": self.drafted - self.accepted}
+        details = {
+            "accepted_prediction_tokens": self.kept,
+            "rejected_prediction_tokens": self.drafted - self.accepted,
+        }
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.tokens,
@@ -121,7 +124,9 @@ class AnswerCounts(Counts):
                     "mean_acceptance_length": 1 + self.accepted / max(1, self.steps),
                     "draft_acceptance_rate": self.accepted / max(1, self.drafted),
                     "tested_acceptance_rate": self.accepted / max(1, self.tested),
-                    "acceptance_histogram": [self.histogram[j] for j in range(max(self.histogram, default=0) + 1)],
+                    "acceptance_histogram": [
+                        self.histogram[j] for j in range(max(self.histogram, default=0) + 1)
+                    ],
                     "num_spec_steps": self.steps,
                     "num_draft_tokens": self.drafted,
                     "num_tested_draft_tokens": self.tested,
@@ -158,22 +163,36 @@ class Metrics:
         self._counts = Counts()  # plain numbers, as a server has hundreds of steps a second
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> prometheus.Histogram:
-            return prometheus.Histogram(f"forerun:{name}", text, buckets=buckets, registry=self.registry)
+            return prometheus.Histogram(
+                f"forerun:{name}", text, buckets=buckets, registry=self.registry
+            )
 
         def counter(name: str, text: str, *labels: str) -> prometheus.Counter:
             return prometheus.Counter(f"forerun:{name}", text, labels, registry=self.registry)
 
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
-        self._ended = counter("request_success", "Answers that have ended, by how.", "finished_reason")
+        self._ended = counter(
+            "request_success", "Answers that have ended, by how.", "finished_reason"
+        )
         self._calls = {
             "tool_calls": counter("tool_calls", "Tool calls in answers."),
-            "unparsed_tool_calls": counter("unparsed_tool_calls", "Those that could not be read, and stayed text."),
+            "unparsed_tool_calls": counter(
+                "unparsed_tool_calls", "Those that could not be read, and stayed text."
+            ),
         }
         self._refused = counter("request_errors", "Requests answered with an error.", "status")
-        self._first = histogram("time_to_first_token_seconds", "From a request to its first token.", _SECONDS)
-        self._between = histogram("inter_token_latency_seconds", "A step's time divided by its tokens.", _TOKEN)
-        self._whole = histogram("e2e_request_latency_seconds", "From a request to its last token.", _SECONDS)
-        self._queued = histogram("request_queue_time_seconds", "From a request to its prefill.", _SECONDS)
+        self._first = histogram(
+            "time_to_first_token_seconds", "From a request to its first token.", _SECONDS
+        )
+        self._between = histogram(
+            "inter_token_latency_seconds", "A step's time divided by its tokens.", _TOKEN
+        )
+        self._whole = histogram(
+            "e2e_request_latency_seconds", "From a request to its last token.", _SECONDS
+        )
+        self._queued = histogram(
+            "request_queue_time_seconds", "From a request to its prefill.", _SECONDS
+        )
         self.registry.register(self)  # type: ignore[arg-type]
 
     def step(self, step: Step, at: float) -> None:
@@ -205,21 +224,36 @@ class Metrics:
             engine, memory = self._worker.engine, self._worker.engine.target.memory()
             running, waiting = len(engine.running) + engine.prefilling, len(engine.waiting)
             used = memory.used / max(1, engine.kv_memory or memory.allocated)
-        yield GaugeMetricFamily("forerun:num_requests_running", "Sequences that have a row.", running)
+        yield GaugeMetricFamily(
+            "forerun:num_requests_running", "Sequences that have a row.", running
+        )
         yield GaugeMetricFamily("forerun:num_requests_waiting", "Sequences in the queue.", waiting)
-        yield GaugeMetricFamily("forerun:kv_cache_usage_perc", "Share of the memory for keys and values in use.", used)
+        yield GaugeMetricFamily(
+            "forerun:kv_cache_usage_perc", "Share of the memory for keys and values in use.", used
+        )
         text = "Prompt tokens that were not computed again."
         yield CounterMetricFamily("forerun:prefix_cache_hits", text, memory.hits)
         text = "Those of them that were read from the prompt cache on disk."
         yield CounterMetricFamily("forerun:prompt_cache_hits", text, memory.read)
-        yield GaugeMetricFamily("forerun:prompt_cache_bytes", "Bytes of the prompt cache on disk.", memory.disk)
+        yield GaugeMetricFamily(
+            "forerun:prompt_cache_bytes", "Bytes of the prompt cache on disk.", memory.disk
+        )
         yield CounterMetricFamily("forerun:generation_tokens", "Tokens generated.", counts.tokens)
-        for prefix in ("forerun:spec_decode_num", "vllm:spec_decode_num"):  # vLLM's bench reads its own names
-            yield CounterMetricFamily(f"{prefix}_drafts", "Steps of the target, with or without a draft.", counts.steps)
+        for prefix in (
+            "forerun:spec_decode_num",
+            "vllm:spec_decode_num",
+        ):  # vLLM's bench reads its own names
+            yield CounterMetricFamily(
+                f"{prefix}_drafts", "Steps of the target, with or without a draft.", counts.steps
+            )
             yield CounterMetricFamily(f"{prefix}_draft_tokens", "Tokens drafted.", counts.drafted)
-            yield CounterMetricFamily(f"{prefix}_accepted_tokens", "Drafted tokens accepted.", counts.accepted)
+            yield CounterMetricFamily(
+                f"{prefix}_accepted_tokens", "Drafted tokens accepted.", counts.accepted
+            )
             text = "Accepted tokens by their position in the draft."
-            accepted = CounterMetricFamily(f"{prefix}_accepted_tokens_per_pos", text, labels=["position"])
+            accepted = CounterMetricFamily(
+                f"{prefix}_accepted_tokens_per_pos", text, labels=["position"]
+            )
             for position in range(max(counts.histogram, default=0)):
                 reached = sum(count for j, count in counts.histogram.items() if j > position)
                 accepted.add_metric([str(position)], reached)

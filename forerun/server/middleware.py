@@ -27,7 +27,11 @@ class RequestIds:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         given = Headers(scope=scope).get("x-request-id", "")
-        name = given if 0 < len(given) <= 128 and given.isascii() and given.isprintable() else uuid4().hex
+        name = (
+            given
+            if 0 < len(given) <= 128 and given.isascii() and given.isprintable()
+            else uuid4().hex
+        )
         scope.setdefault("state", {}).update(request_id=name, arrived=perf_counter())
 
         async def send_named(message: Message) -> None:
@@ -52,7 +56,9 @@ class ApiKey:
             scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
             digest = sha256(key.strip().encode("latin-1", "replace")).digest()
             if not hmac.compare_digest(digest, self._digest) or scheme.lower() != "bearer":
-                return await ApiError(401, "a valid API key is needed").response()(scope, receive, send)
+                return await ApiError(401, "a valid API key is needed").response()(
+                    scope, receive, send
+                )
         await self.app(scope, receive, send)
 
 
@@ -84,7 +90,11 @@ class BodyLimit:
 
     async def _read(self, length: str, receive: Receive) -> bytes | None:
         body, more = bytearray(), True
-        while more and len(body) <= self.limit and not (length.isdecimal() and int(length[:18]) > self.limit):
+        while (
+            more
+            and len(body) <= self.limit
+            and not (length.isdecimal() and int(length[:18]) > self.limit)
+        ):
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None

@@ -31,10 +31,14 @@ class Readers:
         """Call a function in one of the threads; if the caller is cancelled before that, do not. Raises ApiError if too
         many calls wait."""
         if self.calls >= MOST_CALLS:
-            raise ApiError(503, "too many requests are being read; try again later", code="queue_full")
+            raise ApiError(
+                503, "too many requests are being read; try again later", code="queue_full"
+            )
         self.calls += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, _contain, function, *args)
+            return await asyncio.get_running_loop().run_in_executor(
+                self._pool, _contain, function, *args
+            )
         finally:
             self.calls -= 1
 

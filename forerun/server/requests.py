@@ -18,7 +18,13 @@ from forerun.engine.sequence import Request
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.response_format import form_of
 from forerun.server.errors import ApiError, blame
-from forerun.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingBody, TokenizeBody
+from forerun.server.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    SamplingBody,
+    TokenizeBody,
+)
 from forerun.text.chat import chat_prompt, checked_text, turn_ends
 from forerun.text.infill import infill_form
 from forerun.text.tools import NO_TOOLS, Tools, checked_choice, checked_tools, tools_for
@@ -32,7 +38,14 @@ CHARACTERS = 32  # most of a text for each token of the context; to tokenize mor
 _RESERVED = {"messages", "system", "tokenizer", "template_args", "functions", "tool_choice"}
 _RESERVED |= set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-_SAME_NAME = ("top_p", "min_p", "seed", *_PENALTIES, "ignore_eos", "response_format")  # as in SamplingParams
+_SAME_NAME = (
+    "top_p",
+    "min_p",
+    "seed",
+    *_PENALTIES,
+    "ignore_eos",
+    "response_format",
+)  # as in SamplingParams
 _PROMPT = "prompt must be text, a list of texts, token ids, or a list of them"
 
 _turn_ends = lru_cache(1)(turn_ends)
@@ -76,19 +89,27 @@ def read_tools(body: ChatBody, decoder: Decoder, parser: str | None) -> Tools:
     with blame("tool_choice"):
         choice = checked_choice(body.tool_choice, given)
     with blame("tools"):
-        tools = tools_for(given, choice, body.parallel_tool_calls is not False, decoder.tokenizer, parser)
+        tools = tools_for(
+            given, choice, body.parallel_tool_calls is not False, decoder.tokenizer, parser
+        )
     with blame("response_format"):
         if tools.form is not None and form_of(body.response_format) is not None:
-            raise ValueError("response_format cannot be given beside tools, unless tool_choice is none")
+            raise ValueError(
+                "response_format cannot be given beside tools, unless tool_choice is none"
+            )
     if tools.grammar is not None and body.ignore_eos:
-        raise ApiError(400, "ignore_eos cannot be given where calls must follow a schema", "ignore_eos")
+        raise ApiError(
+            400, "ignore_eos cannot be given where calls must follow a schema", "ignore_eos"
+        )
     return tools
 
 
 def prepare_completion(body: CompletionBody, decoder: Decoder) -> Prepared:
     """Return the requests of plain prompts. Raises ApiError."""
     prompt: Any = body.prompt
-    prompts = prompt if isinstance(prompt, list) and prompt and not _is_token(prompt[0]) else [prompt]
+    prompts = (
+        prompt if isinstance(prompt, list) and prompt and not _is_token(prompt[0]) else [prompt]
+    )
     ends = frozenset[int]()
     if body.suffix:
         prompts, ends = _fill(prompts, body, decoder)
@@ -104,14 +125,18 @@ def prepare_completion(body: CompletionBody, decoder: Decoder) -> Prepared:
     return Prepared(found, echo)
 
 
-def _fill(prompts: list[Any], body: CompletionBody, decoder: Decoder) -> tuple[list[list[int]], frozenset[int]]:
+def _fill(
+    prompts: list[Any], body: CompletionBody, decoder: Decoder
+) -> tuple[list[list[int]], frozenset[int]]:
     """Return prompts for what stands between a body's texts and its suffix, and the tokens that end it. Raises
     ApiError."""
     form, suffix, tokenizer = _infill_form(decoder.tokenizer), body.suffix or "", decoder.tokenizer
     assert tokenizer is not None
     with blame("suffix"):
         if form is None:
-            raise ValueError("suffix is not supported: this model's tokenizer has no tokens to fill in the middle")
+            raise ValueError(
+                "suffix is not supported: this model's tokenizer has no tokens to fill in the middle"
+            )
         if body.echo:
             raise ValueError("suffix and echo cannot be given together")
         if not all(isinstance(each, str) for each in prompts):
@@ -148,7 +173,11 @@ def tokenize(body: TokenizeBody, decoder: Decoder) -> list[int]:
     with blame("prompt"):
         _check_text(body.prompt, decoder)
     assert decoder.tokenizer is not None
-    return list(decoder.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens is not False)["input_ids"])
+    return list(
+        decoder.tokenizer(body.prompt, add_special_tokens=body.add_special_tokens is not False)[
+            "input_ids"
+        ]
+    )
 
 
 def detokenize(body: DetokenizeBody, decoder: Decoder) -> str:
@@ -185,7 +214,9 @@ def _known_keys(message: dict[str, Any]) -> dict[str, Any]:
 def _check_length(characters: int, decoder: Decoder) -> None:
     context = decoder.target.context
     if context is not None and characters > CHARACTERS * context:
-        raise ValueError(f"{characters} characters are more than the context of {context} tokens can hold")
+        raise ValueError(
+            f"{characters} characters are more than the context of {context} tokens can hold"
+        )
 
 
 def _check_text(text: str, decoder: Decoder, name: str = "prompt") -> None:
@@ -218,10 +249,18 @@ def _requests(
             logit_bias=body.logit_bias,
             **given,
         )
-        made = requests([row for row in rows for _ in range(copies)], params, decoder.target, decoder.tokenizer)
-    except ValueError as error:  # the first word is the field, except in messages of a grammar's compiler
+        made = requests(
+            [row for row in rows for _ in range(copies)], params, decoder.target, decoder.tokenizer
+        )
+    except (
+        ValueError
+    ) as error:  # the first word is the field, except in messages of a grammar's compiler
         if tools.grammar is not None and "response_format" in str(error):
-            text = str(error).replace("response_format.grammar", "the schemas").replace("response_format", "a schema")
+            text = (
+                str(error)
+                .replace("response_format.grammar", "the schemas")
+                .replace("response_format", "a schema")
+            )
             raise ApiError(400, text, "tools") from None
         named = re.match(r"\w+", str(error))
         param = named[0] if named and named[0] in SamplingBody.model_fields else None
@@ -229,4 +268,7 @@ def _requests(
             param = "response_format"
         raise ApiError(400, str(error), param) from None
     is_plain, salt = body.forerun_method == "ar", body.cache_salt or ""
-    return [replace(each, eos=each.eos | ends, plain=is_plain, logprobs=logprobs, salt=salt) for each in made]
+    return [
+        replace(each, eos=each.eos | ends, plain=is_plain, logprobs=logprobs, salt=salt)
+        for each in made
+    ]

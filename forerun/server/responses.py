@@ -20,7 +20,11 @@ from forerun.text.tool_calls import ToolCall
 # Fields of a chat's body that have the same name here, and those that have another one.
 _SAME = "temperature top_p top_k min_p seed ignore_eos cache_salt forerun_method chat_template_kwargs stream"
 _SAME += " parallel_tool_calls"
-_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
 _TEXTS = ("input_text", "output_text", "text")
 
 
@@ -33,7 +37,9 @@ def prepare_response(body: ResponsesBody, decoder: Decoder, parser: str | None =
 
 
 def _renamed(error: ApiError) -> ApiError:
-    return ApiError(error.status, error.message, _NAMES.get(error.param or "", error.param), error.code)
+    return ApiError(
+        error.status, error.message, _NAMES.get(error.param or "", error.param), error.code
+    )
 
 
 def _chat_body(body: ResponsesBody) -> ChatBody:
@@ -49,21 +55,30 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
         form = body.text.format if body.text is not None else None
         _check_json(form)
         if form is not None and form.get("type") == "json_schema":
-            form = {"type": "json_schema", "json_schema": {key: form[key] for key in form if key != "type"}}
+            form = {
+                "type": "json_schema",
+                "json_schema": {key: form[key] for key in form if key != "type"},
+            }
     with blame("tools"):
         _check_json(body.tools)
-        fields["tools"] = [_tool(number, tool) for number, tool in enumerate(_listed(body.tools or [], "tools"), 1)]
+        fields["tools"] = [
+            _tool(number, tool) for number, tool in enumerate(_listed(body.tools or [], "tools"), 1)
+        ]
     with blame("tool_choice"):
         _check_json(body.tool_choice)
         fields["tool_choice"] = _choice(body.tool_choice)
-    return ChatBody.model_construct(**fields, max_completion_tokens=body.max_output_tokens, response_format=form)
+    return ChatBody.model_construct(
+        **fields, max_completion_tokens=body.max_output_tokens, response_format=form
+    )
 
 
 def _check_json(value: Any) -> None:
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        raise ValueError("it has a number or a character that JSON lacks, or is nested too deeply") from None
+        raise ValueError(
+            "it has a number or a character that JSON lacks, or is nested too deeply"
+        ) from None
 
 
 def _listed(value: Any, name: str) -> list[Any]:
@@ -89,7 +104,9 @@ def _messages(given: Any) -> list[dict[str, Any]]:
             calls.append({"id": item.get("call_id"), "type": "function", "function": call})
         elif kind == "function_call_output":
             content = _content(item.get("output"))
-            found.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
+            found.append(
+                {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content}
+            )
         else:
             raise ValueError(
                 f"input item {number} has the type {str(kind)[:40]!r}; there are message, function_call and "
@@ -103,7 +120,10 @@ def _content(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     texts = [isinstance(part, dict) and part.get("type") in _TEXTS for part in content]
-    return [{**part, "type": "text"} if is_text else part for part, is_text in zip(content, texts, strict=True)]
+    return [
+        {**part, "type": "text"} if is_text else part
+        for part, is_text in zip(content, texts, strict=True)
+    ]
 
 
 def _tool(number: int, tool: Any) -> dict[str, Any]:
@@ -118,17 +138,28 @@ def _choice(choice: Any) -> Any:
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
-        raise ValueError('tool_choice must be none, auto, required or {"type": "function", "name": ...}')
+        raise ValueError(
+            'tool_choice must be none, auto, required or {"type": "function", "name": ...}'
+        )
     return {"type": "function", "function": {"name": choice["name"]}}
 
 
 class ResponseAnswer(Answer):
     """An answer as a response: one text or several calls, each an item; streamed as events."""
 
-    def __init__(self, body: ResponsesBody, prepared: Prepared, job: Job, texts: TokenTexts, model: str) -> None:
-        super().__init__(ChatBody.model_construct(messages=[], stream=body.stream), prepared, job, texts, model)
+    def __init__(
+        self, body: ResponsesBody, prepared: Prepared, job: Job, texts: TokenTexts, model: str
+    ) -> None:
+        super().__init__(
+            ChatBody.model_construct(messages=[], stream=body.stream), prepared, job, texts, model
+        )
         self.id = f"resp_{uuid4().hex}"
-        self._about = {"id": self.id, "object": "response", "created_at": int(time()), "model": model} | _echo(body)
+        self._about = {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time()),
+            "model": model,
+        } | _echo(body)
         self._items: list[dict[str, Any]] = []
         self._is_open = False  # whether the last item is text that goes on
         self._number = 0
@@ -152,7 +183,9 @@ class ResponseAnswer(Answer):
 
     def _begin(self) -> list[bytes]:
         about = self._response("in_progress")
-        return [self._event(f"response.{name}", response=about) for name in ("created", "in_progress")]
+        return [
+            self._event(f"response.{name}", response=about) for name in ("created", "in_progress")
+        ]
 
     async def _chunks(self, index: int, step: Step, at: float) -> list[bytes]:
         await self._take(index, step, at)
@@ -160,20 +193,34 @@ class ResponseAnswer(Answer):
 
     def _end(self, error: ApiError | None = None) -> list[bytes]:
         if error is not None:
-            told = self._response("failed") | {"error": {"code": "server_error", "message": error.message}}
+            told = self._response("failed") | {
+                "error": {"code": "server_error", "message": error.message}
+            }
             return [self._event("response.failed", response=told)]
         found = self._last()
-        return [*found, self._event(f"response.{self._status}", response=self._response(self._status, True))]
+        return [
+            *found,
+            self._event(f"response.{self._status}", response=self._response(self._status, True)),
+        ]
 
     @property
     def _status(self) -> str:
         return "incomplete" if self.choices[0].finish_reason == "length" else "completed"
 
     def _response(self, status: str, has_ended: bool = False) -> dict[str, Any]:
-        found = self._about | {"status": status, "output": self._items, "error": None, "usage": None}
+        found = self._about | {
+            "status": status,
+            "output": self._items,
+            "error": None,
+            "usage": None,
+        }
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
         found["incomplete_details"] = reason
-        return found | {"usage": _usage(self.counts.usage()), **self.counts.statistics()} if has_ended else found
+        return (
+            found | {"usage": _usage(self.counts.usage()), **self.counts.statistics()}
+            if has_ended
+            else found
+        )
 
     def _add(self, piece: str | ToolCall) -> list[bytes]:
         """Return the events of a call, or of text: of the item that is open, or of a new one."""
@@ -182,13 +229,21 @@ class ResponseAnswer(Answer):
         found = list[bytes]()
         if not self._is_open:
             self._is_open = True
-            item = {"type": "message", "id": f"msg_{uuid4().hex}", "role": "assistant", "content": []}
+            item = {
+                "type": "message",
+                "id": f"msg_{uuid4().hex}",
+                "role": "assistant",
+                "content": [],
+            }
             found = [self._new(item)]
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             self._items[-1]["content"] = [part]
             found.append(self._event("response.content_part.added", **self._text, part=part))
         self._items[-1]["content"][0]["text"] += piece
-        return [*found, self._event("response.output_text.delta", **self._text, delta=piece, logprobs=[])]
+        return [
+            *found,
+            self._event("response.output_text.delta", **self._text, delta=piece, logprobs=[]),
+        ]
 
     def _call(self, call: ToolCall) -> list[bytes]:
         stream, kind = self.choices[0].tools, "response.function_call_arguments"
@@ -206,10 +261,14 @@ class ResponseAnswer(Answer):
 
     def _new(self, item: dict[str, Any]) -> bytes:
         self._items.append(item | {"status": "in_progress"})
-        return self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
+        return self._event(
+            "response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1]
+        )
 
     def _done(self) -> bytes:
-        return self._event("response.output_item.done", output_index=len(self._items) - 1, item=self._items[-1])
+        return self._event(
+            "response.output_item.done", output_index=len(self._items) - 1, item=self._items[-1]
+        )
 
     def _close(self, status: str) -> list[bytes]:
         if not self._is_open:
@@ -217,8 +276,14 @@ class ResponseAnswer(Answer):
         self._is_open, item = False, self._items[-1]
         item["status"] = status
         (part,) = item["content"]
-        found = [self._event("response.output_text.done", **self._text, text=part["text"], logprobs=[])]
-        return [*found, self._event("response.content_part.done", **self._text, part=part), self._done()]
+        found = [
+            self._event("response.output_text.done", **self._text, text=part["text"], logprobs=[])
+        ]
+        return [
+            *found,
+            self._event("response.content_part.done", **self._text, part=part),
+            self._done(),
+        ]
 
     def _last(self) -> list[bytes]:
         """Return the events that end the last item. An answer has one, be it empty."""
@@ -227,7 +292,11 @@ class ResponseAnswer(Answer):
 
     @property
     def _text(self) -> dict[str, Any]:
-        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
+        return {
+            "item_id": self._items[-1]["id"],
+            "output_index": len(self._items) - 1,
+            "content_index": 0,
+        }
 
     def _event(self, kind: str, **content: Any) -> bytes:
         number, self._number = self._number, self._number + 1

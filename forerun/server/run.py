@@ -38,7 +38,9 @@ class Protocol(H11Protocol):
         """Close the connection after some time, unless this is called again before; None is never."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+        self._timer = (
+            None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+        )
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -50,7 +52,9 @@ class Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():  # headers are incomplete
+        if (
+            self.conn.their_state is h11.IDLE and not self.transport.is_closing()
+        ):  # headers are incomplete
             if self._timer is None:
                 self._abort_after(self.timeout_keep_alive)
         elif not self.flow.write_paused:
@@ -68,7 +72,9 @@ class Protocol(H11Protocol):
 class Server(uvicorn.Server):
     """The first signal begins to drain, the second ends at once."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain: float, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, drain: float, on_ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
         self.service, self.drain, self.on_ready = service, drain, on_ready
         service.worker.on_failure = self._stop
@@ -101,7 +107,9 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(worker: Worker, settings: Settings, listening: socket.socket, *, begun: float, drain: float) -> None:
+def serve(
+    worker: Worker, settings: Settings, listening: socket.socket, *, begun: float, drain: float
+) -> None:
     """Serve on a socket until a signal ends it. The worker loads its models after the first answers of /health.
 
     `begun`: when the command did, by `perf_counter`. Raises what the worker fails with.
@@ -123,9 +131,12 @@ def serve(worker: Worker, settings: Settings, listening: socket.socket, *, begun
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     url = f"http://{host}:{address[1]}"
     _LOG.info("%s answers 503 until the model is loaded", url)
-    Server(config, app.state.service, drain, lambda: _LOG.info("ready in %.1f s: %s", perf_counter() - begun, url)).run(
-        sockets=[listening]
-    )
+    Server(
+        config,
+        app.state.service,
+        drain,
+        lambda: _LOG.info("ready in %.1f s: %s", perf_counter() - begun, url),
+    ).run(sockets=[listening])
     if worker.failed is not None:
         raise worker.failed
 

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, SkipValidation
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    SkipValidation,
+)
 
 from forerun.server.errors import ApiError
 
@@ -24,7 +32,9 @@ _NO_VALUE = (
 _EMPTY = "functions stop_token_ids bad_words allowed_token_ids documents logits_processors"
 _ZERO = "min_tokens dry_multiplier xtc_probability mirostat"
 _ONE = "best_of length_penalty repeat_penalty typical_p tfs_z"
-_FALSE = "use_beam_search include_stop_str_in_output continue_final_message return_tokens_as_token_ids"
+_FALSE = (
+    "use_beam_search include_stop_str_in_output continue_final_message return_tokens_as_token_ids"
+)
 _TRUE = "skip_special_tokens add_generation_prompt add_special_tokens"
 # Known fields that are not supported, each with the values that ask for nothing. Any other value is refused: output
 # that is silently not what was asked for would be worse.
@@ -42,7 +52,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # Those of /v1/responses: what needs state, hosted tools or reasoning, and what is called otherwise there.
 UNSUPPORTED_RESPONSES: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED,
-    **dict.fromkeys(("previous_response_id", "conversation", "prompt", "max_tool_calls", "moderation"), ()),
+    **dict.fromkeys(
+        ("previous_response_id", "conversation", "prompt", "max_tool_calls", "moderation"), ()
+    ),
     **dict.fromkeys(("messages", "max_tokens", "max_completion_tokens", "response_format"), ()),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs"), (0,)),
     **dict.fromkeys(("background", "logprobs"), (False,)),
@@ -102,7 +114,9 @@ class ChatMessage(BaseModel):
 
 
 Token = Annotated[int, Field(ge=0)]
-StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP), AfterValidator(_encodable)]
+StopString = Annotated[
+    str, Field(min_length=1, max_length=LONGEST_STOP), AfterValidator(_encodable)
+]
 Stop = Annotated[
     tuple[StopString, ...],
     Field(max_length=MOST_STOPS),
@@ -132,7 +146,9 @@ class Body(BaseModel):
         extra = self.model_extra or {}
         for name, harmless in self.unsupported.items():
             value = extra.get(name)
-            if value is not None and (type(value) is bool, value) not in [(type(x) is bool, x) for x in harmless]:
+            if value is not None and (type(value) is bool, value) not in [
+                (type(x) is bool, x) for x in harmless
+            ]:
                 raise ApiError(400, f"{name} is not supported", name, "unsupported_parameter")
         return sorted(name for name in extra if name not in self.unsupported)
 

@@ -69,7 +69,9 @@ class Worker:
         self.give_up(shutting_down())
         if self._session is not None:
             self._session.stop()
-        await asyncio.to_thread(self._thread.join, 4 if self.ready.is_set() else 0)  # seconds; a step may be long
+        await asyncio.to_thread(
+            self._thread.join, 4 if self.ready.is_set() else 0
+        )  # seconds; a step may be long
 
     @property
     def session(self) -> Session:
@@ -87,7 +89,9 @@ class Worker:
         job, engine = Job(begun), self.engine
         capacity = None if engine.max_queue is None else engine.max_rows + engine.max_queue
         if capacity is not None and len(requests) > capacity:
-            raise ApiError(400, f"{len(requests)} answers at once; this server holds {capacity}", "n")
+            raise ApiError(
+                400, f"{len(requests)} answers at once; this server holds {capacity}", "n"
+            )
         try:
             self.session.add(requests, job)
         except QueueFullError:
@@ -124,21 +128,27 @@ class Worker:
         try:
             decoder = self._make()
             kv_memory = decoder.options.kv_memory
-            if kv_memory is None:  # measured now, as the models have their memory; no client may take the rest
+            if (
+                kv_memory is None
+            ):  # measured now, as the models have their memory; no client may take the rest
                 kv_memory = default_kv_memory(decoder.target.device)
                 decoder = decoder.replace(kv_memory=kv_memory)
             if kv_memory is not None:
                 _LOG.info("keys and values may take %.2f GiB", kv_memory / 2**30)
             session = decoder.session  # its first steps try out and build what later ones use
             session.add([decoder.request([0] * 4, max_new_tokens=8, ignore_eos=True)]).collect()
-            assert session.engine.target.position_bytes  # known before `add` asks for it in another thread
+            assert (
+                session.engine.target.position_bytes
+            )  # known before `add` asks for it in another thread
             self._session, self.decoder = session, decoder
             self._post(self.ready.set)
             session.drive(
                 lambda steps: self._post(self._deliver, steps, perf_counter()),
                 lambda error: self._post(self.give_up, to_api_error(error)),
             )
-        except BaseException as error:  # SystemExit too: without its thread the server could only keep clients waiting
+        except (
+            BaseException
+        ) as error:  # SystemExit too: without its thread the server could only keep clients waiting
             self.failed = error
             self._post(self.give_up, to_api_error(error))
             self._post(self.on_failure)

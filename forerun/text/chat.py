@@ -44,7 +44,9 @@ def chat_prompt(
     if tokenizer is None:
         raise ValueError("a chat needs a tokenizer; give tokenizer=...")
     if not has_template(tokenizer):
-        raise ValueError("the model has no chat template: give an instruct model, or a plain prompt without chat")
+        raise ValueError(
+            "the model has no chat template: give an instruct model, or a plain prompt without chat"
+        )
     found = checked(messages)
     if system is not None:
         if found[0]["role"] == "system":
@@ -54,13 +56,23 @@ def chat_prompt(
         raise ValueError("the last message is from the assistant; there is nothing to answer")
     has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in found)
     if has_calls and not _renders_calls(tokenizer):
-        raise ValueError("the chat template of this model takes no tool calls and no messages of role tool")
-    taken = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents", "kwargs"}
+        raise ValueError(
+            "the chat template of this model takes no tool calls and no messages of role tool"
+        )
+    taken = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {
+        "documents",
+        "kwargs",
+    }
     for name in template_args:
         if name in taken:
             raise ValueError(f"{name!r} is no argument for the chat template")
     try:
-        how = {"tools": tools or None, "add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        how = {
+            "tools": tools or None,
+            "add_generation_prompt": True,
+            "tokenize": True,
+            "return_dict": False,
+        }
         ids: Any = tokenizer.apply_chat_template(found, **how, **template_args)  # type: ignore[arg-type]
     except Exception as error:  # templates may raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -77,7 +89,9 @@ def checked(messages: Any) -> list[dict[str, Any]]:
     messages, other keys or roles, and contents that are no text or that no file could hold.
     """
     if not isinstance(messages, list | tuple):
-        raise ValueError(f"messages must be a list of {{role, content}}, not {type(messages).__name__}")
+        raise ValueError(
+            f"messages must be a list of {{role, content}}, not {type(messages).__name__}"
+        )
     if not messages:
         raise ValueError("there are no messages")
     names: dict[str, str] = {}  # of functions, by the ids of calls so far
@@ -90,16 +104,26 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     if tokenizer is None or not has_template(tokenizer):
         return frozenset()
     # A template may want other messages: then the model's own end tokens have to do.
-    after = _tried(tokenizer, [{"role": "assistant", "content": _ANSWER}]).rpartition(_ANSWER)[2].lstrip()
+    after = (
+        _tried(tokenizer, [{"role": "assistant", "content": _ANSWER}])
+        .rpartition(_ANSWER)[2]
+        .lstrip()
+    )
     special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    special |= {str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special |= {
+        str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
     found = [token for token in special if token and after.startswith(token)]
     return frozenset([special[max(found, key=len)]] if found else [])
 
 
 def renders_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether the chat template tells the model of tools."""
-    function = {"name": _ANSWER, "description": "x", "parameters": {"type": "object", "properties": {}}}
+    function = {
+        "name": _ANSWER,
+        "description": "x",
+        "parameters": {"type": "object", "properties": {}},
+    }
     return _ANSWER in _tried(tokenizer, [], [{"type": "function", "function": function}])
 
 
@@ -110,7 +134,9 @@ def _renders_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
     return _ANSWER in text and _CALL in text
 
 
-def _tried(tokenizer: PreTrainedTokenizerBase, messages: list[Any], tools: list[Any] | None = None) -> str:
+def _tried(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Any], tools: list[Any] | None = None
+) -> str:
     try:
         found = [{"role": "user", "content": "x"}, *messages]
         return str(tokenizer.apply_chat_template(found, tools=tools, tokenize=False))
@@ -120,12 +146,16 @@ def _tried(tokenizer: PreTrainedTokenizerBase, messages: list[Any], tools: list[
 
 def _message(number: int, message: Any, names: dict[str, str]) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise ValueError(f"message {number} must be {{role, content}}, not {type(message).__name__}")
+        raise ValueError(
+            f"message {number} must be {{role, content}}, not {type(message).__name__}"
+        )
     role = message.get("role")
     allowed = {"role", "content", _KEYS.get(role, "role") if isinstance(role, str) else "role"}
     for key in message:
         if key not in allowed:
-            raise ValueError(f"message {number} has an unknown key {key!r}; there are role and content")
+            raise ValueError(
+                f"message {number} has an unknown key {key!r}; there are role and content"
+            )
     calls = message.get("tool_calls")
     content = message.get("content") or ("" if calls else message.get("content"))
     for key, value in (("role", role), ("content", content)):
@@ -138,9 +168,15 @@ def _message(number: int, message: Any, names: dict[str, str]) -> dict[str, Any]
     more: dict[str, Any] = {"tool_calls": _calls(number, calls, names)} if calls else {}
     if role == "tool" and (id := message.get("tool_call_id")) is not None:
         if not isinstance(id, str) or id not in names:
-            raise ValueError(f"message {number} answers the tool call {str(id)[:40]!r}, which no message before it has")
+            raise ValueError(
+                f"message {number} answers the tool call {str(id)[:40]!r}, which no message before it has"
+            )
         more |= {"tool_call_id": id, "name": names[id]}
-    return {"role": role, "content": checked_text(f"the content of message {number}", content), **more}
+    return {
+        "role": role,
+        "content": checked_text(f"the content of message {number}", content),
+        **more,
+    }
 
 
 def _calls(number: int, calls: Any, names: dict[str, str]) -> list[dict[str, Any]]:
@@ -149,14 +185,29 @@ def _calls(number: int, calls: Any, names: dict[str, str]) -> list[dict[str, Any
     found = []
     for call in calls if isinstance(calls, list | tuple) else [None]:
         function: Any = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(call.get("id", ""), str):
-            raise ValueError(f"tool_calls of message {number} must be a list of {{id, function: {{name, arguments}}}}")
-        name, arguments = checked_text("the name of a tool call", function.get("name")), function.get("arguments") or {}
+        if (
+            not isinstance(call, dict)
+            or not isinstance(function, dict)
+            or not isinstance(call.get("id", ""), str)
+        ):
+            raise ValueError(
+                f"tool_calls of message {number} must be a list of {{id, function: {{name, arguments}}}}"
+            )
+        name, arguments = (
+            checked_text("the name of a tool call", function.get("name")),
+            function.get("arguments") or {},
+        )
         if not isinstance(arguments, dict):
             text = checked_text(f"the arguments of a tool call in message {number}", arguments)
             arguments = text if (read := json_object(text)) is None else read
         names[call.get("id", "")] = name
-        found.append({"id": call.get("id", ""), "type": "function", "function": {"name": name, "arguments": arguments}})
+        found.append(
+            {
+                "id": call.get("id", ""),
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+        )
     return found
 
 

@@ -14,7 +14,11 @@ _FORMS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
-    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),  # DeepSeek-Coder
+    (
+        "<\uff5cfim\u2581begin\uff5c>",
+        "<\uff5cfim\u2581hole\uff5c>",
+        "<\uff5cfim\u2581end\uff5c>",
+    ),  # DeepSeek-Coder
     ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # CodeLlama
 )
 # What such models write when the gap is full, whether or not their generation config names it.
@@ -40,13 +44,17 @@ class InfillForm:
     ends: frozenset[int]
     is_sentencepiece: bool
 
-    def prompts(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], after: str) -> list[list[int]]:
+    def prompts(
+        self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], after: str
+    ) -> list[list[int]]:
         """Return token ids of prompts for what stands between each of the texts and `after`. Special tokens in them are
         read as such, as in other prompts."""
         line = "\n" if self.is_sentencepiece else ""
         rest = _encode(tokenizer, line + after)[len(_encode(tokenizer, line)) :]
         front = [*tokenizer("")["input_ids"], self.before]
-        return [[*front, *_encode(tokenizer, text), self.after, *rest, self.middle] for text in texts]
+        return [
+            [*front, *_encode(tokenizer, text), self.after, *rest, self.middle] for text in texts
+        ]
 
 
 def infill_form(tokenizer: PreTrainedTokenizerBase) -> InfillForm | None:

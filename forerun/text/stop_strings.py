@@ -12,7 +12,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 CONTEXT = 4  # prompt tokens to decode along, so that a first word keeps its space
 LATE = 16  # tokens without new text, after which no more are gathered: each one decodes all of them
 HALF = "\ufffd"  # what part of a character is decoded to
-_BYTES = {char: byte for byte, char in bytes_to_unicode().items()}  # byte-level vocabularies spell bytes like this
+_BYTES = {
+    char: byte for byte, char in bytes_to_unicode().items()
+}  # byte-level vocabularies spell bytes like this
 
 
 class StopStrings:
@@ -27,7 +29,9 @@ class StopStrings:
         self._longest = max(map(len, self.strings), default=0)
         self._bytes: dict[int, bytes] = {}
         # After another token, so that decoders neither add nor strip a space.
-        self._base = list(tokenizer.convert_ids_to_tokens(tokenizer.encode("abcdef", add_special_tokens=False)))
+        self._base = list(
+            tokenizer.convert_ids_to_tokens(tokenizer.encode("abcdef", add_special_tokens=False))
+        )
         self._skip = len(tokenizer.convert_tokens_to_string(self._base))
 
     def __call__(self, tokens: Sequence[int]) -> bool:
@@ -38,7 +42,9 @@ class StopStrings:
             if len(tail) >= last + self._longest - 1:
                 break
         before = len(tail) - last
-        return last > 0 and any(tail.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in self.strings)
+        return last > 0 and any(
+            tail.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in self.strings
+        )
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes that a token stands for."""
@@ -81,7 +87,9 @@ class TextStream:
             getattr(kind, "_decode", None) is PreTrainedTokenizerFast._decode
         )
         self._backend = tokenizer.backend_tokenizer if plain else None
-        self._ids = list(prompt[-CONTEXT:])  # the tokens of the last piece, and those that no piece has yet
+        self._ids = list(
+            prompt[-CONTEXT:]
+        )  # the tokens of the last piece, and those that no piece has yet
         self._known = self._decode(self._ids)  # the text of the first `_read` of them
         if self._known.endswith(HALF):
             self._ids, self._known = [], ""
@@ -91,7 +99,9 @@ class TextStream:
         reach = max((len(text.encode()) for text in stop), default=0)
         tail = self._overlap(self._decode(prompt[-reach:], special=True)) if reach else ""
         self._prompt = len(tail)  # characters of the prompt that are held
-        self._held: list[tuple[str, str | None]] = [(tail, None)]  # without an origin: not to be given out
+        self._held: list[tuple[str, str | None]] = [
+            (tail, None)
+        ]  # without an origin: not to be given out
 
     @property
     def text(self) -> str:
@@ -101,7 +111,9 @@ class TextStream:
     def _decode(self, ids: Sequence[int], special: bool = False) -> str:
         if self._backend is not None:
             return str(self._backend.decode(list(ids), skip_special_tokens=not special))
-        text = self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(
+            list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
         return str(text)
 
     def _overlap(self, text: str) -> str:
@@ -109,7 +121,9 @@ class TextStream:
         beginnings = (stop[:n] for stop in self.stop for n in range(1, len(stop)))
         return max(filter(text.endswith, beginnings), key=len, default="")
 
-    def push(self, tokens: Sequence[int], origins: Sequence[str], finished: bool) -> list[tuple[str, str]]:
+    def push(
+        self, tokens: Sequence[int], origins: Sequence[str], finished: bool
+    ) -> list[tuple[str, str]]:
         """Return pieces (text, origin) that are certain now; with `finished`, all that is left."""
         for left, (token, origin) in enumerate(zip(tokens, origins, strict=True), 1 - len(tokens)):
             if token in self._shown:
@@ -128,7 +142,9 @@ class TextStream:
                 self._held.append((certain[len(self._known) :], origin))
                 self._ids = self._ids[self._read :]
                 self._read, self._known = len(self._ids), self._decode(self._ids)
-                if certain is not whole:  # what the last of many halves is part of may yet become a character
+                if (
+                    certain is not whole
+                ):  # what the last of many halves is part of may yet become a character
                     self._known = self._known[:-1]
                 continue
             if late:  # special tokens and the like, which add nothing to what comes either

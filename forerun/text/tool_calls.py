@@ -35,7 +35,9 @@ class ToolForm:
 FORMS = {
     "hermes": ToolForm("<tool_call>", close="</tool_call>", is_fenced=True),
     "llama3": ToolForm("<|python_tag|>", between=";", key="parameters", is_bare=True),
-    "mistral": ToolForm("[TOOL_CALLS]", "[", ",", "]", id=("", 9)),  # its templates refuse other ids
+    "mistral": ToolForm(
+        "[TOOL_CALLS]", "[", ",", "]", id=("", 9)
+    ),  # its templates refuse other ids
 }
 
 # Words of chat templates that show which form their models write, and words of forms that are no JSON.
@@ -131,7 +133,9 @@ class ToolStream:
         found, end = list[ToolCall](), at
         place = self._after(at, "" if is_bare else self.form.open)
         while place >= 0:
-            call, place = (None, place) if is_bare and not self._names_function(place) else self._call(place)
+            call, place = (
+                (None, place) if is_bare and not self._names_function(place) else self._call(place)
+            )
             if call is None:
                 break
             found, end = [*found, call], place
@@ -154,7 +158,9 @@ class ToolStream:
             found, end = _DECODER.raw_decode(self._rest, at)
         except json.JSONDecodeError as error:
             left = len(self._rest.rstrip(_SPACE)) - error.pos
-            if not self._finished and (left < _UNSURE or error.msg.startswith("Unterminated string")):
+            if not self._finished and (
+                left < _UNSURE or error.msg.startswith("Unterminated string")
+            ):
                 raise _MoreTextError from None
             end = error.pos  # models forget the last brace
             found = json_object(self._rest[at:end] + "}") or {}

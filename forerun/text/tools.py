@@ -61,7 +61,11 @@ class Tools:
 
     def stream(self) -> ToolStream | None:
         """Return what reads an answer, if there is a form."""
-        return ToolStream(self.form, {tool.name for tool in self.tools}, self.most) if self.form is not None else None
+        return (
+            ToolStream(self.form, {tool.name for tool in self.tools}, self.most)
+            if self.form is not None
+            else None
+        )
 
 
 NO_TOOLS = Tools()
@@ -82,13 +86,19 @@ def checked_tools(tools: Any) -> list[Tool]:
 def _tool(number: int, tool: Any) -> Tool:
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type") != "function":
-        raise ValueError(f'tool {number} must be {{"type": "function", "function": {{...}}}}; there are no other types')
+        raise ValueError(
+            f'tool {number} must be {{"type": "function", "function": {{...}}}}; there are no other types'
+        )
     function = {key: value for key, value in function.items() if value is not None}
     name, strict = function.get("name"), function.pop("strict", False)
     if not isinstance(name, str) or not re.fullmatch(_NAME, name):
-        raise ValueError(f"the name of tool {number} must be 1 to 128 ASCII letters, digits and _ . : / -")
+        raise ValueError(
+            f"the name of tool {number} must be 1 to 128 ASCII letters, digits and _ . : / -"
+        )
     if not isinstance(function.get("description", ""), str) or not isinstance(strict, bool):
-        raise ValueError(f"tool {name!r} must have a text as description, and true or false as strict")
+        raise ValueError(
+            f"tool {name!r} must have a text as description, and true or false as strict"
+        )
     parameters = function.setdefault("parameters", {"type": "object", "properties": {}})
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise ValueError(f"the parameters of tool {name!r} must be a JSON schema of an object")
@@ -108,8 +118,14 @@ def checked_choice(choice: Any, tools: Sequence[Tool]) -> str | Tool:
         if choice == "required" and not tools:
             raise ValueError("tool_choice required needs tools")
         return str(choice)
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    named = [tool for tool in tools if isinstance(function, dict) and tool.name == function.get("name")]
+    function = (
+        choice.get("function")
+        if isinstance(choice, dict) and choice.get("type") == "function"
+        else None
+    )
+    named = [
+        tool for tool in tools if isinstance(function, dict) and tool.name == function.get("name")
+    ]
     if not named:
         raise ValueError(
             'tool_choice must be none, auto, required, or {"type": "function", "function": {"name": one of the tools}}'
@@ -143,10 +159,14 @@ def tools_for(
     form = FORMS[parser] if parser is not None else form_of_template(template)
     if form is None:
         known = ", ".join(FORMS)
-        raise ValueError(f"the chat template shows no known form of calls; --tool-parser may say which: {known}")
+        raise ValueError(
+            f"the chat template shows no known form of calls; --tool-parser may say which: {known}"
+        )
     added = {str(token): id for id, token in tokenizer.added_tokens_decoder.items()}
     markers = {added[text]: text for text in (form.begin, form.close) if text in added}
-    special = {id: text for id, text in markers.items() if tokenizer.added_tokens_decoder[id].special}
+    special = {
+        id: text for id, text in markers.items() if tokenizer.added_tokens_decoder[id].special
+    }
     most = None if parallel and isinstance(choice, str) else 1
     lark = _grammar(form, tools, choice, most, {text: f"<[{id}]>" for id, text in markers.items()})
     grammar = None if lark is None else {"type": "grammar", "grammar": lark}
@@ -154,7 +174,11 @@ def tools_for(
 
 
 def _grammar(
-    form: ToolForm, tools: Sequence[Tool], choice: str | Tool, most: int | None, tokens: dict[str, str]
+    form: ToolForm,
+    tools: Sequence[Tool],
+    choice: str | Tool,
+    most: int | None,
+    tokens: dict[str, str],
 ) -> str | None:
     """Return a grammar in llguidance's Lark for a whole answer; None for any text.
 
@@ -170,7 +194,10 @@ def _grammar(
         schema = {"x-guidance": _STYLE, "type": "object"}
         schema |= tool.given["function"]["parameters"] if is_forced or tool.strict else {}
         begin = _quoted(f': "{tool.name}", "{form.key}": ')
-        rules += [f'call{number}: {begin} args{number} "}}"', f"args{number}: %json {json.dumps(schema)}"]
+        rules += [
+            f'call{number}: {begin} args{number} "}}"',
+            f"args{number}: %json {json.dumps(schema)}",
+        ]
     rules.append("named: " + " | ".join(f"call{number}" for number in range(len(used))))
     rules.append(r'call: "{\"name\"" named')
     marker, close = (tokens.get(text) or _quoted(text) for text in (form.begin, form.close))
@@ -188,7 +215,9 @@ def _grammar(
     # Text has no beginning of a call in it, nor an object at its own beginning where that would be one.
     text, sign = rf"\s*([^{{\s]{_ANYTHING})?" if form.is_bare else _ANYTHING, re.escape(form.begin)
     ends, calls = [sign], ["before block", *(["block"] if form.is_bare else [])]
-    rules.append(f"before: TEXT {marker}" if form.begin in tokens else f"before[lazy]: /{text}{sign}/")
+    rules.append(
+        f"before: TEXT {marker}" if form.begin in tokens else f"before[lazy]: /{text}{sign}/"
+    )
     if form.is_fenced:
         ends.append(rf'{FENCE[0]}\s*\{{\s*"name"')
         calls.append(f'fenced named "\\n{FENCE[1]}"')

@@ -15,7 +15,9 @@ from forerun.text.stop_strings import StopStrings
 
 LEAST = 0.5  # of a sample's tokens: with fewer shared ones drafts seldom pay
 
-_BYTE = re.compile("<0x[0-9a-fA-F]{2}>")  # SentencePiece spells bytes that are in no other token like this
+_BYTE = re.compile(
+    "<0x[0-9a-fA-F]{2}>"
+)  # SentencePiece spells bytes that are in no other token like this
 
 # What shared tokens are counted in.
 _SAMPLE = (
@@ -112,7 +114,9 @@ class Translation:
         several tokens with the same bytes, one of each counts."""
         target, draft = self.target, self.draft
         found = {id: draft.ids[own] for own, id in target.ids.items() if own in draft.ids}
-        return found | ({target.end: draft.end} if target.end is not None and draft.end is not None else {})
+        return found | (
+            {target.end: draft.end} if target.end is not None and draft.end is not None else {}
+        )
 
     @cached_property
     def reads(self) -> dict[int, int]:
@@ -129,10 +133,16 @@ class Translation:
         text, half = whole(text)
         left = [self.draft.ids.get(half[i : i + 1]) for i in range(len(half))]
         known = [token for token in left if token is not None]
-        return [*self.draft.encode(text.decode("utf-8", "replace")), *known] if len(known) == len(left) else None
+        return (
+            [*self.draft.encode(text.decode("utf-8", "replace")), *known]
+            if len(known) == len(left)
+            else None
+        )
 
 
-def translate(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, name: str) -> Translation:
+def translate(
+    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, name: str
+) -> Translation:
     """Return the translation of a draft of that name. Raises ValueError if the two share fewer than `LEAST` of a
     sample's tokens."""
     ours, theirs = Vocabulary(target), Vocabulary(draft)

@@ -21,7 +21,13 @@ Split = Literal["train", "validation", "test"]
 STRETCH = 80  # characters that texts of two splits must not share
 
 # Tables and generated text: they teach digits and escapes, not code.
-EXCLUDED = ("site-packages/", "encodings/", "pydoc_data/", "test/cjkencodings/", "lib2to3/tests/data/")
+EXCLUDED = (
+    "site-packages/",
+    "encodings/",
+    "pydoc_data/",
+    "test/cjkencodings/",
+    "lib2to3/tests/data/",
+)
 
 
 def split_of(relative: str) -> Split:
@@ -105,7 +111,13 @@ def sharing(texts: Sequence[str], others: Iterable[str], length: int = STRETCH) 
     for other in others:
         for begin in range(0, len(other) - piece + 1, piece):
             near = places.get(other[begin : begin + piece], set()) - found
-            starts = range(max(0, begin + piece - length), min(begin, len(other) - length) + 1) if near else ()
-            stretches = [other[start : start + length] for start in starts]  # those that cover the piece
+            starts = (
+                range(max(0, begin + piece - length), min(begin, len(other) - length) + 1)
+                if near
+                else ()
+            )
+            stretches = [
+                other[start : start + length] for start in starts
+            ]  # those that cover the piece
             found |= {number for number in near if any(each in texts[number] for each in stretches)}
     return found

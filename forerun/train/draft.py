@@ -55,13 +55,19 @@ def train_draft(run: Run, recipe: DraftRecipe, init: str | None = None) -> None:
     model = run.load(run.target, "target")
     check_context(model.config, parts, recipe.length, "target")
     target = CausalLM(model.requires_grad_(False))
-    draft = new_draft(model, tokenizer, recipe) if init is None else run.load(init, "draft", "float32")
+    draft = (
+        new_draft(model, tokenizer, recipe) if init is None else run.load(init, "draft", "float32")
+    )
     entries = draft.get_input_embeddings().num_embeddings
     if entries != target.vocab_size:
-        raise ValueError(f"{init} has a vocabulary of {entries} entries, {run.target} of {target.vocab_size}")
+        raise ValueError(
+            f"{init} has a vocabulary of {entries} entries, {run.target} of {target.vocab_size}"
+        )
     drafter = CausalLM(draft.to(model.device))  # type: ignore[arg-type]
     if not has_plain_head(drafter):
-        raise ValueError(f"{type(draft).__name__} caps or scales its logits; such a draft cannot be trained")
+        raise ValueError(
+            f"{type(draft).__name__} caps or scales its logits; such a draft cannot be trained"
+        )
     own = asdict(recipe) | {"init": init, "texts": parts and parts[0].digest}
     run.claim({"target": target.fingerprint}, own)
     if parts is None:
@@ -69,16 +75,22 @@ def train_draft(run: Run, recipe: DraftRecipe, init: str | None = None) -> None:
             target,
             stream,
             sequences=recipe.sequences,
-            prompts=[recipe.length // share for share in (8, 4, 2)],  # drafts are used right after a prompt and later
+            prompts=[
+                recipe.length // share for share in (8, 4, 2)
+            ],  # drafts are used right after a prompt and later
             length=recipe.length,
             temperatures=(0.0, 0.8),
             seed=recipe.seed,
         )
         parts = split_windows(np.concatenate(windows), VALIDATION, 0, 0)
     texts, val = parts
-    hot, share = hot_set(texts.frequencies(target.vocab_size), max(1, round(recipe.hot * target.vocab_size)))
+    hot, share = hot_set(
+        texts.frequencies(target.vocab_size), max(1, round(recipe.hot * target.vocab_size))
+    )
     if stream is not None:
-        starts = np.random.default_rng(recipe.seed).integers(len(stream) - recipe.length + 1, size=len(texts))
+        starts = np.random.default_rng(recipe.seed).integers(
+            len(stream) - recipe.length + 1, size=len(texts)
+        )
         plain = of_windows(np.stack([stream[start : start + recipe.length] for start in starts]))
         texts = joined(texts, plain)
     labels, val_labels = (label(run, target, each) for each in (texts, val))
@@ -89,29 +101,44 @@ def train_draft(run: Run, recipe: DraftRecipe, init: str | None = None) -> None:
 
     def evaluate() -> float:
         asked = val.spread(EVALUATED).split(8)
-        found = [torch.stack(distillation_loss(drafter, val_labels, rows, own_hot)) for rows in asked]
+        found = [
+            torch.stack(distillation_loss(drafter, val_labels, rows, own_hot)) for rows in asked
+        ]
         divergence, agreement = torch.stack(found).mean(0).tolist()
         run.say(f"{run.folder.name} greedy agreement on held-out output {agreement:.3f}")
         return float(divergence)
 
     batch = partial(texts.batch, recipe.seed, size=recipe.batch)
-    settings = TrainConfig(recipe.steps, recipe.lr, tokens=recipe.batch * texts.mean_length, known=init is not None)
+    settings = TrainConfig(
+        recipe.steps, recipe.lr, tokens=recipe.batch * texts.mean_length, known=init is not None
+    )
     train(draft, loss, batch, evaluate, settings, run.folder, run.say)
     draft.save_pretrained(run.out)
     tokenizer.save_pretrained(run.out)
     if recipe.hot < 1:
         save_hot(run.out, hot)
         run.say(f"its {len(hot)} tokens are {share:.2%} of its training output")
-    text = f"It drafts for `{run.target}`, whose tokenizer it has. Made by `forerun train draft` with"
-    save_card(run.out, "A draft for speculative decoding", text, asdict(recipe) | {"init": init} | run.provenance)
+    text = (
+        f"It drafts for `{run.target}`, whose tokenizer it has. Made by `forerun train draft` with"
+    )
+    save_card(
+        run.out,
+        "A draft for speculative decoding",
+        text,
+        asdict(recipe) | {"init": init} | run.provenance,
+    )
     run.say(f"the draft is in {run.out}: forerun generate --target {run.target} --draft {run.out}")
 
 
-def new_draft(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: DraftRecipe) -> LlamaForCausalLM:
+def new_draft(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: DraftRecipe
+) -> LlamaForCausalLM:
     """Make a Llama with tied embeddings, heads of 64, and the target's vocabulary and context."""
     config, pad = target.config.get_text_config(decoder=True), tokenizer.pad_token_id
     if pad is not None and pad >= config.vocab_size:
-        raise ValueError(f"pad_token_id must be below the target's {config.vocab_size} embeddings, not {pad}")
+        raise ValueError(
+            f"pad_token_id must be below the target's {config.vocab_size} embeddings, not {pad}"
+        )
     torch.manual_seed(recipe.seed)
     draft = LlamaForCausalLM(
         LlamaConfig(
@@ -139,7 +166,9 @@ def init_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
 
     Tokens that are alike for the target are then alike for the draft. Does nothing if the target's are narrower.
     """
-    own, theirs = (model.get_input_embeddings().get_parameter("weight") for model in (draft, target))
+    own, theirs = (
+        model.get_input_embeddings().get_parameter("weight") for model in (draft, target)
+    )
     if theirs.shape[-1] >= own.shape[-1]:
         wide = theirs.float()
         _, directions = torch.linalg.eigh(wide.T @ wide)  # smallest first

@@ -41,7 +41,9 @@ LARGEST = 31_000_000  # parameters, which take 24 MB in 6 bits
 class HeadRecipe:
     """How a head is made."""
 
-    sequences: int = 2048  # windows of the target's own output, half of them greedy; all seeds use the same
+    sequences: int = (
+        2048  # windows of the target's own output, half of them greedy; all seeds use the same
+    )
     prompt: int = 64  # tokens of text in a window
     output: int = 192  # tokens of output in a window
     steps: int = 2000
@@ -53,8 +55,12 @@ class HeadRecipe:
     kind: str = "lyanna"  # one of KINDS
     layers: int = 1
     rank: int = 64  # of the token information; 0 trains a head without it
-    hot: float | None = None  # the hot set's share of the vocabulary; by default a quarter, at most HOT tokens
-    inner: int | None = None  # neurons of its MLP; by default the target's, as many as LARGEST allows
+    hot: float | None = (
+        None  # the hot set's share of the vocabulary; by default a quarter, at most HOT tokens
+    )
+    inner: int | None = (
+        None  # neurons of its MLP; by default the target's, as many as LARGEST allows
+    )
     copied: bool = True  # begin with the target's last layer
     linear: int = 150  # steps before `steps` that train a copied head without its layers, whose output is 0 then
 
@@ -66,7 +72,11 @@ class HeadRecipe:
             ("hot", self.hot is None or 0 < self.hot <= 1, "above 0 and at most 1"),
             ("inner", self.inner is None or self.inner > 0, "at least 1"),
             ("held", 0 < self.held <= 0.5, "above 0 and at most 0.5"),
-            ("unroll", 1 <= self.unroll < self.output, f"1 to {self.output - 1}, less than the output"),
+            (
+                "unroll",
+                1 <= self.unroll < self.output,
+                f"1 to {self.output - 1}, less than the output",
+            ),
         ):
             if not is_right:
                 raise ValueError(f"{name} must be {allowed}, not {asdict(self)[name]!r}")
@@ -89,7 +99,9 @@ def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[
     embed: Any = model.get_input_embeddings()
     size = cast(Any, target.head).in_features
     if embed.embedding_dim != size:
-        raise ValueError(f"the target's embeddings and its LM head are of other widths; its head reads {size}")
+        raise ValueError(
+            f"the target's embeddings and its LM head are of other widths; its head reads {size}"
+        )
     config = _config(model.config.get_text_config(decoder=True), size, recipe)
     config.target, config.recipe = target.fingerprint, asdict(recipe) | run.provenance
     torch.manual_seed(recipe.seed)
@@ -98,15 +110,29 @@ def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[
     own: dict[str, Any] = {"texts": parts and parts[0].digest}
     if start is not None:
         own["start"] = _continue(drafter, start, target)
-    run.claim({"target": target.fingerprint, "prompt": recipe.prompt, "output": recipe.output}, asdict(recipe) | own)
+    run.claim(
+        {"target": target.fingerprint, "prompt": recipe.prompt, "output": recipe.output},
+        asdict(recipe) | own,
+    )
     if parts is None:
         length = recipe.prompt + recipe.output
-        how: dict[str, Any] = {"prompts": [recipe.prompt], "length": length, "temperatures": (0.0, 1.0), "seed": SEED}
+        how: dict[str, Any] = {
+            "prompts": [recipe.prompt],
+            "length": length,
+            "temperatures": (0.0, 1.0),
+            "seed": SEED,
+        }
         windows = np.concatenate(run.own_output(target, stream, sequences=recipe.sequences, **how))
-        parts = split_windows(windows, recipe.held, 0, recipe.prompt)  # prompts count in training alone
+        parts = split_windows(
+            windows, recipe.held, 0, recipe.prompt
+        )  # prompts count in training alone
     texts, val = parts
     if start is None:
-        output = texts if stream is None else replace(texts, begins=torch.full_like(texts.begins, recipe.prompt))
+        output = (
+            texts
+            if stream is None
+            else replace(texts, begins=torch.full_like(texts.begins, recipe.prompt))
+        )
         drafter.hot.copy_(_hot(run.target, output.frequencies(target.vocab_size), config.hot_size))
     wanted = val.frequencies(target.vocab_size)
     coverage = float(wanted[drafter.hot].sum() / wanted.sum())
@@ -114,7 +140,9 @@ def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[
     labels, val_labels = (label(run, target, each, states=True) for each in (texts, val))
     head = head_rows(target, drafter.hot, size)
     lm: Any = target.model
-    is_copyable = type(lm).__name__ in FAMILY and "q_norm" not in dict(lm.model.layers[-1].self_attn.named_children())
+    is_copyable = type(lm).__name__ in FAMILY and "q_norm" not in dict(
+        lm.model.layers[-1].self_attn.named_children()
+    )
     is_copied = start is None and recipe.copied and is_copyable
     is_new = not (run.folder / "checkpoint.pt").exists()  # a checkpoint has what these would find
     if is_copied and is_new:
@@ -125,7 +153,9 @@ def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[
 
     def evaluate() -> float:
         asked = val.spread(EVALUATED).split(recipe.batch)
-        losses = [head_loss(drafter, head, val_labels, rows, embed, recipe.unroll) for rows in asked]
+        losses = [
+            head_loss(drafter, head, val_labels, rows, embed, recipe.unroll) for rows in asked
+        ]
         with mixed_precision(model.device):
             survival, _ = measure(drafter, head, val_labels, embed, recipe.unroll)
         run.say(f"acceptance: a greedy chain's first 1, 2, ... tokens {survival}")
@@ -152,8 +182,12 @@ config.json is compared when it is loaded.
 
 {found["parameters"]:,} parameters. On held-out output its greedy chains are the target's own in their
 first 1, 2, ... tokens in these shares: {shares}. Its hot set covers {coverage:.2%} of it."""
-    save_card(run.out, f"A head of the kind {recipe.kind} for speculative decoding", text, config.recipe)
-    run.say(f"the hot set covers {coverage:.2%} of held-out output; survival of a greedy chain {survival}")
+    save_card(
+        run.out, f"A head of the kind {recipe.kind} for speculative decoding", text, config.recipe
+    )
+    run.say(
+        f"the hot set covers {coverage:.2%} of held-out output; survival of a greedy chain {survival}"
+    )
     way = f"--target {run.target} --method {recipe.kind} --head {run.out}"
     run.say(f"the head is in {run.out}: forerun generate {way}")
     return found
@@ -164,18 +198,30 @@ def _config(text: PreTrainedConfig, size: int, recipe: HeadRecipe) -> HiddenConf
 
     Both kinds are of one size: lyanna has the factors of a table, eagle has a wider MLP instead.
     """
-    heads, head_dim = text.num_attention_heads, getattr(text, "head_dim", None) or size // text.num_attention_heads
+    heads, head_dim = (
+        text.num_attention_heads,
+        getattr(text, "head_dim", None) or size // text.num_attention_heads,
+    )
     groups = getattr(text, "num_key_value_heads", None) or heads
-    hot = max(1, min(HOT, text.vocab_size // 4) if recipe.hot is None else round(recipe.hot * text.vocab_size))
+    hot = max(
+        1,
+        min(HOT, text.vocab_size // 4)
+        if recipe.hot is None
+        else round(recipe.hot * text.vocab_size),
+    )
     inner = own = getattr(text, "intermediate_size", None) or 4 * size
     table = recipe.rank * (text.vocab_size + hot)
     if recipe.inner is None:
-        left = LARGEST - table - 2 * size**2 - recipe.layers * 2 * size * head_dim * (heads + groups)
+        left = (
+            LARGEST - table - 2 * size**2 - recipe.layers * 2 * size * head_dim * (heads + groups)
+        )
         inner = min(own, max(BLOCK, left // (3 * size * recipe.layers * BLOCK) * BLOCK))
     inner = recipe.inner or inner
     if recipe.kind == "eagle":
         inner += table // (3 * size * recipe.layers)
-        if inner >= 20 * BLOCK:  # whole blocks, which our product in 8 bits needs, where they are a small part
+        if (
+            inner >= 20 * BLOCK
+        ):  # whole blocks, which our product in 8 bits needs, where they are a small part
             inner = round(inner / BLOCK) * BLOCK
     rope = getattr(text, "rope_parameters", None) or {}
     return HiddenConfig(
@@ -215,25 +261,38 @@ def initialise(drafter: HiddenDrafter, target: CausalLM, labels: Labels, embed: 
     of the target's embeddings.
     """
     model: Any = target.model
-    layer, own, size = model.model.layers[-1], cast(HeadLayer, drafter.layers[-1]), drafter.config.hidden_size
+    layer, own, size = (
+        model.model.layers[-1],
+        cast(HeadLayer, drafter.layers[-1]),
+        drafter.config.hidden_size,
+    )
     attention, inner = layer.self_attn, drafter.config.intermediate_size
     linears = [getattr(attention, f"{name}_proj") for name in "qkv"]
     own.qkv.weight.copy_(torch.cat([_weight(linear) for linear in linears]))
     if own.qkv.bias is not None:
         own.qkv.bias.copy_(torch.cat([linear.bias for linear in linears]))
-    gate, up, down = (_weight(getattr(layer.mlp, f"{name}_proj")) for name in ("gate", "up", "down"))
-    kept = (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).topk(min(inner, len(gate))).indices
+    gate, up, down = (
+        _weight(getattr(layer.mlp, f"{name}_proj")) for name in ("gate", "up", "down")
+    )
+    kept = (
+        (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).topk(min(inner, len(gate))).indices
+    )
     own.gate_up.weight[: len(kept)] = gate[kept]
     own.gate_up.weight[inner : inner + len(kept)] = up[kept]
     own.before_attention.weight.copy_(layer.input_layernorm.weight)
     own.before_mlp.weight.copy_(layer.post_attention_layernorm.weight)
     gain = model.model.norm.weight.float().clamp(min=0.1)
     drafter.norm.weight.copy_(gain)
-    both, wanted = (torch.zeros(2 * size, width, device=target.device) for width in (2 * size, size))
+    both, wanted = (
+        torch.zeros(2 * size, width, device=target.device) for width in (2 * size, size)
+    )
     for rows in labels.texts.spread(512).split(8):
         part, features = labels.texts.take(rows), labels.states(rows)
         after = functional.rms_norm(embed(part.tokens).float(), (size,)).roll(-1, 1)
-        seen = torch.arange(features.shape[1], device=target.device) < labels.texts.ends[rows][:, None] - 1
+        seen = (
+            torch.arange(features.shape[1], device=target.device)
+            < labels.texts.ends[rows][:, None] - 1
+        )
         x, y = torch.cat([features, after], -1)[seen], (features.roll(-1, 1) / gain)[seen]
         both += x.T @ x
         wanted += x.T @ y
@@ -243,7 +302,9 @@ def initialise(drafter: HiddenDrafter, target: CausalLM, labels: Labels, embed: 
         known = embed(drafter.hot).float()
         axes = torch.linalg.eigh(known.T @ known).eigenvectors[:, -drafter.config.rank :]
         for tokens in torch.arange(drafter.config.vocab_size, device=target.device).split(8192):
-            drafter.embed.weight[tokens] = functional.rms_norm(embed(tokens).float() @ axes, (drafter.config.rank,))
+            drafter.embed.weight[tokens] = functional.rms_norm(
+                embed(tokens).float() @ axes, (drafter.config.rank,)
+            )
 
 
 def _weight(linear: Any) -> Tensor:
@@ -257,24 +318,39 @@ def _continue(drafter: HiddenDrafter, start: Path, target: CausalLM) -> str:
     """
     first = load_head(start, target, drafter.config.kind)
     if isinstance(first, Eagle3Head):
-        raise ValueError(f"the head {str(start)!r} is of another form: an EAGLE-3 head cannot be trained here")
+        raise ValueError(
+            f"the head {str(start)!r} is of another form: an EAGLE-3 head cannot be trained here"
+        )
     try:
         drafter.load_state_dict(first.state_dict())
     except RuntimeError:
-        raise ValueError(f"the head {str(start)!r} is of another form; give it the same layers, rank and hot") from None
+        raise ValueError(
+            f"the head {str(start)!r} is of another form; give it the same layers, rank and hot"
+        ) from None
     recipe = first.config.recipe
-    drafter.config.recipe["start"] = {name: value for name, value in recipe.items() if name != "validation"}
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(start.glob("*.safetensors")))).hexdigest()
+    drafter.config.recipe["start"] = {
+        name: value for name, value in recipe.items() if name != "validation"
+    }
+    return hashlib.sha256(
+        b"".join(path.read_bytes() for path in sorted(start.glob("*.safetensors")))
+    ).hexdigest()
 
 
-def head_logits(drafter: HiddenDrafter, head: tuple[Tensor, Tensor], states: Tensor, after: Tensor) -> Tensor:
+def head_logits(
+    drafter: HiddenDrafter, head: tuple[Tensor, Tensor], states: Tensor, after: Tensor
+) -> Tensor:
     """Return logits [n, S] of drafted states [n, d] that follow tokens [n]."""
     logits = functional.linear(states.to(head[0].dtype), *head).float()
     return logits + drafter.token_information(after) if drafter.informed else logits
 
 
 def head_loss(
-    drafter: HiddenDrafter, head: tuple[Tensor, Tensor], labels: Labels, rows: Tensor, embed: nn.Module, unroll: int
+    drafter: HiddenDrafter,
+    head: tuple[Tensor, Tensor],
+    labels: Labels,
+    rows: Tensor,
+    embed: nn.Module,
+    unroll: int,
 ) -> Tensor:
     """Return the mean cross-entropy with the target's distributions over all steps of drafts from some texts.
 
@@ -295,7 +371,9 @@ def head_loss(
 
     total = features.new_zeros(())
     with mixed_precision(features.device):  # in bfloat16 a third of the time, and no worse a head
-        for k, drafted in enumerate(drafter.drafted(features, embed(part.tokens).float(), unroll), 1):
+        for k, drafted in enumerate(
+            drafter.drafted(features, embed(part.tokens).float(), unroll), 1
+        ):
             text, at = part.counted(k).nonzero(as_tuple=True)
             own = partial(loss, part.tokens[text, at + k], text * length + at + k)
             total = total + in_parts(drafted[text, at], own, unroll * max(1, len(at)))
@@ -304,7 +382,11 @@ def head_loss(
 
 @torch.no_grad()
 def measure(
-    drafter: HiddenDrafter, head: tuple[Tensor, Tensor], labels: Labels, embed: nn.Module, unroll: int
+    drafter: HiddenDrafter,
+    head: tuple[Tensor, Tensor],
+    labels: Labels,
+    embed: nn.Module,
+    unroll: int,
 ) -> tuple[list[float], list[list[float]]]:
     """Return figures of greedy chains from every position of the output: for each k the share of chains whose first k
     tokens are the target's argmax, and the curves of `HiddenConfig`.
@@ -334,7 +416,9 @@ def measure(
             seen = followed & kept[:, k : k + length]
     every = [torch.cat(parts) for parts in cases]
     shares = [float(each[:, 1].mean().nan_to_num(0.0)) for each in every]
-    return [round(float(share), 4) for share in np.cumprod(shares)], [_curve(each) for each in every]
+    return [round(float(share), 4) for share in np.cumprod(shares)], [
+        _curve(each) for each in every
+    ]
 
 
 @torch.enable_grad()
@@ -354,4 +438,8 @@ def _curve(cases: Tensor) -> list[float]:
 
     fit.step(miss)  # type: ignore[arg-type]
     shift, slope = line.tolist()
-    return [round(shift, 4), round(max(slope, 0.05), 4), round(float(hit.mean()), 4)]  # likelier must stay likelier
+    return [
+        round(shift, 4),
+        round(max(slope, 0.05), 4),
+        round(float(hit.mean()), 4),
+    ]  # likelier must stay likelier

@@ -58,7 +58,9 @@ class Labels:
         self.texts, self._device = texts.to(device), device
         counts = texts.ends - texts.begins
         # Where each text begins in its file.
-        starts = [[each.cumsum(0) - each for each in part.split(SHARD)] for part in (texts.ends, counts)]
+        starts = [
+            [each.cumsum(0) - each for each in part.split(SHARD)] for part in (texts.ends, counts)
+        ]
         self._states, self._probs = (torch.cat(each).tolist() for each in starts)
         self._ends, self._counts = texts.ends.tolist(), counts.tolist()
 
@@ -68,13 +70,20 @@ class Labels:
 
     def states(self, rows: Tensor) -> Tensor:
         """Return the LM head's inputs [B, T, d] over texts [B], no wider than the longest of them."""
-        parts = [self._read("states", row, self._states[row], self._ends[row]) for row in rows.tolist()]
+        parts = [
+            self._read("states", row, self._states[row], self._ends[row]) for row in rows.tolist()
+        ]
         return pad_sequence(parts, batch_first=True).to(self._device).float()
 
     def probs(self, rows: Tensor) -> TopProbs:
         """Return the distributions at the positions of texts [B] that count, text by text."""
         found = [
-            torch.cat([self._read(name, row, self._probs[row], self._counts[row]) for row in rows.tolist()])
+            torch.cat(
+                [
+                    self._read(name, row, self._probs[row], self._counts[row])
+                    for row in rows.tolist()
+                ]
+            )
             for name in ("tokens", "probs")
         ]
         return TopProbs(found[0].to(self._device).long(), found[1].to(self._device).float())
@@ -97,9 +106,15 @@ def label(run: Run, target: CausalLM, texts: Texts, states: bool = False) -> Lab
 def _labelled(target: CausalLM, texts: Texts, states: bool) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {"tokens": [], "probs": []}
     best: list[TopProbs] = []
-    for tokens, begin, end in zip(texts.tokens.tolist(), texts.begins.tolist(), texts.ends.tolist(), strict=True):
+    for tokens, begin, end in zip(
+        texts.tokens.tolist(), texts.begins.tolist(), texts.ends.tolist(), strict=True
+    ):
         best.clear()
-        list(target.prefill(tokens[:end], ROWS, "", "head", lambda logits: best.append(top_probs(logits))))
+        list(
+            target.prefill(
+                tokens[:end], ROWS, "", "head", lambda logits: best.append(top_probs(logits))
+            )
+        )
         for name, parts in zip(found, zip(*best, strict=True), strict=False):
             found[name].append(torch.cat(parts)[begin:].cpu())
         if states:
@@ -123,7 +138,9 @@ def in_parts(states: Tensor, loss: Callable[[Tensor, slice], Tensor], share: flo
     """
     parts = [slice(start, start + ROWS) for start in range(0, len(states), ROWS)]
     if not (torch.is_grad_enabled() and states.requires_grad):
-        return torch.stack([states.new_zeros(()), *(loss(states[part], part) / share for part in parts)]).sum()
+        return torch.stack(
+            [states.new_zeros(()), *(loss(states[part], part) / share for part in parts)]
+        ).sum()
     total, gradients = states.new_zeros(()), []
     for part in parts:
         leaf = states[part].detach().requires_grad_()

@@ -23,7 +23,9 @@ from transformers import PreTrainedModel
 from forerun.files import write_text
 
 BIG = 200_000_000  # parameters
-LARGE = 1 << 21  # numbers of a matrix, beyond which Muon's products take longer on a CPU than the step itself
+LARGE = (
+    1 << 21
+)  # numbers of a matrix, beyond which Muon's products take longer on a CPU than the step itself
 LARGE_SHARE = 0.02  # of the learning rate, for large matrices that are not new: AdamW changes them by the whole of it
 
 
@@ -97,10 +99,16 @@ def optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimi
             is_large = config.known and parameter.numel() > LARGE
             (others if not is_inner else large if is_large else inner).append(parameter)
     chosen: list[torch.optim.Optimizer] = []
-    if groups := [{"params": own, "share": share} for own, share in ((others, 1.0), (large, LARGE_SHARE)) if own]:
+    if groups := [
+        {"params": own, "share": share}
+        for own, share in ((others, 1.0), (large, LARGE_SHARE))
+        if own
+    ]:
         chosen.append(torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0))
     if inner:
-        chosen.append(torch.optim.Muon(inner, config.lr, config.weight_decay, adjust_lr_fn="match_rms_adamw"))
+        chosen.append(
+            torch.optim.Muon(inner, config.lr, config.weight_decay, adjust_lr_fn="match_rms_adamw")
+        )
     return chosen
 
 
@@ -112,7 +120,10 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def save_missing(
-    paths: Sequence[Path], make: Callable[[int], Mapping[str, Tensor]], what: str, say: Callable[[str], None]
+    paths: Sequence[Path],
+    make: Callable[[int], Mapping[str, Tensor]],
+    what: str,
+    say: Callable[[str], None],
 ) -> None:
     """Write what `make` returns for the numbers of paths that do not exist yet. A stopped run thus continues."""
     missing = [number for number, path in enumerate(paths) if not path.exists()]
@@ -132,10 +143,19 @@ def span(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def save_checkpoint(path: Path, step: int, model: nn.Module, optims: list[torch.optim.Optimizer]) -> None:
+def save_checkpoint(
+    path: Path, step: int, model: nn.Module, optims: list[torch.optim.Optimizer]
+) -> None:
     """Write the model, the optimizers' state and the number of finished steps, whole or not at all."""
     temporary = path.with_suffix(".tmp")
-    torch.save({"step": step, "model": model.state_dict(), "optims": [each.state_dict() for each in optims]}, temporary)
+    torch.save(
+        {
+            "step": step,
+            "model": model.state_dict(),
+            "optims": [each.state_dict() for each in optims],
+        },
+        temporary,
+    )
     os.replace(temporary, path)
 
 
@@ -153,7 +173,9 @@ def claim(folder: Path, settings: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     mark, text = folder / "config.json", json.dumps(settings, sort_keys=True)
     if mark.exists() and mark.read_text() != text:
-        raise ValueError(f"{folder} holds a run with other settings ({mark}): give another folder or remove it")
+        raise ValueError(
+            f"{folder} holds a run with other settings ({mark}): give another folder or remove it"
+        )
     if not mark.exists():
         write_text(mark, text)
 
@@ -196,7 +218,9 @@ def train(
             step += 1
             record = {"step": step, "loss": round(float(value.detach()), 4)}
             if not math.isfinite(record["loss"]):
-                raise ValueError(f"the loss of step {step} is {record['loss']}: lower the learning rate ({config.lr})")
+                raise ValueError(
+                    f"the loss of step {step} is {record['loss']}: lower the learning rate ({config.lr})"
+                )
             last = step == config.steps
             if step % config.evaluate_every == 0 or last:
                 model.eval()
@@ -212,13 +236,18 @@ def train(
                 held = f" validation {record['validation']:.3f}" if "validation" in record else ""
                 rate = f", {config.tokens / each:,.0f} tokens/s" if config.tokens else ""
                 left = f"{span(each * (config.steps - step))} left"
-                say(f"{folder.name} step {step}/{config.steps} loss {record['loss']:.3f}{held}{rate}, {left}")
+                say(
+                    f"{folder.name} step {step}/{config.steps} loss {record['loss']:.3f}{held}{rate}, {left}"
+                )
     model.eval()
 
 
 def save_card(out: Path, title: str, text: str, recipe: Mapping[str, Any]) -> None:
     """Write what was trained and how beside the weights, as README.md."""
-    settings = json.dumps({name: value for name, value in recipe.items() if name != "validation"}, indent=1)
+    settings = json.dumps(
+        {name: value for name, value in recipe.items() if name != "validation"}, indent=1
+    )
     write_text(
-        out / "README.md", f"---\nlibrary_name: forerun\n---\n\n# {title}\n\n{text}\n\n```json\n{settings}\n```\n"
+        out / "README.md",
+        f"---\nlibrary_name: forerun\n---\n\n# {title}\n\n{text}\n\n```json\n{settings}\n```\n",
     )

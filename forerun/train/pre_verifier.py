@@ -33,7 +33,9 @@ SEED = 8000  # so that the draft was not distilled on the same output
 class Recipe:
     """How a pre-verifier is made."""
 
-    sequences: int = 2048  # windows of the target's own output, half of them greedy; of conversations the most
+    sequences: int = (
+        2048  # windows of the target's own output, half of them greedy; of conversations the most
+    )
     prompt: int = 128  # tokens of text in a window
     output: int = 148  # tokens of output in a window
     anchors: int = 48  # drafts that leave each window or answer; a short answer has fewer
@@ -57,13 +59,18 @@ def train_pre_verifier(run: Run, draft: str, recipe: Recipe) -> dict[str, Any]:
     Raises ValueError for settings, data, models and folders that do not fit.
     """
     if recipe.sequences < 4:
-        raise ValueError(f"sequences must be at least 4, two greedy and two sampled, not {recipe.sequences}")
+        raise ValueError(
+            f"sequences must be at least 4, two greedy and two sampled, not {recipe.sequences}"
+        )
     tokenizer, stream = run.prompts(4 * recipe.prompt)
     translation_for(tokenizer, draft, "a pre-verifier", trust_remote_code=run.trust_remote_code)
     parts = None if run.chats is None else of_conversations(run.chats, recipe)
     every = None if parts is None else [part for each in parts.values() for part in each]
     length = recipe.prompt + recipe.output
-    models = {part: fastest(run.load(name, part)) for part, name in (("target", run.target), ("draft", draft))}
+    models = {
+        part: fastest(run.load(name, part))
+        for part, name in (("target", run.target), ("draft", draft))
+    }
     for name, model in models.items():
         check_context(model.config, every, length, name)
     target, drafter = (CausalLM(model) for model in models.values())
@@ -72,10 +79,14 @@ def train_pre_verifier(run: Run, draft: str, recipe: Recipe) -> dict[str, Any]:
             f"embeddings must be of one size to train a pre-verifier; the target's has {target.vocab_size} entries, "
             f"the draft's {drafter.vocab_size}"
         )
-    longest = recipe.depth + (length if every is None else max(part.tokens.shape[1] for part in every))
+    longest = recipe.depth + (
+        length if every is None else max(part.tokens.shape[1] for part in every)
+    )
     for name, runner in (("target", target), ("draft", drafter)):
         if (window := window_of(runner.config)) is not None and window < longest:
-            raise ValueError(f"the {name} sees {window} tokens back, and a text with a draft has {longest}")
+            raise ValueError(
+                f"the {name} sees {window} tokens back, and a text with a draft has {longest}"
+            )
     drafted = {name: value for name, value in asdict(recipe).items() if name not in _OF_TRAINING}
     drafted |= {"target": target.fingerprint, "draft": drafter.fingerprint}
     drafted["texts"] = every and [part.digest for part in every]
@@ -107,7 +118,9 @@ def train_pre_verifier(run: Run, draft: str, recipe: Recipe) -> dict[str, Any]:
         both = torch.stack([survival.detach().cpu(), spare["log_q"][chosen].cumsum(-1).exp()])
         buffer.copy_((255 * functional.pad(both, (0, recipe.depth - both.shape[-1]))).round())
     found = {name: measure(model, spare) for name, (_, spare) in gathered.items()}
-    config.recipe["validation"] = {name: {"auc": each["auc"], "ece": each["ece"]} for name, each in found.items()}
+    config.recipe["validation"] = {
+        name: {"auc": each["auc"], "ece": each["ece"]} for name, each in found.items()
+    }
     model.save_pretrained(run.out)
     figures = [
         f"{name}: AUC {each['auc']:.3f}, ECE {each['ece']:.3f} on {each['drafts']} held-out drafts"
@@ -123,7 +136,11 @@ both are recognised by a fingerprint in config.json when it is loaded.
 {model.num_parameters():,} parameters. Trained by `forerun train pre-verifier` with"""
     save_card(run.out, "A pre-verifier for speculative decoding", text, config.recipe)
     run.say("; ".join(figures))
-    if weak := [name for name, each in found.items() if each["auc"] < LEAST_AUC or each["drafts"] < LEAST_DRAFTS]:
+    if weak := [
+        name
+        for name, each in found.items()
+        if each["auc"] < LEAST_AUC or each["drafts"] < LEAST_DRAFTS
+    ]:
         few = f"an AUC below {LEAST_AUC} or fewer than {LEAST_DRAFTS} held-out drafts"
         run.say(f"warning: {few} ({', '.join(weak)}): take more --data, or --sequences")
     way = f"--target {run.target} --draft {draft} --method pacer --pre-verifier {run.out}"
@@ -131,7 +148,9 @@ both are recognised by a fingerprint in config.json when it is loaded.
     return found
 
 
-def _windows(run: Run, target: CausalLM, stream: np.ndarray | None, recipe: Recipe) -> dict[str, tuple[Texts, Texts]]:
+def _windows(
+    run: Run, target: CausalLM, stream: np.ndarray | None, recipe: Recipe
+) -> dict[str, tuple[Texts, Texts]]:
     windows = run.own_output(
         target,
         stream,
@@ -144,7 +163,10 @@ def _windows(run: Run, target: CausalLM, stream: np.ndarray | None, recipe: Reci
     )
     begin = recipe.prompt - 1
     kinds = {"greedy": windows[::2], "sampling": windows[1::2]}
-    return {name: split_windows(np.concatenate(own), recipe.held, begin, begin) for name, own in kinds.items()}
+    return {
+        name: split_windows(np.concatenate(own), recipe.held, begin, begin)
+        for name, own in kinds.items()
+    }
 
 
 def of_conversations(chats: Path, recipe: Recipe) -> dict[str, tuple[Texts, Texts]]:
@@ -157,13 +179,24 @@ def of_conversations(chats: Path, recipe: Recipe) -> dict[str, tuple[Texts, Text
     found: dict[str, list[Texts]] = {"greedy": [], "sampling": []}
     for split, share in zip(SPLITS, (1.0, recipe.held), strict=False):
         every, most = read_chats(chats, split), max(1, round(recipe.sequences // 2 * share))
-        for kind, temperature, depth in (("greedy", 0.0, recipe.depth), ("sampling", 1.0, recipe.sampled_depth)):
-            chosen = [each for each in every if each.temperature == temperature and len(each.answer) >= depth]
+        for kind, temperature, depth in (
+            ("greedy", 0.0, recipe.depth),
+            ("sampling", 1.0, recipe.sampled_depth),
+        ):
+            chosen = [
+                each
+                for each in every
+                if each.temperature == temperature and len(each.answer) >= depth
+            ]
             texts = of_chats(chosen) if chosen else None
             # After a long prompt an answer may have been cut.
-            rows = None if texts is None else (texts.ends - texts.begins >= depth).nonzero()[:most, 0]
+            rows = (
+                None if texts is None else (texts.ends - texts.begins >= depth).nonzero()[:most, 0]
+            )
             if texts is None or rows is None or not len(rows):
-                raise ValueError(f"{chats} has no {kind} answer of {depth} tokens in its {split} conversations")
+                raise ValueError(
+                    f"{chats} has no {kind} answer of {depth} tokens in its {split} conversations"
+                )
             rows = rows[texts.ends[rows].argsort(stable=True)]
             found[kind].append(Texts(texts.tokens[rows], texts.begins[rows], texts.ends[rows]))
     return {kind: (train_texts, val) for kind, (train_texts, val) in found.items()}
@@ -171,7 +204,9 @@ def of_conversations(chats: Path, recipe: Recipe) -> dict[str, tuple[Texts, Text
 
 def survival_of(layer: PreVerifier, drafts: Drafts, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return logits [R, G] and survival [R, G] of some of the drafts."""
-    return layer(**{name: drafts[name][rows].to(layer.device) for name in ("history", "log_q", "echoes")})
+    return layer(
+        **{name: drafts[name][rows].to(layer.device) for name in ("history", "log_q", "echoes")}
+    )
 
 
 def survival_loss(logits: Tensor, accept: Tensor) -> Tensor:
@@ -179,7 +214,9 @@ def survival_loss(logits: Tensor, accept: Tensor) -> Tensor:
     return functional.binary_cross_entropy_with_logits(logits, accept.cumprod(-1))
 
 
-def _fit(run: Run, recipe: Recipe, layer: PreVerifier, parts: Sequence[tuple[Drafts, Drafts]]) -> None:
+def _fit(
+    run: Run, recipe: Recipe, layer: PreVerifier, parts: Sequence[tuple[Drafts, Drafts]]
+) -> None:
     """Train on greedy and sampled drafts, in turns of one batch each; `parts` are for training and validation."""
 
     def batch(step: int) -> Tensor:
@@ -196,9 +233,13 @@ def _fit(run: Run, recipe: Recipe, layer: PreVerifier, parts: Sequence[tuple[Dra
         return loss_of(parts[int(chosen[0, 0])][0], chosen[1].cpu())
 
     def evaluate() -> float:
-        return sum(float(loss_of(held, torch.arange(len(held["accept"])))) for _, held in parts) / len(parts)
+        return sum(
+            float(loss_of(held, torch.arange(len(held["accept"])))) for _, held in parts
+        ) / len(parts)
 
-    config = TrainConfig(recipe.steps, recipe.lr, warmup=50, cooldown=0.6, evaluate_every=500, save_every=500)
+    config = TrainConfig(
+        recipe.steps, recipe.lr, warmup=50, cooldown=0.6, evaluate_every=500, save_every=500
+    )
     train(layer, loss, batch, evaluate, config, run.folder, run.say)
 
 
@@ -212,7 +253,11 @@ def measure(layer: PreVerifier, drafts: Drafts) -> dict[str, Any]:
     for each in bins.unique():
         here = bins == each
         ece += float(here.float().mean() * (survival[here].mean() - alive[here].mean()).abs())
-    return {"drafts": len(drafts["accept"]), "auc": round(auc(survival, alive), 4), "ece": round(ece, 4)}
+    return {
+        "drafts": len(drafts["accept"]),
+        "auc": round(auc(survival, alive), 4),
+        "ece": round(ece, 4),
+    }
 
 
 def auc(scores: Tensor, alive: Tensor) -> float:

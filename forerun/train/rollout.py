@@ -66,7 +66,9 @@ def collect(
         parts = []
         for few in rows.split(together(texts, target)):
             width = int(texts.ends[few].max()) + 1  # with the token after the end
-            own = Texts(texts.tokens[few, :width], texts.begins[few], texts.ends[few]).to(target.device)
+            own = Texts(texts.tokens[few, :width], texts.begins[few], texts.ends[few]).to(
+                target.device
+            )
             parts.append(roll_out(target, draft, own, anchors, kind.depth, kind.sampler, generator))
         tensors = {name: torch.cat([part[name] for part in parts]).cpu() for name in FIELDS}
         return tensors | {"echoes": tensors["echoes"].to(torch.int8)}
@@ -75,7 +77,9 @@ def collect(
         if path.exists():
             with safe_open(path, "pt") as file:
                 if lacking := {*FIELDS} - {*file.keys()}:
-                    raise ValueError(f"{path} is of an earlier version, without {lacking}: give another --work")
+                    raise ValueError(
+                        f"{path} is of an earlier version, without {lacking}: give another --work"
+                    )
     save_missing([path for *_, path in shards], make, f"drafts of {SHARD} texts each", run.say)
 
     def loaded(texts: Texts) -> Drafts:
@@ -161,19 +165,28 @@ def _kept(q: Tensor, p: Tensor, windows: Tensor, greedy: bool) -> Tensor:
     if greedy:
         right = (q[:, :-1].argmax(-1, keepdim=True) == following)[..., 0].float()
     else:
-        logs = [(s - s.logsumexp(-1, keepdim=True))[:, :-1].gather(-1, following)[..., 0] for s in (q, p)]
+        logs = [
+            (s - s.logsumexp(-1, keepdim=True))[:, :-1].gather(-1, following)[..., 0]
+            for s in (q, p)
+        ]
         right = (logs[0] - logs[1]).exp().nan_to_num(1.0).clamp(max=1.0)
     return torch.cat([right, torch.ones_like(right[:, :1])], 1)
 
 
-def _choose(kept: Tensor, allowed: Tensor, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+def _choose(
+    kept: Tensor, allowed: Tensor, count: int, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
     """Return `count` allowed columns [B, count] of [B, C], half of them not kept if available, and which of them are
     real, as a row may have fewer."""
-    order = torch.rand(kept.shape, generator=generator, device=kept.device).masked_fill(~allowed, 3.0)
+    order = torch.rand(kept.shape, generator=generator, device=kept.device).masked_fill(
+        ~allowed, 3.0
+    )
     wrong = (order + kept.float()).argsort(-1)[:, : count // 2]
     order.scatter_(-1, wrong, 2.0)  # not twice
     others = order.argsort(-1)[:, : count - count // 2]
-    return torch.cat([wrong, others], -1), torch.cat([allowed.gather(-1, wrong), order.gather(-1, others) < 1], -1)
+    return torch.cat([wrong, others], -1), torch.cat(
+        [allowed.gather(-1, wrong), order.gather(-1, others) < 1], -1
+    )
 
 
 def history(kept: Tensor, begins: Tensor, anchors: Tensor) -> Tensor:
@@ -185,7 +198,10 @@ def history(kept: Tensor, begins: Tensor, anchors: Tensor) -> Tensor:
         places = [at for at in range(first, len(wrong)) if wrong[at]]
         for i, anchor in enumerate(anchors[row].tolist()):
             before = [first - 1, *[at for at in places if at <= anchor]][-3:]
-            runs = [anchor - before[-1], *[right - left - 1 for left, right in pairwise(before)][::-1]]
+            runs = [
+                anchor - before[-1],
+                *[right - left - 1 for left, right in pairwise(before)][::-1],
+            ]
             found[row, i] = torch.tensor([*runs, *[USUAL] * 3][:3], dtype=torch.float32)
     return found.to(anchors.device)
 
@@ -199,7 +215,9 @@ def echoes(windows: Tensor, anchors: Tensor, drafted: Tensor) -> Tensor:
         for i in sorted(range(len(places)), key=places.__getitem__):
             before = text[: places[i] + 1]
             echo.read(before)
-            found[row, i] = torch.tensor(echo.answers(before[-max(SIZES) :], drafted[row, i].tolist()))
+            found[row, i] = torch.tensor(
+                echo.answers(before[-max(SIZES) :], drafted[row, i].tolist())
+            )
     return found.to(drafted.device)
 
 
@@ -209,7 +227,9 @@ def _rows(windows: Tensor) -> Tensor:
 
 def _scores(sampler: Sampler, logits: Tensor) -> Tensor:
     flat = logits.flatten(0, 1)
-    return sampler.scores(flat, lambda _: []).view(logits.shape)  # no processor here reads the tokens before
+    return sampler.scores(flat, lambda _: []).view(
+        logits.shape
+    )  # no processor here reads the tokens before
 
 
 class _Branches:
@@ -221,14 +241,20 @@ class _Branches:
         name = cache_argument(self.network.forward)
         assert name is not None  # check_model
         self.cache = {name: DynamicCache()}
-        self.logits: Tensor = self.network(input_ids=windows, use_cache=True, **self.cache).logits  # [B, T, V]
+        self.logits: Tensor = self.network(
+            input_ids=windows, use_cache=True, **self.cache
+        ).logits  # [B, T, V]
 
     def branch(self, anchors: Tensor) -> Tensor:
         """Return logits [B, A, V] at the positions `anchors` [B, A], where branches begin."""
         length, at = self.logits.shape[1], _rows(anchors)
         self.anchors = anchors
-        self.seen = torch.arange(length, device=anchors.device) <= anchors[:, :, None]  # [B, A, keys]
-        self._own = torch.eye(anchors.shape[1], dtype=torch.bool, device=anchors.device).expand(len(anchors), -1, -1)
+        self.seen = (
+            torch.arange(length, device=anchors.device) <= anchors[:, :, None]
+        )  # [B, A, keys]
+        self._own = torch.eye(anchors.shape[1], dtype=torch.bool, device=anchors.device).expand(
+            len(anchors), -1, -1
+        )
         logits = self.logits[at, anchors]
         del self.logits
         return logits

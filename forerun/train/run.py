@@ -58,13 +58,23 @@ class Run:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        source: dict[str, Any] = {"data": list(self.data)} if self.chats is None else {"chats": self.chats.name}
+        source: dict[str, Any] = (
+            {"data": list(self.data)} if self.chats is None else {"chats": self.chats.name}
+        )
         return {"target": self.target} | source
 
-    def load(self, source: str, part: str, dtype: str | None = None, frozen: bool = False) -> PreTrainedModel:
+    def load(
+        self, source: str, part: str, dtype: str | None = None, frozen: bool = False
+    ) -> PreTrainedModel:
         """Load a model as training needs it; a `frozen` one that is a GGUF file in its own bits if it is for a CPU."""
-        plain = not frozen or (self.device or ("cuda" if torch.cuda.is_available() else "cpu")) != "cpu"
-        how: dict[str, Any] = {"trust_remote_code": self.trust_remote_code, "dtype": dtype, "plain": plain}
+        plain = (
+            not frozen or (self.device or ("cuda" if torch.cuda.is_available() else "cpu")) != "cpu"
+        )
+        how: dict[str, Any] = {
+            "trust_remote_code": self.trust_remote_code,
+            "dtype": dtype,
+            "plain": plain,
+        }
         return load_model(source, part, device=self.device, **how)
 
     def prompts(self, least: int) -> tuple[PreTrainedTokenizerBase, np.ndarray | None]:
@@ -74,7 +84,9 @@ class Run:
         """
         if bool(self.data) == (self.chats is not None):
             raise ValueError("give --data or --chats" + ", not both" * bool(self.data))
-        tokenizer: PreTrainedTokenizerBase = load_tokenizer(self.target, trust_remote_code=self.trust_remote_code)
+        tokenizer: PreTrainedTokenizerBase = load_tokenizer(
+            self.target, trust_remote_code=self.trust_remote_code
+        )
         if self.chats is not None:
             check_chats(self.chats, tokenizer, self.target)
             return tokenizer, None
@@ -88,7 +100,10 @@ class Run:
 
         `shared` are settings that the shared files depend on, `own` those of this training.
         """
-        claim(self.shared, {"data": list(self.data), "chats": self.chats and str(self.chats), **shared})
+        claim(
+            self.shared,
+            {"data": list(self.data), "chats": self.chats and str(self.chats), **shared},
+        )
         claim(self.folder, own)
 
     def own_output(
@@ -110,7 +125,12 @@ class Run:
         """
         assert stream is not None
         work, rows = self.shared / "own-output", min(ROWS, max(1, sequences // len(temperatures)))
-        settings = {"prompts": list(prompts), "length": length, "temperatures": list(temperatures), "top_p": top_p}
+        settings = {
+            "prompts": list(prompts),
+            "length": length,
+            "temperatures": list(temperatures),
+            "top_p": top_p,
+        }
         claim(work, settings | {"target": target.fingerprint, "rows": rows, "seed": seed})
         decoder = Decoder(target.model, method=AR())
 
@@ -128,9 +148,15 @@ class Run:
             windows, begun = [list(begin) for begin in begins], perf_counter()
             for count, chunk in enumerate(decoder.stream(begins, params), 1):
                 windows[chunk.index] += chunk.step.tokens
-                if part == missing[0] and count == SOON * rows:  # long before the first file is there
-                    left = (perf_counter() - begun) / count * len(missing) * rows * (length - prompt)
-                    self.say(f"own output: {len(missing)} files of {rows} windows, about {span(left)}")
+                if (
+                    part == missing[0] and count == SOON * rows
+                ):  # long before the first file is there
+                    left = (
+                        (perf_counter() - begun) / count * len(missing) * rows * (length - prompt)
+                    )
+                    self.say(
+                        f"own output: {len(missing)} files of {rows} windows, about {span(left)}"
+                    )
             return {"tokens": torch.tensor(windows, dtype=torch.int32)}
 
         paths = [work / f"{part:05d}.safetensors" for part in range(-(-sequences // rows))]
@@ -140,7 +166,9 @@ class Run:
         return [*windows[:-1], windows[-1][: sequences - rows * (len(paths) - 1)]]
 
 
-def check_context(config: PreTrainedConfig, parts: Sequence[Texts] | None, length: int, model: str) -> None:
+def check_context(
+    config: PreTrainedConfig, parts: Sequence[Texts] | None, length: int, model: str
+) -> None:
     """Raise ValueError if conversations, or else windows of `length` tokens, are longer than a model's context."""
     what = "a window"
     if parts is not None:

@@ -34,7 +34,9 @@ def read_texts(sources: Iterable[str]) -> Iterator[str]:
             yield from (text for _, text in source_files("train"))
             continue
         path = Path(source)
-        paths = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
+        paths = (
+            sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
+        )
         for file in paths:
             text = read_text(file)
             if file.suffix == ".jsonl":
@@ -59,7 +61,9 @@ def _lines(file: Path, text: str) -> Iterator[str]:
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], seed: int = 0) -> np.ndarray:
     """Join texts in a shuffled order to one stream [n], an end token before each; raise ValueError for none."""
     if not texts:
-        raise ValueError(f"the data holds no text; files of these kinds are read: {' '.join(SUFFIXES)}")
+        raise ValueError(
+            f"the data holds no text; files of these kinds are read: {' '.join(SUFFIXES)}"
+        )
     dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     rows = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
@@ -88,7 +92,9 @@ def check_chats(folder: Path, tokenizer: PreTrainedTokenizerBase, target: str) -
     for each in read_chats(folder, SPLITS[0])[:8]:
         is_known = max([*each.prompt, *each.answer]) < len(tokenizer)
         if not is_known or tokenizer.decode(each.answer, skip_special_tokens=True) != each.text:
-            raise ValueError(f"the conversations in {folder} are of a model with other tokens than {target!r}")
+            raise ValueError(
+                f"the conversations in {folder} are of a model with other tokens than {target!r}"
+            )
 
 
 def read_chats(folder: Path, split: str) -> list[Conversation]:
@@ -96,7 +102,9 @@ def read_chats(folder: Path, split: str) -> list[Conversation]:
     path = folder / f"{split}.jsonl"
     if not path.is_file():
         made = "`python -m benchmarks.chat.data` makes them in a clone of forerun"
-        raise ValueError(f"no conversations in {folder}, there is no {path.name}: {made}; --data takes plain text")
+        raise ValueError(
+            f"no conversations in {folder}, there is no {path.name}: {made}; --data takes plain text"
+        )
     return [Conversation(**json.loads(line)) for line in read_text(path).splitlines()]
 
 
@@ -194,7 +202,9 @@ def load_train_val(chats: Path, longest: int = 512) -> tuple[Texts, Texts]:
     return train, val
 
 
-def split_windows(windows: np.ndarray, share: float, begin: int, val_begin: int) -> tuple[Texts, Texts]:
+def split_windows(
+    windows: np.ndarray, share: float, begin: int, val_begin: int
+) -> tuple[Texts, Texts]:
     """Keep each 1/`share`-th window for validation; distributions count from `begin` and `val_begin`."""
     every = np.s_[:: round(1 / share)]
     return of_windows(np.delete(windows, every, 0), begin), of_windows(windows[every], val_begin)

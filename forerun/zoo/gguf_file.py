@@ -37,7 +37,9 @@ def find(source: str | Path) -> Path | None:
         return path
     if not path.is_dir() or (path / "config.json").exists():
         return None
-    files = sorted(file for file in path.glob("*") if file.suffix.lower() == ".gguf" and file.is_file())
+    files = sorted(
+        file for file in path.glob("*") if file.suffix.lower() == ".gguf" and file.is_file()
+    )
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise ValueError(f"{str(source)!r} holds several GGUF files; give one of {names}")
@@ -59,7 +61,11 @@ class _Reader(GGUFReader):
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
-        item, count, start = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64), orig_offs + 12
+        item, count, start = (
+            self._get(orig_offs, np.uint32),
+            self._get(orig_offs + 4, np.uint64),
+            orig_offs + 12,
+        )
         kind = GGUFValueType(int(item[0]))
         if kind == GGUFValueType.STRING:
             end, view = start, self.data.data
@@ -95,7 +101,9 @@ class GgufFile:
         if field is None:
             return default
         try:
-            found = _strings(field) if field.types[1:] == [GGUFValueType.STRING] else field.contents()
+            found = (
+                _strings(field) if field.types[1:] == [GGUFValueType.STRING] else field.contents()
+            )
         except UnicodeDecodeError:
             raise self.error(f"its metadata are damaged: {key} is no text") from None
         if isinstance(found, int) and not isinstance(found, bool) and kind is float:
@@ -119,11 +127,21 @@ class GgufFile:
         """Whether both files describe the same tokenizer, but for which tokens begin and end a text, byte by byte."""
 
         def described(file: GgufFile) -> dict[str, Any]:
-            fields = {key: field for key, field in file.fields.items() if key.startswith("tokenizer.ggml.")}
-            return {key: field.parts[-1] for key, field in fields.items() if not key.endswith("_token_id")}
+            fields = {
+                key: field
+                for key, field in file.fields.items()
+                if key.startswith("tokenizer.ggml.")
+            }
+            return {
+                key: field.parts[-1]
+                for key, field in fields.items()
+                if not key.endswith("_token_id")
+            }
 
         ours, theirs = described(self), described(other)
-        return ours.keys() == theirs.keys() and all(np.array_equal(ours[key], theirs[key]) for key in ours)
+        return ours.keys() == theirs.keys() and all(
+            np.array_equal(ours[key], theirs[key]) for key in ours
+        )
 
     def tensor(self, name: str) -> ReaderTensor:
         """Raises ValueError where there is none of this name."""
@@ -147,7 +165,11 @@ class GgufFile:
     @property
     def is_float(self) -> bool:
         """Whether all matrices are F32 or F16, which gives a model in float32."""
-        return all(each.tensor_type.name in ("F32", "F16") for each in self.tensors.values() if len(each.shape) > 1)
+        return all(
+            each.tensor_type.name in ("F32", "F16")
+            for each in self.tensors.values()
+            if len(each.shape) > 1
+        )
 
     @property
     def memory(self) -> int:
@@ -159,7 +181,12 @@ class GgufFile:
         """Bytes of the keys and values of one token, in float16, or in a model in float32."""
         heads = self.own("attention.head_count", int)
         size = self.own("attention.key_length", int, self.own("embedding_length", int) // heads)
-        numbers = 2 * size * self.own("block_count", int) * self.own("attention.head_count_kv", int, heads)
+        numbers = (
+            2
+            * size
+            * self.own("block_count", int)
+            * self.own("attention.head_count_kv", int, heads)
+        )
         return numbers * (4 if self.is_float else 2)
 
     def rows(self, tensor: ReaderTensor) -> Iterator[np.ndarray]:
@@ -180,7 +207,9 @@ class GgufFile:
             data = data.base if isinstance(data, np.ndarray) else data.obj
         if isinstance(data, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             start = int(tensor.data_offset) // mmap.PAGESIZE * mmap.PAGESIZE
-            data.madvise(mmap.MADV_DONTNEED, start, int(tensor.data_offset + tensor.n_bytes) - start)
+            data.madvise(
+                mmap.MADV_DONTNEED, start, int(tensor.data_offset + tensor.n_bytes) - start
+            )
 
     def floats(self, tensor: ReaderTensor) -> Iterator[np.ndarray]:
         """Yield the matrix in float32, some rows [n, in] at a time. Raises ValueError for types without floats."""
@@ -220,7 +249,9 @@ def open_gguf(path: str | Path) -> GgufFile:
     except OSError as error:
         raise GgufFile(path, {}, {}).error(error.strerror or str(error)) from None
     is_new = time() - facts.st_ctime < 2  # it may change again without a trace in its times
-    return (_read.__wrapped__ if is_new else _read)(path, (facts.st_ino, facts.st_ctime_ns, facts.st_size))
+    return (_read.__wrapped__ if is_new else _read)(
+        path, (facts.st_ino, facts.st_ctime_ns, facts.st_size)
+    )
 
 
 @lru_cache(maxsize=2)
@@ -248,7 +279,11 @@ def _read(path: Path, version: tuple[int, ...]) -> GgufFile:
             raise file.error(f"it is damaged: {tensor.name} is empty")
     shards = file.value("split.count", int, 1)
     if shards > 1:
-        raise file.error(f"it is one of {shards} shards; join them with llama.cpp's gguf-split --merge")
+        raise file.error(
+            f"it is one of {shards} shards; join them with llama.cpp's gguf-split --merge"
+        )
     if file.architecture not in ARCHITECTURES:
-        raise file.error(f"its architecture is {file.architecture!r}; known are {', '.join(ARCHITECTURES)}")
+        raise file.error(
+            f"its architecture is {file.architecture!r}; known are {', '.join(ARCHITECTURES)}"
+        )
     return file

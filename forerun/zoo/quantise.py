@@ -26,7 +26,9 @@ def unpack6(packed: Tensor) -> Tensor:
 def load_quantised(folder: Path) -> LlamaForCausalLM:
     """Return the float32 model of the stored weights. Tied weights are tied again."""
     config = LlamaConfig.from_pretrained(folder, name_or_path=str(folder))
-    with torch.device("meta"):  # random numbers, which would be replaced, take as long as the weights themselves
+    with torch.device(
+        "meta"
+    ):  # random numbers, which would be replaced, take as long as the weights themselves
         model: Any = LlamaForCausalLM(config)
     model.to_empty(device="cpu")
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
@@ -43,7 +45,9 @@ def restore(model: PreTrainedModel, folder: Path) -> None:
         value = tensors[name]
         if value.dtype == torch.uint8:
             value = unpack6(value)
-        parameter.copy_(value.float() * tensors[f"{name}.scale"] if value.dtype == torch.int8 else value)
+        parameter.copy_(
+            value.float() * tensors[f"{name}.scale"] if value.dtype == torch.int8 else value
+        )
     for name, buffer in model.named_buffers():
         if name in tensors:
             buffer.copy_(tensors[name])

@@ -27,7 +27,9 @@ def count(x: int) -> int:
 
 found = []
 for streaming in (False, True):
-    model = ChatOpenAI(base_url=URL, api_key="none", model=MODEL, max_retries=0, streaming=streaming)
+    model = ChatOpenAI(
+        base_url=URL, api_key="none", model=MODEL, max_retries=0, streaming=streaming
+    )
     agent = create_agent(model, tools=[get_weather, count])
     found.append(agent.invoke({"messages": [("user", "hello")]})["messages"][-1].content)
 print(json.dumps({"called": called, "answers": found}))

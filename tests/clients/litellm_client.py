@@ -26,5 +26,12 @@ except litellm.BadRequestError as raised:
     error = {"status": raised.status_code, "message": str(raised)}
 streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 print(
-    json.dumps({"answer": answer.message.content, "reason": answer.finish_reason, "streamed": streamed, "error": error})
+    json.dumps(
+        {
+            "answer": answer.message.content,
+            "reason": answer.finish_reason,
+            "streamed": streamed,
+            "error": error,
+        }
+    )
 )

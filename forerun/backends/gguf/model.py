@@ -45,7 +45,11 @@ _OTHERS = ("expert_count", "attention.scale", "logit_scale", "residual_scale", "
 EMBEDDING = "token_embd.weight"
 # File formats that already have the bits of a weight format.
 _KEPT = {"int4": (Type.Q4_0, Type.Q4_1, Type.Q4_K), "int8": (Type.Q8_0,), "bfloat16": (Type.BF16,)}
-_TURNED = ("llama", "mistral", "smollm3")  # their files interleave the rotated halves of queries and keys
+_TURNED = (
+    "llama",
+    "mistral",
+    "smollm3",
+)  # their files interleave the rotated halves of queries and keys
 
 
 def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedModel, str | None]:
@@ -65,9 +69,17 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
     config = gguf_config(file)
     with torch.device("meta"):
         model: Any = _CLASSES[config.model_type][1](config)
-    known = get_tensor_name_map(MODEL_ARCH.QWEN3, config.num_hidden_layers)  # its names cover the whole family
-    weighted = [place for place, module in model.named_modules() if getattr(module, "weight", None) is not None]
-    modules = {str(known.get_name(place)): place for place in weighted}  # {name in the file: name in the model}
+    known = get_tensor_name_map(
+        MODEL_ARCH.QWEN3, config.num_hidden_layers
+    )  # its names cover the whole family
+    weighted = [
+        place
+        for place, module in model.named_modules()
+        if getattr(module, "weight", None) is not None
+    ]
+    modules = {
+        str(known.get_name(place)): place for place in weighted
+    }  # {name in the file: name in the model}
     _check(file, model, modules)
     note = None
     if kind == "float32" or (kind is None and file.is_float):
@@ -96,7 +108,9 @@ def _check(file: GgufFile, model: Any, modules: dict[str, str]) -> None:
             raise file.error(f"{name} is {found}; the sizes in the metadata need {shape}")
     unknown = sorted(file.tensors.keys() - wanted.keys())
     if unknown:
-        raise file.error(f"it has a tensor {unknown[0]}, which {type(model).__name__} does not have")
+        raise file.error(
+            f"it has a tensor {unknown[0]}, which {type(model).__name__} does not have"
+        )
 
 
 def _fill(file: GgufFile, model: Any, modules: dict[str, str], kind: str | None) -> str | None:
@@ -115,17 +129,26 @@ def _fill(file: GgufFile, model: Any, modules: dict[str, str], kind: str | None)
                 check_inputs(int(tensor.shape[0]), name)
             except ValueError as error:
                 raise file.error(str(error)) from None
-        how = "rounded to bfloat16" if kind == "bfloat16" else f"stored anew in {kind.removeprefix('int')} bits"
+        how = (
+            "rounded to bfloat16"
+            if kind == "bfloat16"
+            else f"stored anew in {kind.removeprefix('int')} bits"
+        )
         changes[tensor.tensor_type.name, how] += 1
         own = FORMATS[kind]
         return Rows(
-            np.concatenate([Rows.quantised(torch.from_numpy(part), own).rows for part in file.floats(tensor)]), own
+            np.concatenate(
+                [Rows.quantised(torch.from_numpy(part), own).rows for part in file.floats(tensor)]
+            ),
+            own,
         )
 
     # The embedding is looked up and not multiplied, so it keeps the file's format.
     embedding = rows(EMBEDDING, None)
     model.model.embed_tokens = StoredEmbedding(embedding, torch.float32)
-    for name, place in tqdm(modules.items(), f"packing {file.path.name}", leave=False, disable=None, delay=0.5):
+    for name, place in tqdm(
+        modules.items(), f"packing {file.path.name}", leave=False, disable=None, delay=0.5
+    ):
         module = model.get_submodule(place)
         if not isinstance(module, nn.Linear):
             if name != "token_embd":
@@ -165,7 +188,9 @@ def _fill_plain(file: GgufFile, model: Any, modules: dict[str, str]) -> None:
 def _order(name: str, config: PreTrainedConfig) -> Tensor | None:
     """Return which of the file's outputs of queries or keys comes at each place in the model, as files interleave the
     halves of a head; None for the same order."""
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.rpartition(".")[2])
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(
+        name.rpartition(".")[2]
+    )
     if heads is None or config.model_type not in _TURNED:
         return None
     return torch.arange(heads * config.head_dim).view(heads, -1, 2).transpose(1, 2).flatten()
@@ -200,22 +225,32 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         if file.value(f"{arch}.{key}", float, 0.0) not in (0, 1):
             raise file.error(f"it has {arch}.{key}, which is not supported")
     embedding = file.tensor("token_embd.weight")
-    layers, width, heads = (file.own(key, int) for key in ("block_count", "embedding_length", "attention.head_count"))
+    layers, width, heads = (
+        file.own(key, int) for key in ("block_count", "embedding_length", "attention.head_count")
+    )
     groups = file.own("attention.head_count_kv", int, heads)
     size = file.own("attention.key_length", int, width // heads)
     if heads % groups or not size or size % 2:
-        raise file.error(f"{heads} heads of {size}, {groups} of them for keys and values, are not possible")
+        raise file.error(
+            f"{heads} heads of {size}, {groups} of them for keys and values, are not possible"
+        )
     # A damaged file's sizes are checked before anything is made in them.
     stored = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     if len(stored) != layers:
-        raise file.error(f"it has the tensors of {len(stored)} layers; {arch}.block_count is {layers}")
+        raise file.error(
+            f"it has the tensors of {len(stored)} layers; {arch}.block_count is {layers}"
+        )
     for name, rows in (("attn_q", heads), ("attn_k", groups), ("attn_v", groups)):
         found = int(file.tensor(f"blk.0.{name}.weight").shape[-1])
         if found != rows * size:
-            raise file.error(f"blk.0.{name}.weight has {found} outputs; {rows} heads of {size} need {rows * size}")
+            raise file.error(
+                f"blk.0.{name}.weight has {found} outputs; {rows} heads of {size} need {rows * size}"
+            )
     for key in ("attention.value_length", "rope.dimension_count"):
         if (found := file.own(key, int, size)) != size:
-            raise file.error(f"{arch}.{key} is {found}; only {size}, the size of a head, is supported")
+            raise file.error(
+                f"{arch}.{key} is {found}; only {size}, the size of a head, is supported"
+            )
     context = file.own("context_length", int)
     settings: dict[str, Any] = {
         "vocab_size": int(embedding.shape[-1]),
@@ -234,7 +269,9 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     window = file.own("attention.sliding_window", int, context)
     if window < context:
         if arch != "llama":
-            raise file.error(f"it has {arch}.attention.sliding_window, which is supported for llama only")
+            raise file.error(
+                f"it has {arch}.attention.sliding_window, which is supported for llama only"
+            )
         arch, settings["sliding_window"] = "mistral", window
     elif arch != "qwen2":  # qwen2 always has these
         settings["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
@@ -254,7 +291,11 @@ def special_ids(file: GgufFile) -> dict[str, Any]:
         if token is not None and not 0 <= token < rows:
             raise file.error(f"tokenizer.ggml.{name}_token_id is {token}; there are {rows} tokens")
     ends: Any = list(dict.fromkeys(token for token in (eos, turn) if token is not None))
-    return {"bos_token_id": bos, "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None), "pad_token_id": pad}
+    return {
+        "bos_token_id": bos,
+        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+        "pad_token_id": pad,
+    }
 
 
 def _rotation(file: GgufFile) -> dict[str, Any]:
@@ -265,5 +306,7 @@ def _rotation(file: GgufFile) -> dict[str, Any]:
     if kind == "none" or (kind == "linear" and factor == 1):
         return {"rope_type": "default", "rope_theta": theta}
     if kind != "linear" or not factor > 0:
-        raise file.error(f"its rotation is scaled ({kind!r}, {factor:g}); only none and linear are supported")
+        raise file.error(
+            f"its rotation is scaled ({kind!r}, {factor:g}); only none and linear are supported"
+        )
     return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
