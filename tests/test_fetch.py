@@ -436,7 +436,7 @@ def test_installed_packages_are_found(
 
 
 def test_companions_are_found_by_name_only(home: Path, model: Path) -> None:
-    assert companion("embedded", "lyanna") == zoo.FOLDER / "lyanna"
+    assert companion("embedded", "lyanna") == zoo.WEIGHTS_FOLDER / "lyanna"
     assert (
         companion("embedded", "eagle")
         is companion("embedded", None)
@@ -444,7 +444,9 @@ def test_companions_are_found_by_name_only(home: Path, model: Path) -> None:
         is None
     )
     assert (
-        companion(zoo.FOLDER / "target", "lyanna") is companion(Path("embedded"), "lyanna") is None
+        companion(zoo.WEIGHTS_FOLDER / "target", "lyanna")
+        is companion(Path("embedded"), "lyanna")
+        is None
     )
     assert own_draft("embedded") == "embedded"
     assert (

@@ -46,7 +46,7 @@ from forerun.sampling.sampler import Sampler
 from forerun.train.pre_verifier import auc, survival_loss
 from forerun.train.rollout import history, roll_out
 from forerun.train.texts import of_windows
-from forerun.zoo import FOLDER
+from forerun.zoo import WEIGHTS_FOLDER
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def varied(layer: PreVerifier) -> PreVerifier:
 def test_block_by_block_is_the_same_as_at_once(stored: bool) -> None:
     """NumPy's steps, with rows that change their places, against torch's forward over whole drafts."""
     layer = (
-        PreVerifier.from_pretrained(FOLDER / "pre-verifier").eval()
+        PreVerifier.from_pretrained(WEIGHTS_FOLDER / "pre-verifier").eval()
         if stored
         else varied(random_layer(depth=7))
     )
