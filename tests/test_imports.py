@@ -54,7 +54,7 @@ def test_the_loop_and_the_methods_do_not_know_each_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["forerun", "forerun.methods", "forerun.sampling.params", "forerun.api.resolve"]
+    "module", ["forerun", "forerun.methods", "forerun.sampling.params", "forerun.api.choose"]
 )
 def test_quick_imports_need_no_torch(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"

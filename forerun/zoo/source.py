@@ -69,22 +69,26 @@ class ModelSource:
         """What errors call it: as the user wrote it."""
         return str(self.given)
 
-    @property
-    def location(self) -> str | Path:
-        """The folder, file or hub id of a model that is not an object.
+    def check(self) -> None:
+        """Raise ValueError if it is missing.
 
-        Raises ValueError if it is missing: a path that does not exist (without asking the hub), the
-        folder of another role, several GGUF files, or a known model that was not downloaded.
+        That is a path that does not exist (the hub is not asked), the folder of another role, a
+        folder with several GGUF files, or a known model that was not downloaded.
         """
         if self.problem is not None:
             raise ValueError(self.problem)
+
+    @property
+    def location(self) -> str | Path:
+        """The folder, file or hub id of a model that is not an object, after `check`."""
+        self.check()
         return self.path if self.path is not None else str(self.given)
 
     @property
     def hot_folder(self) -> Path | None:
         """The folder that lists the hot tokens of a draft, if it has a list; None for hub ids.
 
-        For a downloaded draft the list ships with forerun. Raises ValueError as `location` does.
+        For a downloaded draft the list ships with forerun. Raises ValueError as `check` does.
         """
         if self.known is not None:
             shipped = WEIGHTS_FOLDER / self.known
@@ -106,7 +110,7 @@ class ModelSource:
 def locate(given: str | Path, role: str) -> str | Path:
     """Return the folder, GGUF file or hub id of a target or draft (`role`) that a user names.
 
-    Raises ValueError as `ModelSource.location` does.
+    Raises ValueError as `ModelSource.check` does.
     """
     return ModelSource.parse(given, role).location
 
