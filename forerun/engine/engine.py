@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import abc, deque
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -171,7 +171,7 @@ class Engine:
         verdicts, scores = judge(seqs, drafts, logits)
         self.target.commit(ids, [verdict.path for verdict in verdicts])
         times.verified_at = perf_counter()
-        states = [None] * len(seqs) if hidden is None else hidden
+        states: abc.Sequence[Tensor | None] = [None] * len(seqs) if hidden is None else hidden
         outcomes = list(map(RowOutcome, seqs, drafts, verdicts, states))
         growths = [_grow(*row) for row in zip(outcomes, scores, logits, strict=True)]
         spoilt = end_drafting_of_nan(outcomes)

@@ -11,7 +11,7 @@ from forerun.engine.sequence import Phase, Sequence
 from forerun.engine.step import Drafter
 from forerun.engine.target import Target
 
-_LOG = logging.getLogger("forerun.engine.engine")
+_LOG = logging.getLogger("forerun.engine.recovery")
 
 
 class Recovery:
