@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, ClassVar
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal, observe_rows
 from forerun.methods.base import Method, Parts, number
-from forerun.methods.guard import Guarded
 from forerun.methods.stop import EXPECTED, MOST, best_length
 from forerun.methods.suffix import Suffix, SuffixDrafter
+from forerun.planning.guard import Guarded
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from forerun.engine.acceptance import Verdict
-    from forerun.engine.costs import Costs
     from forerun.engine.sequence import Sequence
     from forerun.model.causal_lm import CausalLM
+    from forerun.planning.cost_model import Costs
 
 ALONE = ("ar", "suffix", "hybrid")  # not allowed as `other`
 USUAL = 6.0  # the threshold if no costs are known

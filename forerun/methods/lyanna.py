@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from forerun.backends.heads import HiddenLM
     from forerun.engine.acceptance import Verdict
-    from forerun.engine.costs import Costs
     from forerun.engine.sequence import Sequence
+    from forerun.planning.cost_model import Costs
 
 
 @dataclass(frozen=True)
