@@ -348,11 +348,15 @@ class Breaking:
         self.calls = 0
         setattr(owner, name, self)
 
+    @staticmethod
+    def _id_of(given: Any) -> int:
+        """Return the id of what a method is given: an id, a sequence or an outcome."""
+        seq = getattr(given, "sequence", given)
+        return getattr(seq, "id", seq)
+
     def __call__(self, ids: Any, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        if self.times and (
-            self.id is None or self.id in [getattr(each, "id", each) for each in ids]
-        ):
+        if self.times and (self.id is None or self.id in [self._id_of(each) for each in ids]):
             self.times -= 1
             raise self.error
         return self.call(ids, *args, **kwargs)

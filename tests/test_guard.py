@@ -21,7 +21,7 @@ from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Step
 from forerun.engine.sequence import Request, Sequence
-from forerun.engine.step import Proposal
+from forerun.engine.step import Proposal, RowOutcome
 from forerun.methods import AR, SD, Hybrid, Method, Parts
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter
@@ -247,8 +247,9 @@ def test_a_late_sequence_waits_for_a_prompt_that_is_being_run() -> None:
     admission = iter(guarded.admit(prompt, None, 2))
     assert next(admission) == 2
     proposal = guarded.propose([late])
-    assert [draft.drafted for draft in proposal.drafts] == [0] and guarded._judge is None
-    guarded.observe([late], proposal.drafts, [Verdict([0], 0, 0, False)], None)
+    assert [draft.drafted for draft in proposal.drafts] == [0] and proposal.memo.judge is None
+    outcome = RowOutcome(late, proposal.drafts[0], Verdict([0], 0, 0, False))
+    guarded.observe([outcome], proposal.memo)
     assert list(admission) == [2, 1]
     assert [draft.drafted for draft in guarded.propose([late, prompt]).drafts] == [2, 2]
     # One that is given up in the middle of its prompt leaves nothing behind.
@@ -322,15 +323,12 @@ def test_a_prompt_that_is_read_while_drafting_may_be_gained_back(
     pace = SpeedTracker(clock := Clock())
     for _ in range(LOOKS):
         pace.record(1, 1, 1.0, drafted=False)
-    guarded, seq, pace.begins, pace._debt = (
-        Guarded(ReadsLate(clock), pace),
-        Sequence(Request([0], 9), 0),
-        begins,
-        0.0,
-    )
+    pace.begins = begins
+    pace._debt = 0.0
+    guarded = Guarded(ReadsLate(clock), pace)
     guarded._inside[0] = True
-    guarded.propose([seq])
-    assert (pace._debt, pace._earned) == charged and guarded._begun == clock.now
+    memo = guarded.propose([Sequence(Request([0], 9), 0)]).memo
+    assert (pace._debt, pace._earned) == charged and memo.begun == clock.now
 
 
 def test_a_lucky_trial_does_not_make_up_for_failures() -> None:
@@ -376,12 +374,11 @@ class Recorder(ChainDrafter):
         self.admitted.append(len(seq.output))
         yield from super().admit(seq, hidden, chunk)
 
-    def observe(
-        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: Any
-    ) -> None:
-        super().observe(seqs, drafts, verdicts, hidden)
-        for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
-            self.observed.append((seq.id, draft.drafted, verdict.accepted))
+    def observe(self, outcomes: abc.Sequence[RowOutcome], memo: Any) -> None:
+        super().observe(outcomes, memo)
+        for outcome in outcomes:
+            seq = outcome.sequence
+            self.observed.append((seq.id, outcome.draft.drafted, outcome.verdict.accepted))
             row = self.model.rows[seq.id]
             assert row == seq.tokens[: len(row)] and len(row) < len(seq.tokens)
 

@@ -25,6 +25,7 @@ from forerun.backends.heads import HiddenLM, head_rows
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
+from forerun.engine.step import RowOutcome
 from forerun.heads.heads import HiddenDrafter, hot_set
 from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna, hidden, method
 from forerun.methods.beams import grow, searching
@@ -106,7 +107,8 @@ def test_greedy_sequences_spare_the_head_only_together() -> None:
         assert proposal.forwards == (0 if step == 1 else 6)
         for seq, draft in zip(seqs, proposal.drafts, strict=False):
             seq.tokens.append(7)  # the target rejects all of the draft
-            drafter.observe([seq], [draft], [Verdict([0], 7, 1, True)], [random(len(draft), 32)])
+            outcome = RowOutcome(seq, draft, Verdict([0], 7, 1, True), random(len(draft), 32))
+            drafter.observe([outcome], proposal.memo)
 
 
 def drafter_of(kind: str, head: HiddenLM) -> HeadDrafter:
@@ -133,7 +135,8 @@ def test_prompts_are_read_when_a_draft_is_first_asked_for(
         assert first.prompt_seconds > 0
         seqs[2].tokens.append(7)
         states = features_of(target, seqs[2].tokens)[-2:-1]
-        drafter.observe([seqs[2]], [Draft.root(11)], [Verdict([0], 7, 1, True)], [states])
+        outcome = RowOutcome(seqs[2], Draft.root(11), Verdict([0], 7, 1, True), states)
+        drafter.observe([outcome], first.memo)
         second = drafter.propose(seqs[2:])
         tokens.append([draft.tokens for draft in [*first.drafts[:2], *second.drafts]])
         assert not drafter.unread

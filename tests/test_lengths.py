@@ -18,6 +18,7 @@ from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Step
 from forerun.engine.sequence import Request, Sequence
+from forerun.engine.step import RowOutcome
 from forerun.methods import Confidence, Cumulative, Method, Parts
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter
@@ -78,11 +79,10 @@ class Watched(LengthPolicy):
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         return self.policy.begin(seqs, rows)
 
-    def observe(
-        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]
-    ) -> None:
-        self.policy.observe(seqs, drafts, verdicts)
-        for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
+    def observe(self, outcomes: abc.Sequence[RowOutcome]) -> None:
+        self.policy.observe(outcomes)
+        for outcome in outcomes:
+            seq, draft, verdict = outcome.sequence, outcome.draft, outcome.verdict
             # The sequence has grown by the accepted tokens and one more, or was cut at its end.
             self.drafts.setdefault(seq.id, []).append((draft.tokens, verdict.accepted, seq.limit))
 
@@ -269,7 +269,7 @@ def test_an_automatic_length_learns_from_verdicts_greedy_and_sampled_apart() -> 
     for accepted, expected in ((0, 1), (16, 16), (0, 1)):
         for _ in range(300):
             verdict = Verdict(list(range(accepted + 1)), 0, min(accepted + 1, 16), accepted < 16)
-            policy.observe([seq], [Draft.chain(0, [0] * 16)], [verdict])
+            policy.observe([RowOutcome(seq, Draft.chain(0, [0] * 16), verdict)])
         assert length(seq) == expected != begun
     assert length(Sequence(Request([0], 99, Sampler(False)))) == begun
 
@@ -277,7 +277,7 @@ def test_an_automatic_length_learns_from_verdicts_greedy_and_sampled_apart() -> 
 def test_a_place_that_was_never_tried_is_expected_to_be_as_good_as_the_one_before_it() -> None:
     seq, policy = Sequence(Request([0], 99)), BestLength(CHEAP)
     for _ in range(300):
-        policy.observe([seq], [Draft.chain(0, [0])], [Verdict([0, 1], 0, 1, False)])
+        policy.observe([RowOutcome(seq, Draft.chain(0, [0]), Verdict([0, 1], 0, 1, False))])
     assert all(each > 0.9 for each in policy.estimates(True)) and policy.estimates(False)[0] == 0.7
 
 

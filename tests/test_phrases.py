@@ -30,9 +30,10 @@ from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request, Sequence
+from forerun.engine.step import RowOutcome
 from forerun.methods import Method, Ouroboros, PacerOuroboros, Parts, method, ouroboros, pools
 from forerun.methods.ar import PlainDrafter
-from forerun.methods.ouroboros import OuroborosDrafter
+from forerun.methods.ouroboros import OuroborosDrafter, PhraseMemo, PhraseNote
 from forerun.methods.pacer import PacerStop
 from forerun.methods.pools import PhrasePool
 from forerun.methods.stop import FixedLength, LengthPolicy
@@ -248,16 +249,18 @@ def test_phrases_behind_a_draft_fill_all_the_room_that_is_left(count: int) -> No
 def test_the_targets_verdict_becomes_phrases() -> None:
     made = drafter(guesses=0, suffixes=2)
     seen = list[Verdict]()
-    made.policy.observe = lambda seqs, drafts, verdicts: seen.extend(verdicts)  # type: ignore[method-assign]
+    made.policy.observe = lambda outcomes: seen.extend(each.verdict for each in outcomes)  # type: ignore[method-assign]
     seq = Sequence(Request([0, 1], 38))
     list(made.admit(seq, None, 8))
     row = made.rows[0]
     row.pool.add(3, (1, 1))
 
-    def draft() -> Draft:
-        return made._with_suffixes(ouroboros._Phrased(seq, 9, [2, 2, 2, 3]))
+    def drafted() -> tuple[Draft, PhraseMemo]:
+        chain = ouroboros._Phrased(seq, 9, [2, 2, 2, 3])
+        draft = made._with_suffixes(chain)
+        return draft, PhraseMemo({0: PhraseNote(4, chain.suffixes)})
 
-    first = draft()
+    first, memo = drafted()
     assert first.tokens == [1, 2, 2, 2, 3, 1, 1] and first.origins[-2:] == ["phrase"] * 2
 
     def verdict(accepted: int) -> Verdict:
@@ -265,14 +268,14 @@ def test_the_targets_verdict_becomes_phrases() -> None:
             list(range(accepted + 1)), 0, accepted + 1, True, [10 + node for node in range(7)]
         )
 
-    made.observe([seq], [first], [verdict(1)], None)
+    made.observe([RowOutcome(seq, first, verdict(1))], memo)
     # From the rejected token on: the target's token after each; and after the end as well.
     assert row.pool.get(2) == [(13, 14), (12, 13)] and row.pool.get(3) == [(14, 15)]
     assert [(each.accepted, each.rejected) for each in seen] == [(1, True)]
-    made.observe(
-        [seq], [Draft.root(1)], [Verdict([0], 0, 0, False, [5])], None
-    )  # a step that drafted nothing
-    made.observe([seq], [draft()], [verdict(4)], None)
+    # A step that drafted nothing.
+    made.observe([RowOutcome(seq, Draft.root(1), Verdict([0], 0, 0, False, [5]))], None)
+    last, memo = drafted()
+    made.observe([RowOutcome(seq, last, verdict(4))], memo)
     assert (seen[2].accepted, seen[2].rejected) == (
         4,
         False,

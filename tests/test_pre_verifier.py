@@ -29,9 +29,8 @@ from toys import (
 
 from forerun import Decoder
 from forerun.api.layers import load_pre_verifier
-from forerun.engine.acceptance import Verdict
-from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
+from forerun.engine.step import RowOutcome
 from forerun.heads.echo import SIZES, Echo
 from forerun.heads.pre_verifier import LEAST, USUAL, PreVerifier
 from forerun.heads.quick import Array, QuickPreVerifier
@@ -229,14 +228,12 @@ class Watching(PacerStop):
         self.asked.append(output[0])
         return output, state
 
-    def observe(
-        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]
-    ) -> None:
-        super().observe(seqs, drafts, verdicts)
+    def observe(self, outcomes: abc.Sequence[RowOutcome]) -> None:
+        super().observe(outcomes)
         output = np.concatenate(self.asked).tolist() if self.asked else []
-        verdict = verdicts[0]
+        seq, draft, verdict = outcomes[0].sequence, outcomes[0].draft, outcomes[0].verdict
         self.drafts.append(
-            (len(seqs[0].tokens), drafts[0].tokens[1:], output, verdict.accepted, verdict.rejected)
+            (len(seq.tokens), draft.tokens[1:], output, verdict.accepted, verdict.rejected)
         )
         self.asked = []
 

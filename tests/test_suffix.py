@@ -30,7 +30,7 @@ from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine, Proposal
 from forerun.engine.sequence import Request, Sequence
-from forerun.engine.step import Drafter
+from forerun.engine.step import Drafter, RowOutcome
 from forerun.engine.target import Capture
 from forerun.methods import AR, SD, Hybrid, Parts, Suffix, method
 from forerun.methods.ar import PlainDrafter
@@ -385,9 +385,10 @@ class Fixed(PlainDrafter):
         self.asked.append([seq.id for seq in seqs])
         return super().propose(seqs)
 
-    def observe(self, seqs, drafts, verdicts, hidden) -> None:
-        self.seen.append([seq.id for seq in seqs])
-        assert (hidden is not None) == bool(self.wants_hidden)
+    def observe(self, outcomes: abc.Sequence[RowOutcome], memo: Any) -> None:
+        self.seen.append([outcome.sequence.id for outcome in outcomes])
+        for outcome in outcomes:
+            assert (outcome.hidden is not None) == bool(self.wants_hidden)
 
 
 def beside(other: Drafter) -> HybridDrafter:
@@ -424,18 +425,20 @@ def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
         made = beside(other)
         seq = begun(made, [3, 4, 5, 6, 7, 8, 2, 3])
         for tokens in wanted:
-            (draft,) = made.propose([seq]).drafts
+            proposal = made.propose([seq])
+            (draft,) = proposal.drafts
             assert draft.tokens[1:] == tokens[:1]
-            made.observe([seq], [draft], [Verdict([0], 9, 0, False)], None)
+            made.observe([RowOutcome(seq, draft, Verdict([0], 9, 0, False))], proposal.memo)
     pace.pause(2)
     for wait in (1, 0):
-        (draft,) = made.propose([seq]).drafts
+        proposal = made.propose([seq])
+        (draft,) = proposal.drafts
         assert draft.tokens[1:] == [4] and pace.wait == wait
-        assert not guarded._asked
-        made.observe([seq], [draft], [Verdict([0], 9, 0, False)], None)
+        assert not proposal.memo.inner.asked
+        made.observe([RowOutcome(seq, draft, Verdict([0], 9, 0, False))], proposal.memo)
     assert len(pace._plain[1]) == 2  # such steps say nothing of plain ones
-    (draft,) = made.propose([seq]).drafts
-    assert guarded._asked == {seq.id} and draft.tokens[1:] == [4]
+    proposal = made.propose([seq])
+    assert proposal.memo.inner.asked == {seq.id} and proposal.drafts[0].tokens[1:] == [4]
 
 
 def test_a_balance_goes_by_what_came_true_and_by_costs() -> None:
@@ -486,9 +489,10 @@ def test_an_automatic_threshold_moves_from_one_drafter_to_the_other() -> None:
     made = HybridDrafter(SuffixDrafter(Suffix(least=0.1)), other, 1000.0, balance)
     seq = begun(made, [3, 4, 5, 6, 7, 8, 9, 3], 99)
     for token in (4, 5, 6, 7, 20, 21, 22):
-        (draft,) = made.propose([seq]).drafts
+        proposal = made.propose([seq])
         seq.tokens.append(token)
-        made.observe([seq], [draft], [Verdict([0], token, 0, False)], None)
+        outcome = RowOutcome(seq, proposal.drafts[0], Verdict([0], token, 0, False))
+        made.observe([outcome], proposal.memo)
     asked = len(other.asked)
     assert 2 <= asked < 7 and balance._true[0] > 0.3 * 4 * 0.8
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,10 @@ from torch import Tensor
 from forerun.api.options import EngineOptions
 from forerun.backends.costs import file_of, head_costs, kept, measure_costs
 from forerun.backends.identity import identity
-from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence
-from forerun.engine.step import Drafter, Proposal, observe_rows
+from forerun.engine.step import Drafter, Proposal, RowOutcome
 from forerun.methods import AR, Method, Parts
 from forerun.model.causal_lm import CausalLM
 from forerun.planning.cost_model import Costs
@@ -103,6 +103,13 @@ def fresh(
     return made
 
 
+@dataclass(frozen=True)
+class SplitMemo:
+    """The memos of both drafters of a step, by whether they draft for greedy sequences."""
+
+    inner: dict[bool, Any]
+
+
 class Split(Drafter):
     """Pass each sequence to the drafter of its mode. In a step with both modes, both draft."""
 
@@ -122,26 +129,22 @@ class Split(Drafter):
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         drafts: dict[int, Draft] = {}
-        proposals = []
+        proposals: dict[bool, Proposal] = {}
         for greedy, drafter in self.drafters.items():
-            own = [seq for seq in seqs if seq.greedy == greedy]
-            if own:
-                proposals.append(drafter.propose(own))
-                drafts |= zip([seq.id for seq in own], proposals[-1].drafts, strict=True)
-        return Proposal.together([drafts[seq.id] for seq in seqs], proposals)
+            asking = [seq for seq in seqs if seq.greedy == greedy]
+            if asking:
+                proposal = proposals[greedy] = drafter.propose(asking)
+                drafts |= zip([seq.id for seq in asking], proposal.drafts, strict=True)
+        memo = SplitMemo({greedy: proposal.memo for greedy, proposal in proposals.items()})
+        return Proposal.together([drafts[seq.id] for seq in seqs], [*proposals.values()], memo)
 
-    def observe(
-        self,
-        seqs: list[Sequence],
-        drafts: list[Draft],
-        verdicts: list[Verdict],
-        hidden: list[Tensor] | None,
-    ) -> None:
+    def observe(self, outcomes: abc.Sequence[RowOutcome], memo: SplitMemo | None) -> None:
         for greedy, drafter in self.drafters.items():
-            own = [row for row, seq in enumerate(seqs) if seq.greedy == greedy]
-            observe_rows(
-                drafter, own, seqs, drafts, verdicts, hidden if drafter.wants_hidden else None
-            )
+            rows = [outcome for outcome in outcomes if outcome.sequence.greedy == greedy]
+            if not drafter.wants_hidden:
+                rows = [replace(outcome, hidden=None) for outcome in rows]
+            if rows:
+                drafter.observe(rows, memo.inner.get(greedy) if memo is not None else None)
 
     def drop(self, seq: Sequence) -> None:
         self.drafters[seq.greedy].drop(seq)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.retries import Retries
 from forerun.engine.sequence import Request, Sequence
-from forerun.engine.step import Drafter, Proposal, Step, observe_rows
+from forerun.engine.step import Drafter, Proposal, RowOutcome, Step
 from forerun.engine.target import Target
 from forerun.engine.verify import committed, judge, origins, scores_after
 from forerun.failures import UNATTRIBUTABLE, NotNumbersError
@@ -217,7 +218,8 @@ class Engine:
                 else 0
             )
             grown.append((count, self._logprobs(seq, row, verdict, count)))
-        self._observe(seqs, drafts, verdicts, hidden)
+        states = [None] * len(seqs) if hidden is None else hidden
+        self._observe(list(map(RowOutcome, seqs, drafts, verdicts, states)), proposal.memo)
         ended = [seq for seq in seqs if seq.finish_reason is not None]
         self._leave(ended)
         self._leave(spoilt)
@@ -271,18 +273,14 @@ class Engine:
         drafts = [Draft.root(seq.tokens[-1]) if seq.request.plain else next(found) for seq in seqs]
         return replace(proposal, drafts=drafts)
 
-    def _observe(
-        self,
-        seqs: list[Sequence],
-        drafts: list[Draft],
-        verdicts: list[Verdict],
-        hidden: list[Tensor] | None,
-    ) -> None:
-        drafted = [row for row, seq in enumerate(seqs) if not seq.request.plain]
-        observe_rows(self.drafter, drafted, seqs, drafts, verdicts, hidden)
-        for row, seq in enumerate(seqs):
-            if hidden is not None and seq.id in self._features:
-                self._features[seq.id].append(hidden[row][verdicts[row].path])
+    def _observe(self, outcomes: list[RowOutcome], memo: Any) -> None:
+        drafted = [outcome for outcome in outcomes if not outcome.sequence.request.plain]
+        if drafted:
+            self.drafter.observe(drafted, memo)
+        for outcome in outcomes:
+            features = self._features.get(outcome.sequence.id)
+            if outcome.hidden is not None and features is not None:
+                features.append(outcome.hidden[outcome.verdict.path])
 
     def _logprobs(
         self, seq: Sequence, logits: Tensor, verdict: Verdict, count: int

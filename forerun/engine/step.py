@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from forerun.engine.draft import Draft
 
@@ -27,9 +28,10 @@ class Proposal:
     policy_seconds: float = 0.0
     prompt_seconds: float = 0.0  # of prompts that were read for these drafts; no part of a step
     rests: bool = False  # whether drafts are left out for some steps, as they were slower
+    memo: Any = None  # the drafter's own notes, which its `observe` of the same step gets back
 
     @classmethod
-    def together(cls, drafts: list[Draft], parts: list[Proposal]) -> Proposal:
+    def together(cls, drafts: list[Draft], parts: list[Proposal], memo: Any = None) -> Proposal:
         """Return these drafts with the added costs of the parts that they come from."""
         return cls(
             drafts,
@@ -38,7 +40,25 @@ class Proposal:
             sum(each.policy_seconds for each in parts),
             sum(each.prompt_seconds for each in parts),
             any(each.rests for each in parts) and not any(draft.drafted for draft in drafts),
+            memo,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class RowOutcome:
+    """What a step came to for one sequence.
+
+    Attributes:
+        sequence: it has grown by the step's tokens already.
+        draft: what was proposed for it.
+        verdict: the target's verdict on the draft.
+        hidden: [N, d] the target's states at the draft's nodes, or None if they are not wanted.
+    """
+
+    sequence: Sequence
+    draft: Draft
+    verdict: Verdict
+    hidden: Tensor | None = None
 
 
 class Drafter(Protocol):
@@ -67,38 +87,19 @@ class Drafter(Protocol):
         """Return a draft for each, at most `seq.remaining - 1` deep, as the target adds one token."""
         raise NotImplementedError
 
-    def observe(
-        self,
-        seqs: list[Sequence],
-        drafts: list[Draft],
-        verdicts: list[Verdict],
-        hidden: list[Tensor] | None,
-    ) -> None:
-        """Record the verdicts on drafts; the sequences have grown by now. `hidden[r]` [N, d]: the target's states at
-        the nodes of each draft, if wanted."""
+    def observe(self, outcomes: abc.Sequence[RowOutcome], memo: Any) -> None:
+        """Record the outcomes of a step. There is at least one.
+
+        Args:
+            outcomes: one for each sequence that the drafter is to learn about. A drafter that wants
+                hidden states gets those of every sequence in every step, because they come only once.
+            memo: `Proposal.memo` of this step, or None if `propose` was not called in it.
+        """
         return
 
     def drop(self, seq: Sequence) -> None:
         """Forget a sequence that has ended, or whose admission was broken off."""
         return
-
-
-def observe_rows(
-    drafter: Drafter,
-    rows: list[int],
-    seqs: list[Sequence],
-    drafts: list[Draft],
-    verdicts: list[Verdict],
-    hidden: list[Tensor] | None,
-) -> None:
-    """Have a drafter observe its own `rows` of a step, if any."""
-    if rows:
-        drafter.observe(
-            [seqs[row] for row in rows],
-            [drafts[row] for row in rows],
-            [verdicts[row] for row in rows],
-            [hidden[row] for row in rows] if hidden is not None else None,
-        )
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from forerun.api.options import ModelOptions
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
-from forerun.engine.step import Drafter
+from forerun.engine.step import Drafter, RowOutcome
 from forerun.kinds import check_kind
 from forerun.methods import Method, Parts
 from forerun.model.causal_lm import CausalLM
@@ -219,6 +219,9 @@ class Proposer:
             texts[row].seq.limit = self._limit_of(rows[row])
         if live:
             proposal = drafter.propose([texts[row].seq for row in live])
+            assert (
+                proposal.memo is None
+            )  # the methods above keep none, so none is kept for a later call
             for row, draft in zip(live, proposal.drafts, strict=True):
                 assert draft.is_chain
                 drafts[row] = texts[row].draft = draft.tokens[1 : self._most + 1]
@@ -229,7 +232,8 @@ class Proposer:
         return min(self._limit, len(tokens) + self._most + 1)
 
     def _observe(self, drafter: Drafter, grown: list[tuple[Text, np.ndarray]]) -> None:
-        seqs, drafts, verdicts, rest = [], [], [], []
+        outcomes: list[RowOutcome] = []
+        rest: list[tuple[Sequence, list[int]]] = []
         for text, tokens in grown:
             new = [int(token) for token in tokens[len(text.known) :]]
             compared = list(zip(text.draft, new, strict=False))
@@ -241,13 +245,12 @@ class Proposer:
             last = new[min(accepted, len(new) - 1)]
             verdict = Verdict(list(range(accepted + 1)), last, accepted + rejected, rejected)
             verdict.argmax.extend(new)  # of the target's answers no more is known than its tokens
-            seqs.append(text.seq)
-            drafts.append(Draft.chain(text.seq.tokens[-1], text.draft))
-            verdicts.append(verdict)
+            draft = Draft.chain(text.seq.tokens[-1], text.draft)
+            outcomes.append(RowOutcome(text.seq, draft, verdict))
             text.seq.tokens += new[: accepted + 1]
             rest.append((text.seq, new[accepted + 1 :]))
             text.known, text.draft = tokens.copy(), []
-        if seqs:
-            drafter.observe(seqs, drafts, verdicts, None)
+        if outcomes:
+            drafter.observe(outcomes, None)
         for seq, more in rest:
             seq.tokens += more

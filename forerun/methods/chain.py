@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import inf, prod
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
@@ -28,8 +28,8 @@ from forerun.planning.cost_model import rounded
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
+    from forerun.engine.step import RowOutcome
     from forerun.model.causal_lm import CausalLM
     from forerun.planning.cost_model import Costs
     from forerun.sampling.sampler import Drafted
@@ -337,15 +337,9 @@ class ChainDrafter(Drafter):
             len(chain.tokens) < chain.depth and token not in chain.seq.eos and self._knows([token])
         )
 
-    def observe(
-        self,
-        seqs: list[Sequence],
-        drafts: list[Draft],
-        verdicts: list[Verdict],
-        hidden: list[Tensor] | None,
-    ) -> None:
-        self.policy.observe(seqs, drafts, verdicts)
-        self._crop(seqs)
+    def observe(self, outcomes: abc.Sequence[RowOutcome], memo: Any) -> None:
+        self.policy.observe(outcomes)
+        self._crop([outcome.sequence for outcome in outcomes])
 
     def _crop(self, seqs: list[Sequence]) -> None:
         # Keep the accepted path as far as it was run.

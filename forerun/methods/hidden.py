@@ -6,7 +6,7 @@ from collections import abc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from forerun.backends.heads import HiddenLM
     from forerun.backends.quantised_heads import Growth
-    from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
+    from forerun.engine.step import RowOutcome
     from forerun.methods.beams import Array
 
 PIECE = 2048  # a step reads prompts until it has read so many tokens
@@ -201,15 +201,9 @@ class HeadDrafter(Drafter):
         search = beams.searching(logits, self.head.hot, self.width, self.nodes, plan)
         return beams.grow(roots, search, limits, self.width, self.nodes, plan, origin or "draft")
 
-    def observe(
-        self,
-        seqs: list[Sequence],
-        drafts: list[Draft],
-        verdicts: list[Verdict],
-        hidden: list[Tensor] | None,
-    ) -> None:
-        assert hidden is not None
-        for seq, verdict, states in zip(seqs, verdicts, hidden, strict=True):
-            self.features[seq.id].append(
-                states[verdict.path]
-            )  # a copy, as a view would keep all rows' states
+    def observe(self, outcomes: abc.Sequence[RowOutcome], memo: Any) -> None:
+        for outcome in outcomes:
+            assert outcome.hidden is not None
+            # Indexing copies. A view would keep the states of all rows.
+            states = outcome.hidden[outcome.verdict.path]
+            self.features[outcome.sequence.id].append(states)

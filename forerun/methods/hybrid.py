@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import abc
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from forerun.engine.draft import Draft
-from forerun.engine.step import Drafter, Proposal, observe_rows
+from forerun.engine.step import Drafter, Proposal
 from forerun.methods.base import Method, Parts, number
 from forerun.methods.stop import EXPECTED, MOST, best_length
 from forerun.methods.suffix import Suffix, SuffixDrafter
-from forerun.planning.guard import Guarded
+from forerun.planning.guard import Guarded, GuardMemo
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
+    from forerun.engine.step import RowOutcome
     from forerun.model.causal_lm import CausalLM
     from forerun.planning.cost_model import Costs
 
@@ -244,6 +245,40 @@ class Balance:
         self._share += (1 - KEPT ** len(came)) * (wanted - self._share)
 
 
+@dataclass(frozen=True)
+class SuffixNote:
+    """What was known of a sequence before a step.
+
+    Attributes:
+        found: its suffix draft.
+        score: the draft's expected number of accepted tokens.
+        length: of its text.
+        wanted: whether the other drafter was expected to be faster.
+    """
+
+    found: Draft
+    score: float
+    length: int
+    wanted: bool
+
+
+@dataclass(frozen=True)
+class HybridMemo:
+    """What a hybrid drafter keeps of a step until it observes it.
+
+    Attributes:
+        notes: {sequence: what was known of it}.
+        asked: the sequences for which the other drafter was called.
+        forwards: of the other drafter.
+        inner: the other drafter's own memo, None if it was not called.
+    """
+
+    notes: dict[int, SuffixNote]
+    asked: frozenset[int]
+    forwards: int
+    inner: Any
+
+
 class HybridDrafter(Drafter):
     """Draft by suffixes, and call the other drafter for sequences whose suffix draft scores below `threshold`, or where
     `balance` prefers it. If it has no draft, the suffix draft is used, unless `balance` prefers none.
@@ -268,12 +303,6 @@ class HybridDrafter(Drafter):
             balance,
         )
         self.wants_hidden, self.spread = other.wants_hidden, other.spread
-        self._asked: set[int] = (
-            set()
-        )  # sequences for which the other drafter was called in this step
-        # suffix drafts, scores, lengths of texts, and whether the other drafter would be faster
-        self._found: dict[int, tuple[Draft, float, int, bool]] = {}
-        self._forwards = 0  # of the other drafter in this step
         self._read: dict[int, int] = {}  # tokens of each sequence that the other drafter has read
         self._unread: dict[int, Iterator[int]] = {}  # what reads a prompt that it has not read
         self._reading = -1  # the sequence whose prompt it reads, or has read last
@@ -292,6 +321,7 @@ class HybridDrafter(Drafter):
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         drafts: dict[int, Draft] = {}
+        notes: dict[int, SuffixNote] = {}
         rest, rows = [], len(seqs)
         for seq in seqs:
             found, score = self.suffixes.find(seq, rows)
@@ -304,26 +334,30 @@ class HybridDrafter(Drafter):
                 asks = self.balance.pays(saved, len(seq.tokens) - read, left, rows, read)
             if asks:
                 rest.append(seq)
-            self._found[seq.id] = found, score, len(seq.tokens), saved > 0
+            notes[seq.id] = SuffixNote(found, score, len(seq.tokens), saved > 0)
         begun = perf_counter()
-        rest = self._readers(rest, rows) if rest else []
+        rest = self._readers(rest, notes) if rest else []
         reading = Proposal([], prompt_seconds=perf_counter() - begun)
-        self._asked, proposal, is_measuring = {seq.id for seq in rest}, Proposal([]), False
-        if rest and isinstance(self.other, Guarded):
-            proposal = self.other.propose(rest, rows)
-            is_measuring = self.other.is_measuring
-        elif rest:
-            proposal = self.other.propose(rest)
+        proposal = self._ask(rest, rows) if rest else Proposal([])
+        is_measuring = isinstance(proposal.memo, GuardMemo) and proposal.memo.is_measuring
         for seq, draft in zip(rest, proposal.drafts, strict=True):
             if draft.drafted or is_measuring:
                 drafts[seq.id] = draft
-        self._forwards = proposal.forwards
-        return Proposal.together([drafts[seq.id] for seq in seqs], [proposal, reading])
+        asked = frozenset(seq.id for seq in rest)
+        memo = HybridMemo(notes, asked, proposal.forwards, proposal.memo)
+        return Proposal.together([drafts[seq.id] for seq in seqs], [proposal, reading], memo)
 
-    def _readers(self, seqs: list[Sequence], rows: int) -> list[Sequence]:
-        """Have the other drafter read prompts, one after the other; return the sequences whose prompts are read."""
-        left = self._chunk if rows > 1 else PIECE
-        if self._reading in self._unread and self._reading not in self._found:
+    def _ask(self, seqs: list[Sequence], rows: int) -> Proposal:
+        """Return the other drafter's proposal for these sequences of a step of N rows."""
+        if isinstance(self.other, Guarded):
+            return self.other.propose(seqs, rows)
+        return self.other.propose(seqs)
+
+    def _readers(self, seqs: list[Sequence], step: Collection[int]) -> list[Sequence]:
+        """Have the other drafter read prompts, one after the other; return the sequences whose prompts are read.
+        `step`: the ids of all sequences of the step."""
+        left = self._chunk if len(step) > 1 else PIECE
+        if self._reading in self._unread and self._reading not in step:
             left = 0  # an error of that sequence must not end one of this step
         for id in (self._reading, *(seq.id for seq in seqs)):
             while id in self._unread and left > 0:
@@ -334,31 +368,31 @@ class HybridDrafter(Drafter):
                 left -= count or 0
         return [seq for seq in seqs if seq.id not in self._unread]
 
-    def observe(
-        self,
-        seqs: list[Sequence],
-        drafts: list[Draft],
-        verdicts: list[Verdict],
-        hidden: list[Tensor] | None,
-    ) -> None:
+    def observe(self, outcomes: abc.Sequence[RowOutcome], memo: HybridMemo | None) -> None:
         # Hidden states come only once, so a drafter that wants them sees every step.
-        rows = [row for row, seq in enumerate(seqs) if self.wants_hidden or seq.id in self._asked]
-        observe_rows(self.other, rows, seqs, drafts, verdicts, hidden)
-        for seq, draft in zip(seqs, drafts, strict=True):
-            if (
-                self.balance is not None and seq.id in self._found
-            ):  # else a plain step that others measure
-                found, score, length, wanted = self._found[seq.id]
-                ran = self._forwards and seq.id in self._asked and not self.wants_hidden
-                is_other = ran or (draft.drafted and draft is not found)
-                forwards = self._forwards if is_other else 0
-                spent = self.balance.spent(seq.greedy, len(seqs), draft.drafted, forwards, length)
-                self.balance.observe(
-                    found, score, draft, seq.tokens[length:], forwards, spent, wanted
-                )
-                if is_other or (self.wants_hidden and seq.id in self._asked):
-                    self._read[seq.id] = len(seq.tokens)
-        self._asked, self._found = set(), {}
+        asked = memo.asked if memo is not None else frozenset()
+        rows = [
+            outcome for outcome in outcomes if self.wants_hidden or outcome.sequence.id in asked
+        ]
+        if rows:
+            self.other.observe(rows, memo.inner if memo is not None else None)
+        if self.balance is None or memo is None:
+            return  # without a memo it is a plain step that others measure
+        for outcome in outcomes:
+            seq, draft = outcome.sequence, outcome.draft
+            note, is_asked = memo.notes.get(seq.id), seq.id in asked
+            if note is None:
+                continue
+            ran = memo.forwards and is_asked and not self.wants_hidden
+            is_other = ran or (draft.drafted and draft is not note.found)
+            forwards = memo.forwards if is_other else 0
+            spent = self.balance.spent(
+                seq.greedy, len(outcomes), draft.drafted, forwards, note.length
+            )
+            came = seq.tokens[note.length :]
+            self.balance.observe(note.found, note.score, draft, came, forwards, spent, note.wanted)
+            if is_other or (self.wants_hidden and is_asked):
+                self._read[seq.id] = len(seq.tokens)
 
     def drop(self, seq: Sequence) -> None:
         for each in (self._unread, self._read):

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forerun.backends.heads import HiddenLM
-    from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
+    from forerun.engine.step import RowOutcome
     from forerun.planning.cost_model import Costs
 
 
@@ -224,16 +224,10 @@ class LyannaDrafter(HeadDrafter):
             free = [is_free and not seq.greedy for is_free, seq in zip(free, seqs, strict=True)]
         return free
 
-    def observe(
-        self,
-        seqs: list[Sequence],
-        drafts: list[Draft],
-        verdicts: list[Verdict],
-        hidden: list[Tensor] | None,
-    ) -> None:
-        super().observe(seqs, drafts, verdicts, hidden)
-        for seq, verdict in zip(seqs, verdicts, strict=True):
-            old = self.old.pop(seq.id, None)
-            left = old.after(len(verdict.path)) if old is not None else None
+    def observe(self, outcomes: abc.Sequence[RowOutcome], memo: Any) -> None:
+        super().observe(outcomes, memo)
+        for outcome in outcomes:
+            old = self.old.pop(outcome.sequence.id, None)
+            left = old.after(len(outcome.verdict.path)) if old is not None else None
             if left is not None:
-                self.old[seq.id] = left
+                self.old[outcome.sequence.id] = left

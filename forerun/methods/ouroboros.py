@@ -25,8 +25,8 @@ from forerun.planning.cost_model import mean_context
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Mode, Sequence
+    from forerun.engine.step import RowOutcome
     from forerun.methods.pools import PhrasePool
     from forerun.model.causal_lm import CausalLM
     from forerun.planning.cost_model import Costs
@@ -96,24 +96,43 @@ class PacerOuroboros(Phrases, Pacer):
 
 @dataclass
 class _Row:
-    """The state of one sequence.
-
-    Attributes:
-        read: length of its text that is in the pool.
-        chain: number of the present draft's tokens from the draft model; None if it was made without phrases.
-        suffixes: phrases after the chain, and their nodes.
-    """
+    """The state of one sequence: its pool, and the length of its text that is in the pool."""
 
     pool: PhrasePool
     read: int
-    chain: int | None = None
-    suffixes: list[tuple[tuple[int, ...], list[int]]] = field(default_factory=list)
 
 
 @dataclass
 class _Phrased(Chain):
+    """A chain in the making by phrases.
+
+    Attributes:
+        suffixes: phrases after the chain, and their nodes.
+    """
+
     rule: StopRule | None = None
     policy_seconds: float = 0.0
+    suffixes: list[tuple[tuple[int, ...], list[int]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PhraseNote:
+    """What is kept of a chain that was made with phrases.
+
+    Attributes:
+        count: the number of its tokens, without those of phrases after it.
+        suffixes: the phrases after it, and their nodes.
+    """
+
+    count: int
+    suffixes: list[tuple[tuple[int, ...], list[int]]]
+
+
+@dataclass(frozen=True)
+class PhraseMemo:
+    """What a drafter by phrases keeps of a step until it observes it: notes by sequence."""
+
+    notes: dict[int, PhraseNote]
 
 
 class OuroborosDrafter(ChainDrafter):
@@ -150,8 +169,6 @@ class OuroborosDrafter(ChainDrafter):
     def propose(self, seqs: list[Sequence]) -> Proposal:
         greedy = sum(seq.greedy for seq in seqs)
         wide = not self._phrases_pay(max(1, greedy), mean_context(seqs))
-        for seq in seqs:
-            self.rows[seq.id].chain, self.rows[seq.id].suffixes = None, []
         plain = [Chain(seq, self._depth(seq)) for seq in seqs if wide and seq.greedy]
         phrased = [_Phrased(seq, self._depth(seq)) for seq in seqs if not (wide and seq.greedy)]
         proposals = [self._grow(plain, greedy)] if plain else []
@@ -163,7 +180,10 @@ class OuroborosDrafter(ChainDrafter):
                 [*plain, *phrased], [d for each in proposals for d in each.drafts], strict=True
             )
         }
-        return Proposal.together([drafts[seq.id] for seq in seqs], proposals)
+        memo = PhraseMemo(
+            {chain.seq.id: PhraseNote(len(chain.tokens), chain.suffixes) for chain in phrased}
+        )
+        return Proposal.together([drafts[seq.id] for seq in seqs], proposals, memo)
 
     def _phrases_pay(self, rows: int, context: float = 0.0) -> bool:
         """Return whether forwards with phrases draft more tokens a ms than plain ones, by what they gave so far. If
@@ -254,45 +274,38 @@ class OuroborosDrafter(ChainDrafter):
 
     def _with_suffixes(self, chain: _Phrased) -> Draft:
         draft, row, count = chain.draft(), self.rows[chain.seq.id], len(chain.tokens)
-        row.chain = count
         remaining = chain.seq.remaining - 1 - count
         is_over = remaining < 1 or draft.tokens[-1] in chain.seq.eos or chain.seq.error is not None
         if is_over or not self.settings.suffixes:
             return draft
         tree = Tree(draft)
         for phrase in row.pool.get(draft.tokens[-1], self.settings.suffixes):
-            row.suffixes.append((phrase, tree.branch(count, phrase[:remaining], "phrase")))
+            chain.suffixes.append((phrase, tree.branch(count, phrase[:remaining], "phrase")))
         return tree.draft()
 
-    def observe(
-        self,
-        seqs: list[Sequence],
-        drafts: list[Draft],
-        verdicts: list[Verdict],
-        hidden: list[Tensor] | None,
-    ) -> None:
+    def observe(self, outcomes: abc.Sequence[RowOutcome], memo: PhraseMemo | None) -> None:
         of_chains = []
-        for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
+        for outcome in outcomes:
+            seq, draft, verdict = outcome.sequence, outcome.draft, outcome.verdict
             row = self.rows[seq.id]
-            count = draft.drafted if row.chain is None else row.chain
+            note = memo.notes.get(seq.id) if memo is not None else None
+            count = draft.drafted if note is None else note.count
             # The policy observes the chain, not the phrases after it.
-            of_chains.append(
-                replace(verdict, rejected=verdict.rejected and verdict.accepted < count)
-            )
-            if row.chain is None or not verdict.argmax:  # empty if a processor raised
+            is_rejected = verdict.rejected and verdict.accepted < count
+            of_chains.append(replace(outcome, verdict=replace(verdict, rejected=is_rejected)))
+            if note is None or not verdict.argmax:  # empty if a processor raised
                 continue
             # Phrases after the chain give way to the target's tokens there, even if it was rejected before (unlike the
             # original); after each of its tokens from a rejected one on the target's are phrases too.
-            for phrase, nodes in row.suffixes:
+            for phrase, nodes in note.suffixes:
                 if len(nodes) == self.span:
-                    row.pool.drop(draft.tokens[row.chain], phrase)
+                    row.pool.drop(draft.tokens[count], phrase)
                     row.pool.add(
-                        draft.tokens[row.chain],
-                        [verdict.argmax[node] for node in (row.chain, *nodes[:-1])],
+                        draft.tokens[count],
+                        [verdict.argmax[node] for node in (count, *nodes[:-1])],
                     )
-            for node in range(verdict.accepted + 1, row.chain - self.span + 2):
+            for node in range(verdict.accepted + 1, count - self.span + 2):
                 row.pool.add(draft.tokens[node], verdict.argmax[node : node + self.span])
             row.read = row.pool.learn(seq.tokens, row.read)
-            row.chain, row.suffixes = None, []  # the next step may have no draft
-        self.policy.observe(seqs, drafts, of_chains)
-        self._crop(seqs)
+        self.policy.observe(of_chains)
+        self._crop([outcome.sequence for outcome in outcomes])

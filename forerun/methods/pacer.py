@@ -21,9 +21,8 @@ from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule, Wit
 from forerun.planning.cost_model import mean_context
 
 if TYPE_CHECKING:
-    from forerun.engine.acceptance import Verdict
-    from forerun.engine.draft import Draft
     from forerun.engine.sequence import Mode, Sequence
+    from forerun.engine.step import RowOutcome
     from forerun.heads.pre_verifier import PreVerifier
     from forerun.heads.quick import Array, QuickState
     from forerun.planning.cost_model import Costs
@@ -189,13 +188,11 @@ class PacerStop(LengthPolicy):
             known[key] = block, found[block][0]
         return *known[key], greedy
 
-    def observe(
-        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]
-    ) -> None:
-        for seq, verdict in zip(seqs, verdicts, strict=True):
-            past = self.past[seq.id]
-            past.runs[0] += verdict.accepted
-            if verdict.rejected:
+    def observe(self, outcomes: abc.Sequence[RowOutcome]) -> None:
+        for outcome in outcomes:
+            past = self.past[outcome.sequence.id]
+            past.runs[0] += outcome.verdict.accepted
+            if outcome.verdict.rejected:
                 past.runs = [0.0, *past.runs[:2]]
             else:
                 past.runs[0] += 1

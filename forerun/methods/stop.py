@@ -15,9 +15,8 @@ from forerun.planning.cost_model import mean_context, rounded
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.engine.acceptance import Verdict
-    from forerun.engine.draft import Draft
     from forerun.engine.sequence import Sequence
+    from forerun.engine.step import RowOutcome
     from forerun.planning.cost_model import Costs
 
 MOST = 16  # tokens of a draft whose length follows from costs
@@ -106,10 +105,8 @@ class LengthPolicy(Protocol):
         forward."""
         raise NotImplementedError
 
-    def observe(
-        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]
-    ) -> None:
-        """Record the verdicts on drafts."""
+    def observe(self, outcomes: abc.Sequence[RowOutcome]) -> None:
+        """Record the outcomes of a step, whose drafts are this policy's."""
         return
 
 
@@ -200,11 +197,10 @@ class BestLength(LengthPolicy):
             found.append(expected)
         return found
 
-    def observe(
-        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]
-    ) -> None:
-        for seq, verdict in zip(seqs, verdicts, strict=True):
-            tested, accepted = self.seen[seq.greedy]
+    def observe(self, outcomes: abc.Sequence[RowOutcome]) -> None:
+        for outcome in outcomes:
+            verdict = outcome.verdict
+            tested, accepted = self.seen[outcome.sequence.greedy]
             for place in range(min(verdict.tested, MOST)):
                 tested[place] = KEPT * tested[place] + 1
                 accepted[place] = KEPT * accepted[place] + (place < verdict.accepted)

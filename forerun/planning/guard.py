@@ -7,23 +7,23 @@ numbers.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import abc, deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from statistics import median, median_low
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forerun.engine.draft import Draft
-from forerun.engine.step import Drafter, Proposal, observe_rows
+from forerun.engine.step import Drafter, Proposal
 from forerun.planning.cost_model import mean_context
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
+    from forerun.engine.step import RowOutcome
 
 LOOKS = 2  # plain steps at the start, as the very first one is slow
 # Times below are in plain steps.
@@ -141,6 +141,32 @@ class SpeedTracker:
         return max(median_low(self._plain[rows]), 1e-9)
 
 
+@dataclass(frozen=True)
+class GuardMemo:
+    """What a guard keeps of a step until it observes it.
+
+    Attributes:
+        asked: the sequences for which the drafter was called.
+        judge: what judges the step, if it is judged.
+        length: the tokens of all sequences before the step.
+        begun: when the step began, without the time of drafts' prompts.
+        ran: whether the drafter ran a forward.
+        inner: the drafter's own memo.
+    """
+
+    asked: frozenset[int]
+    judge: SpeedTracker | None
+    length: int
+    begun: float
+    ran: bool
+    inner: Any
+
+    @property
+    def is_measuring(self) -> bool:
+        """Return whether the step measures a plain step, so that nothing may be drafted in it."""
+        return self.judge is not None and not self.asked
+
+
 class Guarded(Drafter):
     """Wrap any drafter, and call it only while it pays.
 
@@ -164,8 +190,6 @@ class Guarded(Drafter):
         self.reads = drafter.reads
         self._inside: dict[int, bool] = {}  # {sequence: whether the drafter has admitted it}
         self._admitting = False  # whether it is running a prompt, one at a time
-        self._asked: set[int] = set()  # the sequences for which the drafter was called in this step
-        self._judge: SpeedTracker | None = None  # of this step
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         self._inside[seq.id] = False
@@ -186,18 +210,13 @@ class Guarded(Drafter):
                 pace.charge(len(self._inside), seconds + pace.clock() - begun, late=False)
             self._inside[seq.id] = True
 
-    @property
-    def is_measuring(self) -> bool:
-        """Return whether this step measures a plain step, so that nothing may be drafted in it."""
-        return self._judge is not None and not self._asked
-
     def propose(self, seqs: list[Sequence], among: int | None = None) -> Proposal:
         """Return drafts, or empty ones in a pause. `among`: the number of rows of the step, if another drafter drafts
         for some of them. Such a step is judged only if `seqs` are all of its rows, and never in a pause."""
         pace = self.paces[all(seq.greedy for seq in seqs)]
         is_judged = among is None or (among == len(seqs) and not pace.paused)
-        self._judge = pace if is_judged else None
-        drafts = pace.drafts(len(seqs)) if self._judge is not None else not pace.paused
+        judge = pace if is_judged else None
+        drafts = pace.drafts(len(seqs)) if judge is not None else not pace.paused
         rows = len(seqs) if among is None else among
         context = mean_context(seqs)
 
@@ -206,48 +225,47 @@ class Guarded(Drafter):
 
         asked = [seq for seq in seqs if drafts and pays(seq)]
         if drafts and len(asked) < len(seqs) and (asked or among is not None):
-            self._judge = None  # where costs rule drafts out, another drafter's may stand, and some rows show nothing
-        if self._judge is None and not asked:
+            judge = None  # where costs rule drafts out, another drafter's may stand, and some rows show nothing
+        if judge is None and not asked:
             pace.wait = max(pace.wait - 1, 0)
         late = [seq for seq in asked if not self._inside[seq.id]]
         if late and self._admitting:  # they wait for that prompt; this step is not judged
             asked = [seq for seq in asked if self._inside[seq.id]]
-            late, self._judge = [], None
-        self._asked = {seq.id for seq in asked}
-        self._length, self._begun = sum(len(seq.tokens) for seq in seqs), pace.clock()
+            late, judge = [], None
+        begun = pace.clock()
         for seq in late:
             for _ in self.drafter.admit(seq, None, len(seq.tokens)):
                 pass
             self._inside[seq.id] = True
-        if late and self._judge is not None:
+        if late and judge is not None:
             now = pace.clock()
-            pace.charge(len(seqs), now - self._begun, late=True)
-            self._begun = now
+            pace.charge(len(seqs), now - begun, late=True)
+            begun = now
         proposal = self.drafter.propose(asked) if asked else Proposal([], rests=pace.paused)
-        if proposal.prompt_seconds and self._judge is not None:
+        if proposal.prompt_seconds and judge is not None:
             pace.charge(len(seqs), proposal.prompt_seconds, late=pace.begins)
-            self._begun += proposal.prompt_seconds
-        self._ran = proposal.forwards > 0
+            begun += proposal.prompt_seconds
         found = dict(zip([seq.id for seq in asked], proposal.drafts, strict=True))
-        return replace(
-            proposal, drafts=[found.get(seq.id) or Draft.root(seq.tokens[-1]) for seq in seqs]
+        length = sum(len(seq.tokens) for seq in seqs)
+        memo = GuardMemo(
+            frozenset(found), judge, length, begun, proposal.forwards > 0, proposal.memo
         )
+        drafts_of_all = [found.get(seq.id) or Draft.root(seq.tokens[-1]) for seq in seqs]
+        return replace(proposal, drafts=drafts_of_all, memo=memo)
 
-    def observe(
-        self,
-        seqs: list[Sequence],
-        drafts: list[Draft],
-        verdicts: list[Verdict],
-        hidden: list[Tensor] | None,
-    ) -> None:
-        rows = [row for row, seq in enumerate(seqs) if self.wants_hidden or seq.id in self._asked]
-        observe_rows(self.drafter, rows, seqs, drafts, verdicts, hidden)
-        if self._judge is not None:
-            tokens = sum(len(seq.tokens) for seq in seqs) - self._length
-            # A step in which the drafter ran nothing and proposed nothing measures a plain step.
-            drafted = self._ran or any(draft.drafted for draft in drafts)
-            self._judge.record(len(seqs), tokens, self._judge.clock() - self._begun, drafted)
-        self._judge = None  # steps without rows of this drafter are not judged
+    def observe(self, outcomes: abc.Sequence[RowOutcome], memo: GuardMemo | None) -> None:
+        asked = memo.asked if memo is not None else frozenset()
+        rows = [
+            outcome for outcome in outcomes if self.wants_hidden or outcome.sequence.id in asked
+        ]
+        if rows:
+            self.drafter.observe(rows, memo.inner if memo is not None else None)
+        if memo is None or memo.judge is None:
+            return  # steps without rows of this drafter are not judged
+        tokens = sum(len(outcome.sequence.tokens) for outcome in outcomes) - memo.length
+        # A step in which the drafter ran nothing and proposed nothing measures a plain step.
+        drafted = memo.ran or any(outcome.draft.drafted for outcome in outcomes)
+        memo.judge.record(len(outcomes), tokens, memo.judge.clock() - memo.begun, drafted)
 
     def drop(self, seq: Sequence) -> None:
         self._inside.pop(seq.id, None)
