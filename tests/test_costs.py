@@ -203,7 +203,7 @@ def test_a_long_table_that_noise_made_cheaper_makes_nothing_so(
 def test_costs_by_context_are_kept_and_damaged_ones_refused() -> None:
     found = json.loads(json.dumps(asdict(BY_CONTEXT)))
     assert costs_of(found) == BY_CONTEXT and costs_of(found).far == FAR
-    refuses("must be of more than 9000", costs_of, found | {"context": 9000})
+    refuses("must be more than 9000", costs_of, found | {"context": 9000})
     refuses(
         "target must be above 0", costs_of, found | {"far": found["far"] | {"target": {"1": 0}}}
     )
