@@ -16,15 +16,15 @@ from toys import noisy_copy, refuses, tiny, tiny_tokenizer
 from forerun.api.load import Decoder
 from forerun.api.resolve import shipped
 from forerun.backends.costs import long_context, measure_costs
-from forerun.engine.costs import Costs, convex, costs_of
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Suffix
-from forerun.methods.budget import Budgets
 from forerun.methods.chain import ChainDrafter
 from forerun.methods.hybrid import Balance
 from forerun.methods.stop import BestLength
 from forerun.methods.suffix import SuffixDrafter
+from forerun.planning.cost_model import Costs, convex, costs_of
+from forerun.planning.tree_plan import Budgets
 
 COSTS = Costs(target={1: 10.0, 2: 10.0, 4: 12.0, 8: 20.0}, draft={1: 1.0, 2: 1.5})
 

@@ -30,7 +30,6 @@ from forerun.backends.costs import head_costs
 from forerun.backends.heads import HiddenLM
 from forerun.backends.quantised import QuantisedForward
 from forerun.backends.stored import store
-from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request
@@ -41,6 +40,7 @@ from forerun.methods.beams import grow, searching
 from forerun.methods.eagle import EagleDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import capture_hidden_states
+from forerun.planning.cost_model import Costs
 from forerun.sampling.sampler import Sampler
 
 TOKENS = [5, 6, 7, 8, 9, 1, 2, 3, 60, 11]

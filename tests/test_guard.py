@@ -18,7 +18,6 @@ from toys import TARGET as SAMPLED
 from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder, SamplingParams
 from forerun.engine.acceptance import Verdict
-from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Step
 from forerun.engine.sequence import Request, Sequence
@@ -26,11 +25,12 @@ from forerun.engine.step import Proposal, RowOutcome
 from forerun.methods import AR, SD, Hybrid, Method, Parts
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.chain import ChainDrafter
-from forerun.methods.guard import CHECK, FIRST, LONGEST, LOOKS, Guarded, SpeedTracker
 from forerun.methods.hybrid import HybridDrafter
 from forerun.methods.stop import BestLength, FixedLength, LengthPolicy
 from forerun.methods.suffix import Suffix, SuffixDrafter
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.cost_model import Costs
+from forerun.planning.guard import CHECK, FIRST, LONGEST, LOOKS, Guarded, SpeedTracker
 from forerun.sampling.sampler import Sampler
 
 TARGET = random_table(8, 5)

@@ -23,19 +23,19 @@ from forerun.api.layers import load_head
 from forerun.backends.costs import head_costs
 from forerun.backends.heads import HiddenLM, head_rows
 from forerun.engine.acceptance import Verdict
-from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import RowOutcome
 from forerun.heads.heads import HiddenDrafter, hot_set
 from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna, hidden, method
 from forerun.methods.beams import grow, searching
-from forerun.methods.budget import Budget, Group, StepCosts
 from forerun.methods.eagle import EagleDrafter
 from forerun.methods.hidden import HeadDrafter
 from forerun.methods.lyanna import LyannaDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import capture_hidden_states
+from forerun.planning.cost_model import Costs
+from forerun.planning.tree_plan import Budget, Group, StepCosts
 from forerun.sampling.sampler import Sampler
 
 PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]

@@ -15,7 +15,8 @@ ROOT = Path(forerun.__file__).parent
 # Folders, and the files in the package's root, from the ground up. Each may import what stands before it.
 ORDER = [
     *("failures", "files", "kinds", "csrc"),
-    *("sampling", "text", "engine", "model", "zoo", "heads", "backends", "methods", "api"),
+    *("sampling", "text", "engine", "planning", "model", "zoo", "heads", "backends"),
+    *("methods", "api"),
     *("train", "bench", "server", "scale", "integrations", "cli"),
     *("__init__", "__main__"),
 ]

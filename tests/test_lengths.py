@@ -15,7 +15,6 @@ from transformers.generation import logits_process as hf
 from benchmarks.baselines.entropy import SVIP, AdaEDL
 from benchmarks.baselines.heuristic import Heuristic
 from forerun.engine.acceptance import Verdict
-from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Step
 from forerun.engine.sequence import Request, Sequence
@@ -31,6 +30,7 @@ from forerun.methods.stop import (
     Within,
     best_length,
 )
+from forerun.planning.cost_model import Costs
 from forerun.sampling.probabilities import argmax_of
 from forerun.sampling.sampler import Sampler
 

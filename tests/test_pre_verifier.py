@@ -29,7 +29,6 @@ from toys import (
 
 from forerun import Decoder
 from forerun.api.layers import load_pre_verifier
-from forerun.engine.costs import Costs
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import RowOutcome
 from forerun.heads.echo import SIZES, Echo
@@ -41,6 +40,7 @@ from forerun.methods.chain import ChainDrafter
 from forerun.methods.pacer import BLOCKS, BlockRule, PacerStop, best_threshold
 from forerun.methods.stop import DraftState, LengthPolicy, Within
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.cost_model import Costs
 from forerun.sampling.sampler import Sampler
 from forerun.train.pre_verifier import auc, survival_loss
 from forerun.train.rollout import history, roll_out

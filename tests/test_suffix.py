@@ -27,7 +27,6 @@ from transformers import LogitsProcessorList
 
 from forerun import Decoder
 from forerun.engine.acceptance import Verdict
-from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine, Proposal
 from forerun.engine.sequence import Request, Sequence
@@ -36,11 +35,12 @@ from forerun.engine.target import Capture
 from forerun.methods import AR, SD, Hybrid, Parts, Suffix, method
 from forerun.methods.ar import PlainDrafter
 from forerun.methods.automaton import Automaton
-from forerun.methods.guard import Guarded, SpeedTracker
 from forerun.methods.hybrid import Balance, HybridDrafter
 from forerun.methods.pools import SuffixMemory
 from forerun.methods.suffix import LEAD, SuffixDrafter
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.cost_model import Costs
+from forerun.planning.guard import Guarded, SpeedTracker
 from forerun.sampling.sampler import Constraint, Sampler
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=24)

@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.embedded.tokenizer import train_tokenizer
-from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Engine, Step
 from forerun.engine.sequence import Request
@@ -32,6 +31,7 @@ from forerun.heads.pre_verifier import PreVerifier, PreVerifierConfig
 from forerun.methods import METHODS
 from forerun.methods.ar import PlainDrafter
 from forerun.model.causal_lm import CausalLM, fingerprint
+from forerun.planning.cost_model import Costs
 from forerun.sampling.sampler import Sampler
 
 VOCAB, CONTEXT, WINDOW = 64, 256, 16

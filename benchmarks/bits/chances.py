@@ -20,8 +20,8 @@ from forerun.engine.sequence import Request
 from forerun.engine.sequence import Sequence as EngineSequence
 from forerun.engine.step import RowOutcome
 from forerun.methods import Method, Parts
-from forerun.methods.guard import Guarded, SpeedTracker
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.guard import Guarded, SpeedTracker
 
 PROMPTS, LONGEST, NEW = 24, 300, 40  # prompts, their tokens and those of an output at most
 SESSIONS = 30  # the most requests of one engine

@@ -13,14 +13,14 @@ from torch import Tensor
 from forerun.api.options import EngineOptions
 from forerun.backends.costs import file_of, head_costs, kept, measure_costs
 from forerun.backends.identity import identity
-from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import Drafter, Proposal, RowOutcome
 from forerun.methods import AR, Method, Parts
-from forerun.methods.guard import Guarded, SpeedTracker
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.cost_model import Costs
+from forerun.planning.guard import Guarded, SpeedTracker
 
 if TYPE_CHECKING:
     from forerun.model.prompt_folder import PromptFolder

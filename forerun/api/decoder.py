@@ -27,7 +27,6 @@ from forerun.backends import has_foreign_layers, prepare
 from forerun.backends.facts import facts_of
 from forerun.backends.heads import HiddenLM
 from forerun.backends.hot import prepare_draft
-from forerun.engine.costs import Costs
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request
 from forerun.engine.session import Session
@@ -35,9 +34,10 @@ from forerun.files import private_folder
 from forerun.heads.heads import HiddenDrafter
 from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import Method, Parts
-from forerun.methods.guard import SpeedTracker
 from forerun.methods.pools import Pool
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.cost_model import Costs
+from forerun.planning.guard import SpeedTracker
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.response_format import form_of
 from forerun.text.chat import chat_prompt, turn_ends

@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from forerun.backends.heads import HiddenLM
-    from forerun.engine.costs import Costs
     from forerun.engine.step import Drafter
     from forerun.heads.pre_verifier import PreVerifier
     from forerun.methods.pools import Pool
     from forerun.model.causal_lm import CausalLM
+    from forerun.planning.cost_model import Costs
     from forerun.text.vocabularies import Translation
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from forerun.engine.draft import Draft
 
 if TYPE_CHECKING:
-    from forerun.methods.budget import Budget
+    from forerun.planning.tree_plan import Budget
 
 # (depth k from 0, tokens of the beams [B, w], index of each beam's parent among the beams before [B, w]) -> logits
 # [B, w, S] of the tokens after the beams.

@@ -10,7 +10,6 @@ from math import inf, prod
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from forerun.engine.costs import rounded
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods.base import Method, Parts, integer
@@ -24,14 +23,15 @@ from forerun.methods.stop import (
     StopRule,
     saving,
 )
+from forerun.planning.cost_model import rounded
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.engine.costs import Costs
     from forerun.engine.sequence import Sequence
     from forerun.engine.step import RowOutcome
     from forerun.model.causal_lm import CausalLM
+    from forerun.planning.cost_model import Costs
     from forerun.sampling.sampler import Drafted
 
 USUAL = 5  # tokens of a draft if no costs are known

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from forerun.engine.costs import Costs, rounded
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods.base import Method, integer
-from forerun.methods.later import beams, budget, np, quantised_heads, threads, torch
+from forerun.methods.later import beams, np, quantised_heads, threads, torch, tree_plan
+from forerun.planning.cost_model import Costs, rounded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,10 +72,10 @@ class HeadDrafter(Drafter):
         self.features: dict[int, list[Tensor]] = {}
         self.unread: dict[int, Iterator[int]] = {}
         self.seconds, self.forwards = 0.0, 0
-        self.budgets: budget.Budgets | None = None
+        self.budgets: tree_plan.Budgets | None = None
         if isinstance(settings, Paced):
             known = costs if costs is not None and costs.head else USUAL
-            self.budgets = budget.Budgets(head, known, settings.block, self.nodes, beams)
+            self.budgets = tree_plan.Budgets(head, known, settings.block, self.nodes, beams)
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
         head = self.head
@@ -179,7 +179,7 @@ class HeadDrafter(Drafter):
             for row, (draft, own) in enumerate(zip(drafts, deep, strict=True))
         ]
 
-    def plan(self, seqs: list[Sequence], limits: list[int]) -> budget.Budget | None:
+    def plan(self, seqs: list[Sequence], limits: list[int]) -> tree_plan.Budget | None:
         """Return the budget of a step in which all states are new, if steps have one."""
         rows = range(len(seqs))
         return (
@@ -193,7 +193,7 @@ class HeadDrafter(Drafter):
         seqs: list[Sequence],
         logits: beams.Logits,
         limits: list[int],
-        plan: budget.Budget | None,
+        plan: tree_plan.Budget | None,
         origin: str = "",
     ) -> list[Draft]:
         """Return drafts of `beams.grow` by this drafter's settings and by logits that Python computes."""

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods.base import Method, Parts, number
-from forerun.methods.guard import Guarded, GuardMemo
 from forerun.methods.stop import EXPECTED, MOST, best_length
 from forerun.methods.suffix import Suffix, SuffixDrafter
+from forerun.planning.guard import Guarded, GuardMemo
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.engine.costs import Costs
     from forerun.engine.sequence import Sequence
     from forerun.engine.step import RowOutcome
     from forerun.model.causal_lm import CausalLM
+    from forerun.planning.cost_model import Costs
 
 ALONE = ("ar", "suffix", "hybrid")  # not allowed as `other`
 USUAL = 6.0  # the threshold if no costs are known

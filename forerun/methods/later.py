@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from forerun.backends import quantised_heads
     from forerun.heads import pre_verifier, quick
-    from forerun.methods import beams, budget, pools
+    from forerun.methods import beams, pools
+    from forerun.planning import tree_plan
     from forerun.sampling import probabilities, seeded, threads
     from forerun.sampling import sampler as sampling
 else:
@@ -30,9 +31,8 @@ else:
             return found
 
     np, torch = _Later("numpy"), _Later("torch")
-    beams, budget, pools = (
-        _Later(f"forerun.methods.{name}") for name in ("beams", "budget", "pools")
-    )
+    beams, pools = _Later("forerun.methods.beams"), _Later("forerun.methods.pools")
+    tree_plan = _Later("forerun.planning.tree_plan")
     pre_verifier, quick = _Later("forerun.heads.pre_verifier"), _Later("forerun.heads.quick")
     quantised_heads = _Later("forerun.backends.quantised_heads")
     sampling, probabilities, seeded, threads = (
@@ -42,7 +42,6 @@ else:
 
 __all__ = [
     "beams",
-    "budget",
     "np",
     "pools",
     "pre_verifier",
@@ -50,4 +49,4 @@ __all__ = [
     "quantised_heads",
     "quick",
 ]
-__all__ += ["sampling", "seeded", "threads", "torch"]
+__all__ += ["sampling", "seeded", "threads", "torch", "tree_plan"]

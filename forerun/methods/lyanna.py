@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forerun.backends.heads import HiddenLM
-    from forerun.engine.costs import Costs
     from forerun.engine.sequence import Sequence
     from forerun.engine.step import RowOutcome
+    from forerun.planning.cost_model import Costs
 
 
 @dataclass(frozen=True)

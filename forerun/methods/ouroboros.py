@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, ClassVar
 
-from forerun.engine.costs import mean_context
 from forerun.engine.draft import Draft, Tree
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods.base import Parts, flag, integer, number
@@ -21,15 +20,16 @@ from forerun.methods.chain import Chain, ChainDrafter, Drafting
 from forerun.methods.later import pools, probabilities, sampling
 from forerun.methods.pacer import Pacer
 from forerun.methods.stop import DraftState, FixedLength, LengthPolicy, StopRule
+from forerun.planning.cost_model import mean_context
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.engine.costs import Costs
     from forerun.engine.sequence import Mode, Sequence
     from forerun.engine.step import RowOutcome
     from forerun.methods.pools import PhrasePool
     from forerun.model.causal_lm import CausalLM
+    from forerun.planning.cost_model import Costs
 
 MEMORY = 0.9  # the weight of what forwards gave so far, beside one more
 AGAIN = 32  # steps without phrases after which they are tried again

@@ -12,20 +12,20 @@ from dataclasses import dataclass, field, replace
 from math import inf, log, log2
 from typing import TYPE_CHECKING, ClassVar
 
-from forerun.engine.costs import mean_context
 from forerun.heads.echo import SIZES, Echo
 from forerun.methods.base import Parts, integer, number
 from forerun.methods.chain import Drafting
 from forerun.methods.later import np, pre_verifier, quick, torch
 from forerun.methods.later import probabilities as probs
 from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule, Within
+from forerun.planning.cost_model import mean_context
 
 if TYPE_CHECKING:
-    from forerun.engine.costs import Costs
     from forerun.engine.sequence import Mode, Sequence
     from forerun.engine.step import RowOutcome
     from forerun.heads.pre_verifier import PreVerifier
     from forerun.heads.quick import Array, QuickState
+    from forerun.planning.cost_model import Costs
 
 BLOCK, BLOCKS = 4, (1, 2, 4, 8)
 SHORT = 256  # tokens of context up to which costs are taken to be the same

@@ -9,15 +9,15 @@ from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Protocol
 
-from forerun.engine.costs import mean_context, rounded
 from forerun.methods.later import probabilities
+from forerun.planning.cost_model import mean_context, rounded
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.engine.costs import Costs
     from forerun.engine.sequence import Sequence
     from forerun.engine.step import RowOutcome
+    from forerun.planning.cost_model import Costs
 
 MOST = 16  # tokens of a draft whose length follows from costs
 PRIOR, WEIGHT, KEPT = 0.7, 4.0, 0.98  # of `BestLength`

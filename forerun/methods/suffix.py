@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
-from forerun.engine.costs import rounded
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods.automaton import Automaton
 from forerun.methods.base import Method, Parts, flag, integer, number
+from forerun.planning.cost_model import rounded
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.engine.costs import Costs
     from forerun.engine.sequence import Sequence
     from forerun.methods.pools import SuffixMemory
+    from forerun.planning.cost_model import Costs
 
 LONGEST = 64  # the longest match in earlier outputs, in tokens
 LEAD = 8  # last tokens of a prompt that are kept with its output, so that the output's beginning can match

@@ -11,9 +11,9 @@ from operator import mul
 import numpy as np
 
 from forerun.backends.heads import HiddenLM
-from forerun.engine.costs import Costs, mean_context, rounded
 from forerun.engine.sequence import Sequence
 from forerun.methods.beams import Array
+from forerun.planning.cost_model import Costs, mean_context, rounded
 
 _CERTAIN = 1 - 1e-6  # probabilities are capped at this for log-odds
 

@@ -15,9 +15,9 @@ from statistics import median, median_low
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from forerun.engine.costs import mean_context
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
+from forerun.planning.cost_model import mean_context
 
 if TYPE_CHECKING:
     from torch import Tensor

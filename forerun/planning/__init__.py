@@ -1,0 +1,1 @@
+"""Whether drafts pay, who drafts, and how much."""
