@@ -16,13 +16,13 @@ from toys import noisy_copy, refuses, tiny, tiny_tokenizer
 from forerun.api.load import Decoder
 from forerun.api.resolve import shipped
 from forerun.backends.costs import long_context, measure_costs
+from forerun.drafters.hybrid import Balance
+from forerun.drafters.model_chain import ChainDrafter
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Suffix
-from forerun.methods.chain import ChainDrafter
-from forerun.methods.hybrid import Balance
 from forerun.methods.stop import BestLength
-from forerun.methods.suffix import SuffixDrafter
 from forerun.planning.cost_model import Costs, convex, costs_of
 from forerun.planning.tree_plan import Budgets
 

@@ -17,17 +17,17 @@ from toys import TARGET as SAMPLED
 
 from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder, SamplingParams
+from forerun.drafters.hybrid import HybridDrafter
+from forerun.drafters.model_chain import ChainDrafter
+from forerun.drafters.plain import PlainDrafter
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Step
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Proposal, RowOutcome
-from forerun.methods import AR, SD, Hybrid, Method, Parts
-from forerun.methods.ar import PlainDrafter
-from forerun.methods.chain import ChainDrafter
-from forerun.methods.hybrid import HybridDrafter
+from forerun.methods import AR, SD, Hybrid, Method, Parts, Suffix
 from forerun.methods.stop import BestLength, FixedLength, LengthPolicy
-from forerun.methods.suffix import Suffix, SuffixDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.planning.cost_model import Costs
 from forerun.planning.guard import CHECK, FIRST, LONGEST, LOOKS, Guarded, SpeedTracker

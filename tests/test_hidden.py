@@ -22,16 +22,17 @@ from forerun import Decoder
 from forerun.api.layers import load_head
 from forerun.backends.costs import head_costs
 from forerun.backends.heads import HiddenLM, head_rows
+from forerun.drafters import head as head_drafter
+from forerun.drafters.beams import grow, searching
+from forerun.drafters.eagle import EagleDrafter
+from forerun.drafters.head import HeadDrafter
+from forerun.drafters.lyanna import LyannaDrafter
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import RowOutcome
 from forerun.heads.heads import HiddenDrafter, hot_set
-from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna, hidden, method
-from forerun.methods.beams import grow, searching
-from forerun.methods.eagle import EagleDrafter
-from forerun.methods.hidden import HeadDrafter
-from forerun.methods.lyanna import LyannaDrafter
+from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna, method
 from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import capture_hidden_states
 from forerun.planning.cost_model import Costs
@@ -125,7 +126,7 @@ def test_prompts_are_read_when_a_draft_is_first_asked_for(
     texts = [range(2, 9), range(3, 10), range(5, 12)]
     tokens: list[list[list[int]]] = []
     for piece, drafted in ((100, [3, 3, 3]), (8, [3, 3, 0])):
-        monkeypatch.setattr(hidden, "PIECE", piece)
+        monkeypatch.setattr(head_drafter, "PIECE", piece)
         drafter = drafter_of(kind, head.fresh())
         seqs = [sequence(text, id) for id, text in enumerate(texts)]
         for seq in seqs:

@@ -14,14 +14,14 @@ from transformers.generation import logits_process as hf
 
 from benchmarks.baselines.entropy import SVIP, AdaEDL
 from benchmarks.baselines.heuristic import Heuristic
+from forerun.drafters.model_chain import ChainDrafter
+from forerun.drafters.plain import PlainDrafter
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Step
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import RowOutcome
 from forerun.methods import Confidence, Cumulative, Method, Parts
-from forerun.methods.ar import PlainDrafter
-from forerun.methods.chain import ChainDrafter
 from forerun.methods.stop import (
     BestLength,
     FixedLength,

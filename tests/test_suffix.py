@@ -26,6 +26,11 @@ from toys import (
 from transformers import LogitsProcessorList
 
 from forerun import Decoder
+from forerun.drafters.automaton import Automaton
+from forerun.drafters.hybrid import Balance, HybridDrafter
+from forerun.drafters.plain import PlainDrafter
+from forerun.drafters.pools import SuffixMemory
+from forerun.drafters.suffix import LEAD, SuffixDrafter
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine, Proposal
@@ -33,11 +38,6 @@ from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Drafter, RowOutcome
 from forerun.engine.target import Capture
 from forerun.methods import AR, SD, Hybrid, Parts, Suffix, method
-from forerun.methods.ar import PlainDrafter
-from forerun.methods.automaton import Automaton
-from forerun.methods.hybrid import Balance, HybridDrafter
-from forerun.methods.pools import SuffixMemory
-from forerun.methods.suffix import LEAD, SuffixDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.planning.cost_model import Costs
 from forerun.planning.guard import Guarded, SpeedTracker

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import RowOutcome
-from forerun.methods import Parts
+from forerun.methods import Drafting, Parts
 from forerun.methods.base import integer, number
-from forerun.methods.chain import Drafting
 from forerun.methods.stop import DraftState, Fixed, LengthPolicy
 
 # AdaEDL's moving averages: the share of the past in the acceptance rate and in the threshold.

@@ -9,8 +9,8 @@ from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Protocol
 
-from forerun.methods.later import probabilities
 from forerun.planning.cost_model import mean_context, rounded
+from forerun.sampling import probabilities
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
 from operator import mul
+from typing import Any
 
 import numpy as np
 
 from forerun.backends.heads import HiddenLM
 from forerun.engine.sequence import Sequence
-from forerun.methods.beams import Array
 from forerun.planning.cost_model import Costs, mean_context, rounded
 
+Array = np.ndarray[Any, Any]
 _CERTAIN = 1 - 1e-6  # probabilities are capped at this for log-odds
 
 

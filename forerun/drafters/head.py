@@ -4,50 +4,32 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.backends import quantised_heads
+from forerun.drafters import beams
+from forerun.drafters.beams import Array
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
-from forerun.methods.base import Method, integer
-from forerun.methods.later import beams, np, quantised_heads, threads, torch, tree_plan
+from forerun.methods.head import Heads, Paced
+from forerun.planning import tree_plan
 from forerun.planning.cost_model import Costs, rounded
+from forerun.sampling import threads
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from forerun.backends.heads import HiddenLM
     from forerun.backends.quantised_heads import Growth
     from forerun.engine.sequence import Sequence
     from forerun.engine.step import RowOutcome
-    from forerun.methods.beams import Array
 
 PIECE = 2048  # a step reads prompts until it has read so many tokens
 # Costs of the embedded target, if none were measured.
 USUAL = Costs({1: 3.9, 8: 5.8, 32: 10.6}, {}, head={1: 0.4, 16: 0.8})
-
-
-@dataclass(frozen=True)
-class Heads(Method):
-    """Draft up to `depth` places ahead with `width` beams: the best `nodes` tokens that they find, or a chain for a
-    `width` of 1. Drafted tokens are the most probable ones, for sampled sequences too.
-    """
-
-    depth: int = integer(8)
-    width: int = integer(1)
-    nodes: int = integer(12)
-
-
-class Paced(Heads):
-    """Choose each step's depth and number of nodes by costs and calibration (`Budget`), with `depth` and `nodes` as
-    limits. States are drafted in blocks of `block`."""
-
-    block: int
-
-    @property
-    def needs_costs(self) -> bool:
-        return True
 
 
 class HeadDrafter(Drafter):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
-from forerun.methods.base import Method, Parts, number
+from forerun.methods import Hybrid, Method, Parts
 from forerun.methods.stop import EXPECTED, MOST, best_length
-from forerun.methods.suffix import Suffix, SuffixDrafter
 from forerun.planning.guard import Guarded, GuardMemo
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from forerun.model.causal_lm import CausalLM
     from forerun.planning.cost_model import Costs
 
-ALONE = ("ar", "suffix", "hybrid")  # not allowed as `other`
 USUAL = 6.0  # the threshold if no costs are known
 SHARES = (
     0.3,
@@ -40,82 +39,6 @@ FIRST, REST = (
     0.5,
     128,
 )  # expected: the other drafter's share of tokens, and tokens to come beside as many as there are
-
-
-@dataclass(frozen=True)
-class Hybrid(Suffix):
-    """Use the suffix draft if its score, its expected number of accepted tokens by counts, is at least `threshold`;
-    else a draft of the method `other`: a name, or name and settings as in "cumulative:threshold=0.2:most=8".
-    A `threshold` of None ("auto") takes what is expected to need less time a token (`Balance`), and is 6 if no costs
-    are known.
-
-    "auto" as `other` is the default method for the head or, without one, for the draft model. With neither, suffixes
-    draft alone.
-    """
-
-    threshold: float | None = number(None, 0, 1000)
-    other: str = "auto"
-    name: ClassVar[str] = "hybrid"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.other == "auto":
-            return
-        other = self._other()
-        # It needs what `other` needs. These are no settings (fields) of the class.
-        for name in ("needs_draft", "layer", "head"):
-            object.__setattr__(self, name, getattr(other, name))
-
-    @property
-    def needs_costs(self) -> bool:
-        return self.other != "auto" and (self.threshold is None or self._other().needs_costs)
-
-    @property
-    def any_tokenizer(self) -> bool:
-        return self.other == "auto" or self._other().any_tokenizer
-
-    def _other(self) -> Method:
-        from forerun.methods import METHODS, method, parse_value
-
-        name, *given = str(self.other).split(":")
-        if given and "=" not in given[0]:
-            name += f":{given.pop(0)}"  # of another package
-        names = [each for each in METHODS if each not in ALONE]
-        if name not in names and ":" not in name:
-            raise ValueError(
-                f"other must be auto, {', '.join(names[:-1])} or {names[-1]}, not {name!r}"
-            )
-        settings = [each.partition("=") for each in given]
-        keys = [key for key, *_ in settings]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise ValueError(f"other must give {twice[0]} once: {self.other!r}")
-        return method(name, **{key: parse_value(name, key, value) for key, _, value in settings})
-
-    def resolve_defaults(self, draft: bool, layer: bool, head: str | None) -> Hybrid:
-        if self.other != "auto" or not (draft or head):
-            return self
-        from forerun.methods import default_method
-
-        return replace(self, other=head or default_method(draft, layer))
-
-    def build(self, parts: Parts) -> Drafter:
-        head = parts.head.kind if parts.head is not None else None
-        chosen = self.resolve_defaults(
-            parts.draft is not None, parts.pre_verifier is not None, head
-        )
-        suffixes = self.suffixes(parts)
-        if chosen.other == "auto":
-            return suffixes
-        method, known = chosen._other(), parts.draft if parts.translation is None else None
-        balance = (
-            Balance(parts.costs, method, known) if self.threshold is None and parts.costs else None
-        )
-        other = (
-            parts.guarded(method.build(parts)) if parts.guarded is not None else method.build(parts)
-        )
-        return HybridDrafter(
-            suffixes, other, USUAL if self.threshold is None else self.threshold, balance
-        )
 
 
 class Balance:
@@ -399,3 +322,23 @@ class HybridDrafter(Drafter):
             each.pop(seq.id, None)
         self.suffixes.drop(seq)
         self.other.drop(seq)
+
+
+def hybrid_drafter(settings: Hybrid, suffixes: SuffixDrafter, parts: Parts) -> Drafter:
+    """Return the drafter of a hybrid method: suffixes alone if there is no other method."""
+    kind = parts.head.kind if parts.head is not None else None
+    chosen = settings.resolve_defaults(
+        parts.draft is not None, parts.pre_verifier is not None, kind
+    )
+    if chosen.other == "auto":
+        return suffixes
+    method = chosen.other_method()
+    other = method.build(parts)
+    if parts.guarded is not None:
+        other = parts.guarded(other)
+    if settings.threshold is not None:
+        return HybridDrafter(suffixes, other, settings.threshold)
+    if parts.costs is None:
+        return HybridDrafter(suffixes, other, USUAL)
+    draft = parts.draft if parts.translation is None else None
+    return HybridDrafter(suffixes, other, USUAL, Balance(parts.costs, method, draft))

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from forerun.drafters.model_chain import Chain, ChainDrafter
 from forerun.engine.sequence import Sequence
-from forerun.methods.chain import Chain, ChainDrafter
 from forerun.methods.stop import LengthPolicy, StopRule
 from forerun.model.causal_lm import CausalLM
 from forerun.model.prefix_store import common

@@ -8,75 +8,31 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import inf, prod
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
-from forerun.methods.base import Method, Parts, integer
-from forerun.methods.later import probabilities, sampling, seeded, torch
 from forerun.methods.stop import (
-    BestLength,
     Bounds,
     DraftState,
-    FixedLength,
     LengthPolicy,
     StopRule,
     saving,
 )
 from forerun.planning.cost_model import rounded
+from forerun.sampling import probabilities, seeded
+from forerun.sampling import sampler as sampling
+from forerun.sampling.threads import one_thread
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from forerun.engine.sequence import Sequence
     from forerun.engine.step import RowOutcome
     from forerun.model.causal_lm import CausalLM
     from forerun.planning.cost_model import Costs
     from forerun.sampling.sampler import Drafted
-
-USUAL = 5  # tokens of a draft if no costs are known
-
-
-class Drafting(Method):
-    """Methods that draft chains with a draft model, ended by a length policy."""
-
-    needs_draft: ClassVar[bool] = True
-
-    @property
-    def any_tokenizer(self) -> bool:
-        return self.layer is None  # layers are for pairs of one tokenizer
-
-    def policy(self, parts: Parts) -> LengthPolicy:
-        """Return the length policy, which ends drafts."""
-        raise NotImplementedError
-
-    def build(self, parts: Parts) -> Drafter:
-        assert parts.draft is not None
-        made = parts.draft, self.policy(parts), parts.target.vocab_size
-        if parts.translation is None:
-            return ChainDrafter(*made, parts.costs)
-        from forerun.methods.translated import TranslatedDrafter
-
-        assert self.any_tokenizer
-        return TranslatedDrafter(parts.translation, *made, parts.costs)
-
-
-@dataclass(frozen=True)
-class SD(Drafting):
-    """Classic speculative decoding: a draft model drafts `gamma` tokens a step. None ("auto") is the best length of
-    each step (`BestLength`)."""
-
-    gamma: int | None = integer(None)
-    name: ClassVar[str] = "sd"
-
-    @property
-    def needs_costs(self) -> bool:
-        return self.gamma is None
-
-    def policy(self, parts: Parts) -> LengthPolicy:
-        if self.gamma is None and parts.costs is not None:
-            return BestLength(parts.costs)
-        return FixedLength(self.gamma or USUAL)
 
 
 @dataclass
@@ -109,8 +65,6 @@ class Chain:
         return self.seq.tokens + self.tokens
 
     def draft(self, origin: str = "draft") -> Draft:
-        from forerun.sampling.threads import one_thread  # late, as torch is
-
         q = None
         if self.q:
             with one_thread(len(self.q) * len(self.q[0])):
@@ -182,7 +136,7 @@ class ChainDrafter(Drafter):
         if not self._present:
             self.model.forget_prompt()
 
-    # Overridden by `forerun.methods.translated`:
+    # Overridden by `forerun.drafters.translated`:
 
     def _text(self, seq: Sequence) -> list[int]:
         return seq.tokens
