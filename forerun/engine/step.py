@@ -77,12 +77,6 @@ class Drafter(Protocol):
         `hidden` [n - 1, d]: the target's states over all tokens but the last, if wanted."""
         return ()
 
-    def pays(self, rows: int, unread: Sequence | None = None, context: float = 0.0) -> bool:
-        """Return whether drafts are expected to pay in a step of that many rows, by costs, if these are known.
-        `unread`: a sequence that has yet to be admitted, and must make good its prompt's time in what is left of it.
-        `context`: the mean number of the rows' tokens."""
-        return True
-
     def propose(self, seqs: list[Sequence]) -> Proposal:
         """Return a draft for each, at most `seq.remaining - 1` deep, as the target adds one token."""
         raise NotImplementedError

@@ -2,7 +2,7 @@
 
 The method is SuffixDecoding (arXiv 2411.04975; Arctic Inference has an implementation). A draft's length follows from
 the length of the match, and its tokens from counts. Of this text and earlier outputs, the one with the higher score is
-used. The data structure is ours (`forerun.methods.automaton`).
+used. The data structure is ours (`forerun.drafters.automaton`).
 """
 
 from __future__ import annotations
@@ -10,56 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
+from forerun.drafters.automaton import Automaton
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
-from forerun.methods.automaton import Automaton
-from forerun.methods.base import Method, Parts, flag, integer, number
+from forerun.methods.suffix_settings import Suffix
 from forerun.planning.cost_model import rounded
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forerun.drafters.pools import SuffixMemory
     from forerun.engine.sequence import Sequence
-    from forerun.methods.pools import SuffixMemory
     from forerun.planning.cost_model import Costs
 
 LONGEST = 64  # the longest match in earlier outputs, in tokens
 LEAD = 8  # last tokens of a prompt that are kept with its output, so that the output's beginning can match
 SURE = 1.5  # counts promise more than comes true: of tokens that had to be 0.8 sure 0.68 to 0.83 were accepted
 PART = 4096  # prompt tokens that are read at once, in a few milliseconds
-
-
-@dataclass(frozen=True)
-class Suffix(Method):
-    """Suffix drafting (arXiv 2411.04975): draft what followed the longest repeated suffix, in the text itself or in
-    earlier outputs.
-
-    A draft has at most `factor` * match + `offset` tokens and at most `most`, and a probability of at least `least` by
-    the counts. If `warm`, up to `memory` tokens of earlier outputs are used, but not by or from requests with a salt.
-    If costs are known, a token in a batch must also be worth its place in the target's forward.
-
-    The defaults are ours, for a CPU, where every verified token costs time. Elsewhere longer drafts pay.
-    """
-
-    factor: float = number(1.0, 0, 100)
-    offset: float = number(0.0, 0, 100)
-    most: int = integer(16)
-    least: float = number(0.3, 0, 1)
-    memory: int = integer(65536)
-    warm: bool = flag(True)
-    name: ClassVar[str] = "suffix"
-
-    @property
-    def phrases(self) -> tuple[int, int]:
-        return 0, self.memory
-
-    def build(self, parts: Parts) -> Drafter:
-        return self.suffixes(parts)
-
-    def suffixes(self, parts: Parts) -> SuffixDrafter:
-        return SuffixDrafter(self, parts.pool(self.phrases) if self.warm else None, parts.costs)
 
 
 @dataclass

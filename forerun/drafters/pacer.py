@@ -7,18 +7,18 @@ Blockwise pre-verification is the idea of arXiv 2602.01274. The stop rule by mea
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf, log, log2
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
+from forerun.heads import pre_verifier, quick
 from forerun.heads.echo import SIZES, Echo
-from forerun.methods.base import Parts, integer, number
-from forerun.methods.chain import Drafting
-from forerun.methods.later import np, pre_verifier, quick, torch
-from forerun.methods.later import probabilities as probs
-from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule, Within
 from forerun.planning.cost_model import mean_context
+from forerun.planning.stop_rules import Bounds, DraftState, LengthPolicy, StopRule, Within
+from forerun.sampling import probabilities as probs
 
 if TYPE_CHECKING:
     from forerun.engine.sequence import Mode, Sequence
@@ -29,34 +29,6 @@ if TYPE_CHECKING:
 
 BLOCK, BLOCKS = 4, (1, 2, 4, 8)
 SHORT = 256  # tokens of context up to which costs are taken to be the same
-
-
-@dataclass(frozen=True)
-class Pacer(Drafting):
-    """Draft blocks of `block` tokens until a trained layer expects a rejection: until the survival of a block's last
-    token is below `threshold`.
-
-    None ("auto") is the best value by the table of costs; with a threshold, a block of None is 4.
-    """
-
-    block: int | None = integer(None)
-    threshold: float | None = number(None, 0, 1)
-    most: int = integer(32)
-    name: ClassVar[str] = "pacer"
-    layer: ClassVar[str | None] = "pre-verifier"
-
-    @property
-    def needs_costs(self) -> bool:
-        return self.threshold is None
-
-    def policy(self, parts: Parts) -> LengthPolicy:
-        assert parts.pre_verifier is not None
-        made = parts.pre_verifier, self.block, self.most, self.threshold
-        return PacerStop(*made, lambda mode, rows: self.costs(parts, mode, rows))
-
-    def costs(self, parts: Parts, mode: Mode, rows: int) -> Costs | None:
-        """Return the table of costs for `rows` rows of a mode that stop together."""
-        return parts.costs
 
 
 def best_threshold(
@@ -121,9 +93,9 @@ class PacerStop(LengthPolicy):
         block: int | None,
         most: int,
         threshold: float | None = None,
-        costs: Callable[[Mode, int], Costs | None] = lambda mode, rows: None,
+        costs: Costs | None = None,
     ) -> None:
-        """Take over a layer. `costs(mode, rows)` returns the table for rows that stop together, or None."""
+        """Take over a layer. `costs`: the table, if it is known."""
         self.layer, self.most = quick.quick(layer), most
         self.block, self.threshold, self.costs = block, threshold, costs
         self.past: dict[int, _Past] = {}
@@ -145,7 +117,7 @@ class PacerStop(LengthPolicy):
         count = rows if mode == "greedy" else 1
         block, threshold, together = self.settings(mode, count, is_alone, mean_context(seqs))
         if not block:
-            return Within(Bounds(self.most, product=threshold), count if together else 1)
+            return Within(Bounds(self.most, min_product=threshold), count if together else 1)
         return BlockRule(self, block, threshold, count if together else 1)
 
     def settings(
@@ -164,7 +136,7 @@ class PacerStop(LengthPolicy):
     def _find(
         self, mode: Mode, count: int, is_alone: bool, context: int
     ) -> tuple[int, float, bool]:
-        costs = self.costs(mode, count)
+        costs = self.costs
         if self.threshold is not None or costs is None:
             return self.block or BLOCK, self.threshold if self.threshold is not None else 0.5, False
         greedy = mode == "greedy"
