@@ -1,4 +1,4 @@
-"""Build the drafter of a method from its settings: a source of drafts, with a rule for their length.
+"""Build the drafter of a method: its source of drafts, with its rule for their length.
 
 `forerun.methods` imports this module when the first drafter is built (`methods.base.build_module`).
 """

@@ -13,8 +13,8 @@ KEYS = 16384  # the most tokens with phrases
 class PhrasePool:
     """Phrases that followed a token before (Ouroboros, arXiv 2402.13720, section 3).
 
-    Of each of the last KEYS tokens it has the last `most` phrases of `span` tokens. A phrase that is
-    added again becomes the newest. A pool is not safe to share between threads.
+    Of each of the last KEYS tokens it has the last `most` phrases of `span` tokens. A phrase that
+    is added again becomes the newest. A pool is not safe to share between threads.
     """
 
     def __init__(self, span: int, most: int) -> None:

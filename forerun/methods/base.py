@@ -54,7 +54,10 @@ class Parts:
     translation: Translation | None = None
 
     def pool(self, shape: tuple[int, int]) -> Any:
-        """Return the pool of a shape, made if need be, or None if nothing may outlive a sequence."""
+        """Return the pool of a shape, or None if nothing may outlive a sequence.
+
+        A pool is made when it is first asked for.
+        """
         if self.pools is None:
             return None
         if shape not in self.pools:
@@ -65,8 +68,8 @@ class Parts:
 class Method:
     """A method: its settings, as a frozen dataclass, and `build`, which makes the drafter.
 
-    A subclass needs a `name`, and outside the package also `build`. The other defaults suit a method
-    without models or layers.
+    A subclass needs a `name`, and outside the package also `build`. The other defaults suit a
+    method without models or layers.
 
     Attributes:
         name: its name for users and in results.

@@ -13,8 +13,8 @@ from forerun.methods.base import Method
 from forerun.methods.model_chain import SD, Pacer
 from forerun.methods.suffix_settings import Suffix
 
-# The methods of the package by name. `forerun.methods` fills this in, because `Hybrid`, which is one
-# of them, looks others up.
+# The methods of the package by name. `forerun.methods` fills this in, because `Hybrid`, which is
+# one of them, looks others up.
 METHODS: dict[str, type[Method]] = {}
 
 
@@ -89,13 +89,14 @@ def method_class(name: str) -> type[Method]:
 
 def _checked(cls: Any, shown: str) -> type[Method]:
     """Return a class if it is a method's. Raises ValueError, which shows it as `shown`, if not."""
-    if isinstance(cls, type) and issubclass(cls, Method) and is_dataclass(cls):
-        if cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-            return cls
-    raise ValueError(
-        f"{shown} is no method: it must be a frozen dataclass and a subclass of "
-        "forerun.methods.Method"
-    )
+    is_method_class = isinstance(cls, type) and issubclass(cls, Method) and is_dataclass(cls)
+    if not (is_method_class and cls.__dataclass_params__.frozen):
+        raise ValueError(
+            f"{shown} is no method: it must be a frozen dataclass and a subclass of "
+            "forerun.methods.Method"
+        )
+    checked: type[Method] = cls
+    return checked
 
 
 def _unknown(name: str, key: str, known: Iterable[str]) -> ValueError:

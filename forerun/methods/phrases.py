@@ -15,7 +15,8 @@ class Phrases(Drafting):
 
     A draft forward checks at most `guesses` phrases of `ngram` - 1 tokens. At most `suffixes`
     phrases become branches after the draft, which cost the draft model nothing. Phrases come from
-    the text, and from what the target said in place of rejected tokens and of phrases after a draft.
+    the text, and from what the target said in place of rejected tokens and of phrases after a
+    draft.
 
     If `warm`, phrases of greedy output outlive their sequence. Each sampled sequence has a pool of
     its own, because phrases after a draft consume random numbers.
