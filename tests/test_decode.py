@@ -46,7 +46,7 @@ from forerun.engine.engine import Drafter, Proposal, Step
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.stats import Stats, summarise
 from forerun.methods import AR, SD, Confidence, Cumulative, Hybrid, Method, Ouroboros, Parts, Suffix
-from forerun.methods.stop import DraftState, Fixed, FixedLength
+from forerun.planning.stop_rules import DraftState, Fixed, FixedLength
 from forerun.sampling.probabilities import last_probabilities
 from forerun.sampling.sampler import Sampler
 

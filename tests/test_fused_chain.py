@@ -27,8 +27,8 @@ from forerun.drafters.phrases import costs_by_phrases
 from forerun.engine.sequence import Request
 from forerun.engine.sequence import Sequence as EngineSequence
 from forerun.methods import PacerOuroboros, method
-from forerun.methods.stop import Bounds, FixedLength, Within
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.stop_rules import Bounds, FixedLength, Within
 from forerun.sampling.sampler import ChainSampling, Drafted, Sampler, SamplingDistribution
 from forerun.sampling.seeded import FLOOR, SeededStream
 
@@ -302,8 +302,8 @@ def test_costs_know_what_a_token_of_a_chain_takes() -> None:
 
 def test_rows_that_stop_together_do_so_alone() -> None:
     """`Within.more` has rows that have ended count as 0."""
-    bounds = Within(Bounds(6, product=0.3), together=2).bounds()
-    assert (bounds.most, bounds.least, bounds.product) == (6, 0.0, 0.6)
+    bounds = Within(Bounds(6, min_product=0.3), shared_rows=2).bounds()
+    assert (bounds.max_tokens, bounds.min_probability, bounds.min_product) == (6, 0.0, 0.6)
 
 
 # Sampled drafts

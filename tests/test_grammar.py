@@ -26,7 +26,7 @@ from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Proposal
 from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Hybrid, Lyanna, Method, Ouroboros, Pacer, Parts, Suffix
-from forerun.methods.stop import FixedLength
+from forerun.planning.stop_rules import FixedLength
 from forerun.sampling import response_format as formats
 from forerun.sampling.sampler import Sampler
 

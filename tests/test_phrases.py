@@ -37,7 +37,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import RowOutcome
 from forerun.methods import Method, Ouroboros, Pacer, PacerOuroboros, Parts
-from forerun.methods.stop import FixedLength, LengthPolicy
+from forerun.planning.stop_rules import FixedLength, LengthPolicy
 from forerun.sampling.sampler import Sampler
 
 
@@ -184,7 +184,7 @@ def test_phrases_rest_where_forwards_with_them_draft_less_a_ms(
 ) -> None:
     """By costs alone or by what they gave, and they are tried again. `ms` is of 64 tokens, where one takes 1."""
     made, ways = drafter(suffixes=0), []
-    made.table = replace(COSTS, draft={1: 1.0, 64: ms}, chained=0.0)
+    made.chooser.costs = replace(COSTS, draft={1: 1.0, 64: ms}, chained=0.0)
     for way, grow in enumerate((made._grow, made._grow_by_phrases)):
         setattr(
             made, grow.__name__, lambda *given, way=way, grow=grow: ways.append(way) or grow(*given)

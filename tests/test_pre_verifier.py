@@ -38,9 +38,9 @@ from forerun.heads.echo import SIZES, Echo
 from forerun.heads.pre_verifier import LEAST, USUAL, PreVerifier
 from forerun.heads.quick import Array, QuickPreVerifier
 from forerun.methods import Pacer
-from forerun.methods.stop import DraftState, LengthPolicy, Within
 from forerun.model.causal_lm import CausalLM
 from forerun.planning.cost_model import Costs
+from forerun.planning.stop_rules import DraftState, LengthPolicy, Within
 from forerun.sampling.sampler import Sampler
 from forerun.train.pre_verifier import auc, survival_loss
 from forerun.train.rollout import history, roll_out
@@ -367,7 +367,7 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
 
         assert isinstance(rule, Within if by_products else BlockRule)
         if isinstance(rule, Within):
-            rule.limits = replace(rule.limits, product=0.5)
+            rule.limits = replace(rule.limits, min_product=0.5)
         else:
             rule.threshold, rule._ask = 0.5, ask  # type: ignore[method-assign]
         scores = torch.tensor(

@@ -29,7 +29,7 @@ from forerun.engine.sequence import Request, Sequence
 from forerun.engine.stats import summarise
 from forerun.engine.step import Proposal
 from forerun.methods import method
-from forerun.methods.stop import FixedLength
+from forerun.planning.stop_rules import FixedLength
 from forerun.sampling.sampler import Sampler
 from forerun.sampling.seeded import FLOOR, SeededStream
 

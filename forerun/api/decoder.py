@@ -37,7 +37,7 @@ from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import Method, Parts
 from forerun.model.causal_lm import CausalLM
 from forerun.planning.cost_model import Costs
-from forerun.planning.guard import SpeedTracker
+from forerun.planning.guard import Guard
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.response_format import form_of
 from forerun.text.chat import chat_prompt, turn_ends
@@ -80,7 +80,7 @@ class Decoder:
     options: EngineOptions
     translation: Translation | None
     pools: Pools | None  # phrases and outputs of earlier requests
-    _trackers: dict[tuple[Method, bool], SpeedTracker]
+    _trackers: dict[tuple[Method, bool], Guard]
     _state: _State
     _is_adapted: bool
 

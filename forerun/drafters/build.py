@@ -36,7 +36,7 @@ from forerun.methods import (
     Suffix,
 )
 from forerun.methods.phrases import Phrases
-from forerun.methods.stop import BestLength, Bounded, Bounds, FixedLength, LengthPolicy
+from forerun.planning.stop_rules import BestLength, Bounded, Bounds, FixedLength, LengthPolicy
 
 GAMMA_WITHOUT_COSTS = 5  # tokens of a draft of `sd` if no costs are known
 
@@ -136,11 +136,11 @@ def _fixed(method: Ouroboros, parts: Parts) -> LengthPolicy:
 
 
 def _confidence(method: Confidence, parts: Parts) -> LengthPolicy:
-    return Bounded(Bounds(method.most, least=method.threshold))
+    return Bounded(Bounds(method.most, min_probability=method.threshold))
 
 
 def _cumulative(method: Cumulative, parts: Parts) -> LengthPolicy:
-    return Bounded(Bounds(method.most, product=method.threshold, floor=method.floor))
+    return Bounded(Bounds(method.most, min_product=method.threshold, floor=method.floor))
 
 
 def _pacer(method: Pacer, parts: Parts) -> LengthPolicy:

@@ -146,8 +146,8 @@ class LyannaDrafter(HeadDrafter):
             )
 
         plan = (
-            self.budgets.of(seqs, limits, [], [each.ahead for each in old])
-            if self.budgets is not None
+            self.planner.plan(seqs, limits, [], [each.ahead for each in old])
+            if self.planner is not None
             else None
         )
         return self.grow(seqs, logits, limits, plan, "reused")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import inf, prod
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -14,15 +13,10 @@ import torch
 from torch import Tensor
 
 from forerun.engine.draft import Draft
-from forerun.engine.step import Drafter, Proposal
-from forerun.methods.stop import (
-    Bounds,
-    DraftState,
-    LengthPolicy,
-    StopRule,
-    saving,
-)
-from forerun.planning.cost_model import rounded
+from forerun.engine.step import Proposal
+from forerun.planning.forecast import PlannedDrafter
+from forerun.planning.length import ChainPlanner
+from forerun.planning.stop_rules import Bounds, DraftState, LengthPolicy, StopRule
 from forerun.sampling import probabilities, seeded
 from forerun.sampling import sampler as sampling
 from forerun.sampling.threads import one_thread
@@ -74,7 +68,7 @@ class Chain:
         )
 
 
-class ChainDrafter(Drafter):
+class ChainDrafter(PlannedDrafter):
     """Draft a chain for each sequence with a draft model, ended by a length policy.
 
     The draft's logits go through the sequence's own processors. Tokens are sampled from the resulting distributions q,
@@ -91,11 +85,8 @@ class ChainDrafter(Drafter):
         vocab_size: int | None = None,
         costs: Costs | None = None,
     ) -> None:
-        """`costs`, if known, tell where drafts cannot pay."""
-        self.costs = costs
-        self._saved = lru_cache(
-            lambda rows, context: saving(costs.at(context, rows), rows) if costs else 0.0
-        )
+        """Take over a draft model. `costs`, if they are known, tell where drafts cannot pay."""
+        self.planner = ChainPlanner(costs) if costs is not None else None
         self.model, self.policy = model, policy
         self.vocab_size = vocab_size or model.vocab_size
         self.spread = 0
@@ -111,16 +102,6 @@ class ChainDrafter(Drafter):
         if (not context or len(tokens) <= context) and self._knows(tokens):
             yield from self.model.prefill(tokens[:-1], chunk, salt=seq.request.salt)
             self.model.join(seq.id, min(seq.limit, context or seq.limit) + self.slack)
-
-    def pays(self, rows: int, unread: Sequence | None = None, context: float = 0.0) -> bool:
-        if self.costs is None:
-            return True
-        if unread is None:
-            return self._saved(rows, rounded(context)) > 0
-        # All rows read their prompts, and then share the time that is saved.
-        prompt = len(unread.tokens)
-        reading = self.costs.at(prompt / 2).reading(rows * prompt)
-        return self._saved(rows, rounded(prompt)) * unread.remaining > reading
 
     def drop(self, seq: Sequence) -> None:
         if (
@@ -163,7 +144,7 @@ class ChainDrafter(Drafter):
             if found is None:
                 assert not chain.tokens
                 return None
-            asked, is_whole, bounds = perf_counter(), len(found.tokens) == bounds.most, None
+            asked, is_whole, bounds = perf_counter(), len(found.tokens) == bounds.max_tokens, None
             if is_whole and self._goes_on(chain):
                 bounds = rule.bounds_after(chain.seq, chain.tokens, found.probabilities)
             seconds, product = seconds + perf_counter() - asked, product * prod(found.probabilities)
@@ -172,7 +153,7 @@ class ChainDrafter(Drafter):
 
     def _stretch(self, chain: Chain, bounds: Bounds) -> Drafted | None:
         """Draft within bounds in one fused call, or return None."""
-        most, seq, how = min(bounds.most, chain.depth - len(chain.tokens)), chain.seq, None
+        most, seq, how = min(bounds.max_tokens, chain.depth - len(chain.tokens)), chain.seq, None
         source = seq.generator if chain.needs_q else None
         before = source.get_state() if source is not None else None
         if not seq.sampler.is_argmax:
@@ -188,7 +169,8 @@ class ChainDrafter(Drafter):
             how = sampling.ChainSampling(seq.sampler.distribution, numbers, keys, self.vocab_size)
         pending, cache, draft = self._pending(chain), self.model.cache, self.model.fused_draft
         assert draft is not None
-        found = draft(cache, seq.id, pending, most, bounds.least, bounds.product, seq.eos, how)
+        limits = bounds.min_probability, bounds.min_product
+        found = draft(cache, seq.id, pending, most, *limits, seq.eos, how)
         if source is not None and before is not None and len(found.tokens) < most:
             source.set_state(before)  # unused random numbers come again
             uniforms(source, len(found.tokens))

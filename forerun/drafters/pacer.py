@@ -16,8 +16,8 @@ import torch
 
 from forerun.heads import pre_verifier, quick
 from forerun.heads.echo import SIZES, Echo
-from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule, Within
 from forerun.planning.cost_model import mean_context
+from forerun.planning.stop_rules import Bounds, DraftState, LengthPolicy, StopRule, Within
 from forerun.sampling import probabilities as probs
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class PacerStop(LengthPolicy):
         count = rows if mode == "greedy" else 1
         block, threshold, together = self.settings(mode, count, is_alone, mean_context(seqs))
         if not block:
-            return Within(Bounds(self.most, product=threshold), count if together else 1)
+            return Within(Bounds(self.most, min_product=threshold), count if together else 1)
         return BlockRule(self, block, threshold, count if together else 1)
 
     def settings(

@@ -18,8 +18,10 @@ from forerun.drafters.pools import PhrasePool
 from forerun.engine.draft import Draft, Tree
 from forerun.engine.step import Proposal
 from forerun.methods.phrases import PacerOuroboros, Phrases
-from forerun.methods.stop import DraftState, LengthPolicy, StopRule
 from forerun.planning.cost_model import mean_context
+from forerun.planning.forecast import StepSituation
+from forerun.planning.source_chooser import PhraseChooser
+from forerun.planning.stop_rules import DraftState, LengthPolicy, StopRule
 from forerun.sampling import probabilities
 from forerun.sampling import sampler as sampling
 
@@ -30,9 +32,6 @@ if TYPE_CHECKING:
     from forerun.engine.step import RowOutcome
     from forerun.model.causal_lm import CausalLM
     from forerun.planning.cost_model import Costs
-
-MEMORY = 0.9  # the weight of what forwards gave so far, beside one more
-AGAIN = 32  # steps without phrases after which they are tried again
 
 
 @dataclass
@@ -91,9 +90,9 @@ class OuroborosDrafter(ChainDrafter):
         """Take over a draft model. `pool`: the phrases that greedy sequences share. `costs`, if known, tell where
         plain chains draft more tokens a ms than forwards with phrases."""
         super().__init__(model, policy, vocab_size)
-        self.table, self._found, self._without = costs, 1.0 + settings.phrases[0], 0
         self.settings, self.pool = settings, pool
         self.span = settings.phrases[0]
+        self.chooser = PhraseChooser(costs, self.span, settings.guesses)
         self.slack, self.spread = settings.guesses * self.span, settings.suffixes * self.span
         self.rows: dict[int, _Row] = {}
 
@@ -109,7 +108,8 @@ class OuroborosDrafter(ChainDrafter):
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         greedy = sum(seq.greedy for seq in seqs)
-        wide = not self._phrases_pay(max(1, greedy), mean_context(seqs))
+        situation = StepSituation(max(1, greedy), mean_context(seqs))
+        wide = not self.chooser.tries_phrases(situation)
         plain = [Chain(seq, self._depth(seq)) for seq in seqs if wide and seq.greedy]
         phrased = [_Phrased(seq, self._depth(seq)) for seq in seqs if not (wide and seq.greedy)]
         proposals = [self._grow(plain, greedy)] if plain else []
@@ -125,17 +125,6 @@ class OuroborosDrafter(ChainDrafter):
             {chain.seq.id: PhraseNote(len(chain.tokens), chain.suffixes) for chain in phrased}
         )
         return Proposal.together([drafts[seq.id] for seq in seqs], proposals, memo)
-
-    def _phrases_pay(self, rows: int, context: float = 0.0) -> bool:
-        """Return whether forwards with phrases draft more tokens a ms than plain ones, by what they gave so far. If
-        not, they are tried again from time to time. The rule is ours."""
-        if self.table is None:
-            return True
-        size, table = 1 + self.span * self.settings.guesses, self.table.at(context, rows)
-        if self._found * table.drafting(rows) > table.drafting(rows * size):
-            return True
-        self._without = (self._without + 1) % AGAIN
-        return not self._without
 
     def _grow_by_phrases(self, chains: list[_Phrased]) -> Proposal:
         going = [chain for chain in chains if chain.depth > 0]
@@ -160,7 +149,7 @@ class OuroborosDrafter(ChainDrafter):
             self.model.commit(ids, [path for _, path in walks])
             for chain, tree, before in zip(going, trees, drafted, strict=True):
                 if "phrase" in tree.origins:
-                    self._found += (1 - MEMORY) * (len(chain.tokens) - before - self._found)
+                    self.chooser.observe(len(chain.tokens) - before)
             going = [chain for chain, (on, _) in zip(going, walks, strict=True) if on]
         drafts = [self._with_suffixes(chain) for chain in chains]
         return Proposal(drafts, forwards, seconds, sum(chain.policy_seconds for chain in chains))

@@ -101,17 +101,6 @@ class Drafter(Protocol):
         """
         return ()
 
-    def pays(self, rows: int, unread: Sequence | None = None, context: float = 0.0) -> bool:
-        """Return whether drafts are expected to pay in a step, by costs, if these are known.
-
-        Args:
-            rows: the number of the step's rows.
-            unread: a sequence that has yet to be admitted. What is left of it must make good the
-                time in which its prompt is read.
-            context: the mean number of the rows' tokens.
-        """
-        return True
-
     def propose(self, seqs: list[Sequence]) -> Proposal:
         """Return a draft for each sequence.
 

@@ -18,7 +18,7 @@ class Hybrid(Suffix):
 
     The score is the expected number of accepted tokens by counts. `other` is a method: a name, or a
     name and settings as in "cumulative:threshold=0.2:most=8". A `threshold` of None ("auto") takes
-    what is expected to need less time per token (`Balance`), and is 6 if no costs are known.
+    what is expected to need less time per token (`SourceChooser`), and is 6 if no costs are known.
 
     "auto" as `other` is the default method for the head or, without one, for the draft model. With
     neither, suffixes draft alone.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from forerun.methods.base import Method, Parts, build_module, integer, number
 
 if TYPE_CHECKING:
-    from forerun.methods.stop import LengthPolicy
+    from forerun.planning.stop_rules import LengthPolicy
 
 
 class Drafting(Method):

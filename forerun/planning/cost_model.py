@@ -1,9 +1,9 @@
-"""What forwards cost, for length rules."""
+"""What forwards cost on one machine: the table that everything in `forerun.planning` asks."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence as Several
+from collections import abc
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -12,158 +12,176 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forerun.engine.sequence import Sequence
 
-STEP = 256  # tokens of context by which tables are made
+CONTEXT_STEP = 256  # tables are made for multiples of so many tokens of context
+
+Table = dict[int, float]  # {new tokens or rows of a forward: ms}
 
 
 @dataclass(frozen=True)
 class Costs:
-    """A table of costs in ms on this machine (`forerun.backends.costs`). A batch costs as much as one row with all of
-    its new tokens.
+    """A table of costs in ms on one machine (`forerun.backends.costs` measures it).
 
-    The longer a text is, the more attention costs. `at` returns the table for a step's context, by the
-    table `far` of a long one.
+    A batch costs as much as one row with all of its new tokens.
+
+    Attention takes longer after a longer text. `at` returns the table for a step's context: it lies
+    on the line between this table and `far`, the table after a long text.
+
+    Attributes:
+        target: {new tokens of a target forward: ms}, with at least one entry.
+        draft: the same of the draft model; empty without one.
+        policy: a call of the length policy's trained layer; 0 without one.
+        glance: reading the draft's probability of a token.
+        drawing: what sampling adds to a drafted token.
+        judging: what sampling adds to each node of a target forward.
+        chained: a token of a fused draft; 0 if the draft model has no fused drafts.
+        chained_sampled: the same with sampling.
+        head: {rows: ms of a head's next state and its logits}; empty without a head.
+        context: tokens of the row before the new ones.
+        far: the table after a longer text; None if that was not measured.
     """
 
-    target: dict[int, float]  # {new tokens of a forward: ms}, at least one entry
-    draft: dict[int, float]  # likewise; empty without a draft
-    policy: float = 0.0  # of a call of the length policy's layer, if any
-    glance: float = 0.0  # of reading the draft's probability of a token
-    drawing: float = 0.0  # that sampling adds to a drafted token
-    judging: float = 0.0  # that sampling adds to each node of a target forward
-    chained: float = 0.0  # of a token in a fused draft; 0 without these
-    chained_sampled: float = 0.0  # likewise in sampling
-    head: dict[int, float] = field(
-        default_factory=dict
-    )  # {rows: ms of a head's next state and its logits}
-    context: int = 0  # tokens of the row before the new ones
-    far: Costs | None = None  # after more tokens; None if that was not measured
+    target: Table
+    draft: Table
+    policy: float = 0.0
+    glance: float = 0.0
+    drawing: float = 0.0
+    judging: float = 0.0
+    chained: float = 0.0
+    chained_sampled: float = 0.0
+    head: Table = field(default_factory=dict)
+    context: int = 0
+    far: Costs | None = None
 
     @cached_property
     def sampled(self) -> Costs:
-        """Return the table with the costs of sampling added."""
+        """The table with the costs of sampling added."""
         target = {tokens: ms + self.judging * tokens for tokens, ms in self.target.items()}
         draft = {rows: ms + self.drawing * rows for rows, ms in self.draft.items()}
         far = self.far.sampled if self.far is not None else None
         return replace(self, target=target, draft=draft, chained=self.chained_sampled, far=far)
 
-    def at(self, context: float, rows: int = 1) -> Costs:
-        """Return the table for steps of N rows after so many tokens, the mean of the rows.
+    @cached_property
+    def _tables(self) -> dict[tuple[int, int], Costs]:
+        """The tables that `at` has made, by rounded context and rows."""
+        return {}
 
-        What attention takes grows with each row's own context, and less with a row's second new token
-        than with the first of another row. Without `far`, this table is returned.
+    @cached_property
+    def _steps(self) -> dict[tuple[int, int], tuple[float, ...]]:
+        """The answers of `steps`, by its arguments."""
+        return {}
+
+    def at(self, context: float, rows: int = 1) -> Costs:
+        """Return the table for steps of `rows` rows with `context` tokens each on average.
+
+        What attention adds grows with each row's own context. A row's second new token adds less
+        than the first token of another row. Without `far`, this table is returned.
         """
         if self.far is None:
             return self
         key = rounded(max(context, self.context)), rows
-        if key not in self._known:
-            self._known[key] = self._between(self.far, *key)
-        return self._known[key]
-
-    @cached_property
-    def _known(self) -> dict[tuple[int, int], Costs]:
-        return {}  # by rounded contexts and rows
+        if key not in self._tables:
+            self._tables[key] = self._between(self.far, *key)
+        return self._tables[key]
 
     def _between(self, far: Costs, context: int, rows: int) -> Costs:
         share = max(0, context - self.context) / (far.context - self.context)
-        widened = {2 * rows: self.verify(2 * rows)} | self.target  # a line needs two entries
-
-        def longer(near: dict[int, float], long: dict[int, float]) -> dict[int, float]:
-            if not near or not long:
-                return near
-            found = {}
-            for tokens in sorted({rows, *near}):
-                parts = min(rows, tokens)  # rows that share these tokens evenly
-                each = interpolated(long, tokens / parts) - interpolated(near, tokens / parts)
-                found[tokens] = interpolated(near, tokens) + share * parts * max(0.0, each)
-            return found
-
-        def verified(table: dict[int, float]) -> dict[int, float]:
-            """Leave out forwards of fewer tokens than rows, which there are none of."""
-            return convex({tokens: ms for tokens, ms in table.items() if tokens >= rows})
-
-        def single(near: float, long: float) -> float:
-            return near + share * max(0.0, long - near) if near and long else near
-
+        # Two entries at least, because one makes no line.
+        target = {2 * rows: self.verify(2 * rows)} | self.target
+        verified = _table_between(target, far.target, share, rows)
         return replace(
             self,
-            target=verified(longer(widened, far.target)),
-            draft=longer(self.draft, far.draft),
-            chained=single(self.chained, far.chained),
-            chained_sampled=single(self.chained_sampled, far.chained_sampled),
-            head=longer(self.head, far.head),
+            # No forward has fewer new tokens than rows.
+            target=convex({tokens: ms for tokens, ms in verified.items() if tokens >= rows}),
+            draft=_table_between(self.draft, far.draft, share, rows),
+            chained=_value_between(self.chained, far.chained, share),
+            chained_sampled=_value_between(self.chained_sampled, far.chained_sampled, share),
+            head=_table_between(self.head, far.head, share, rows),
             context=context,
             far=None,
         )
 
     def verify(self, tokens: float) -> float:
-        """Return ms of a target forward of N tokens."""
+        """Return the ms of a target forward of that many new tokens."""
         return interpolated(self.target, tokens)
 
     def drafting(self, rows: int) -> float:
-        """Return ms of drafting one token for each of N rows."""
+        """Return the ms of drafting one token for each of the rows."""
         if rows == 1 and self.chained:
             return self.chained
         return interpolated(self.draft, rows)
 
-    def steps(self, rows: int, most: int) -> list[float]:
-        """Return ms of whole steps whose rows draft 0, 1, ... `most` tokens each."""
-        return [
-            count * self.drafting(rows) + self.verify(rows * (count + 1))
-            for count in range(most + 1)
-        ]
+    def head_ms(self, rows: int) -> float:
+        """Return the ms of a head's next state for each of the rows."""
+        return interpolated(self.head, rows)
+
+    def steps(self, rows: int, most: int) -> tuple[float, ...]:
+        """Return the ms of whole steps whose rows draft 0, 1, ... `most` tokens each."""
+        key = rows, most
+        if key not in self._steps:
+            self._steps[key] = tuple(
+                count * self.drafting(rows) + self.verify(rows * (count + 1))
+                for count in range(most + 1)
+            )
+        return self._steps[key]
 
     def reading(self, tokens: int, by_head: bool = False) -> float:
-        """Return ms in which the draft model, or the head, runs that many tokens of a prompt."""
+        """Return the ms in which the draft model, or the head, runs so many tokens of a prompt."""
         table = self.head if by_head else self.draft
         return tokens * table[max(table)] / max(table)
 
     def marginal(self, rows: int) -> float:
-        """Return the probability from which a drafted token is worth its place in a target forward of N rows."""
+        """Return the cost of a further token per row, relative to a target forward of the rows.
+
+        It is the acceptance probability above which verifying a drafted token gains time.
+        """
         return self.verify(2 * rows) / self.verify(rows) - 1
 
-    def heading(self, rows: int) -> float:
-        """Return ms of a head's next state for each of N rows."""
-        return interpolated(self.head, rows)
 
+def costs_of(data: abc.Mapping[str, Any]) -> Costs:
+    """Return the costs that JSON data hold.
 
-def costs_of(found: dict[str, Any]) -> Costs:
-    """Return costs from JSON. Raises ValueError, KeyError, TypeError or AttributeError for anything else."""
-    found = dict(found)
-    context, far = int(found.pop("context", 0)), found.pop("far", None)
-    longer = costs_of(far) if far is not None else None
-    if longer is not None and longer.context <= context:
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: the data are no table of costs.
+    """
+    values = dict(data)
+    context = int(values.pop("context", 0))
+    far_data = values.pop("far", None)
+    far = costs_of(far_data) if far_data is not None else None
+    if far is not None and far.context <= context:
         raise ValueError(
-            f"costs of a long context of {longer.context} tokens must be of more than {context}"
+            f"the costs after a longer text are for {far.context} tokens of context, "
+            f"but this must be more than {context}"
         )
-    tables = {
-        part: {int(n): float(ms) for n, ms in found[part].items()}
-        for part in ("target", "draft", "head")
-    }
-    if not tables["target"] or not all(
-        0 <= ms < inf for table in tables.values() for ms in table.values()
-    ):
+    tables: dict[str, Table] = {}
+    for part in ("target", "draft", "head"):
+        tables[part] = {int(tokens): float(ms) for tokens, ms in values.pop(part).items()}
+    every_ms = [ms for table in tables.values() for ms in table.values()]
+    if not tables["target"] or not all(0 <= ms < inf for ms in every_ms):
         raise ValueError(
             "costs must map numbers of tokens to milliseconds, with entries for the target"
         )
     if not all(tables["target"].values()):
-        raise ValueError("costs of the target must be above 0")
-    single: dict[str, Any] = {part: float(ms) for part, ms in found.items() if part not in tables}
-    return Costs(**single | tables, context=context, far=longer)
+        raise ValueError("the costs of the target must be above 0 ms")
+    single: dict[str, Any] = {part: float(ms) for part, ms in values.items()}
+    return Costs(**single, **tables, context=context, far=far)
 
 
-def mean_context(seqs: Several[Sequence]) -> float:
-    """Return the mean number of tokens of some sequences, at least one."""
+def mean_context(seqs: abc.Sequence[Sequence]) -> float:
+    """Return the mean number of tokens of sequences, of which there is at least one."""
     return sum(len(seq.tokens) for seq in seqs) / len(seqs)
 
 
 def rounded(context: float) -> int:
-    """Return a context to the next multiple of STEP, so that few occur."""
-    return round(context / STEP) * STEP
+    """Return the nearest multiple of CONTEXT_STEP, so that few tables are made."""
+    return round(context / CONTEXT_STEP) * CONTEXT_STEP
 
 
-def interpolated(table: dict[int, float], at: float) -> float:
-    """Return a table's value by linear interpolation. Beyond the last entry the last line goes on, but never falls, as
-    noise may suggest."""
+def interpolated(table: Table, at: float) -> float:
+    """Return a table's value by linear interpolation.
+
+    Beyond the last entry its last line goes on. No line falls, because only noise can make more
+    tokens cheaper.
+    """
     counts = sorted(table)
     if len(counts) == 1:
         return table[counts[0]]
@@ -175,17 +193,45 @@ def interpolated(table: dict[int, float], at: float) -> float:
     return table[low] + slope * (max(at, low) - low)
 
 
-def convex(table: dict[int, float]) -> dict[int, float]:
-    """Return the largest table below this one that never falls and whose slope never falls. A disturbance makes single
-    forwards slower, and would hide where more tokens begin to cost."""
-    least = {at: min(ms for count, ms in table.items() if count >= at) for at in sorted(table)}
-    kept: list[int] = []
-    for at in least:
-        while len(kept) > 1 and _slope(least, kept[-2], kept[-1]) >= _slope(least, kept[-1], at):
-            kept.pop()
-        kept.append(at)
-    return {at: interpolated({count: least[count] for count in kept}, at) for at in table}
+def convex(table: Table) -> Table:
+    """Return the largest table below this one that never falls and whose slope never falls.
+
+    A disturbance makes single forwards slower. It would hide from which number of tokens on more
+    tokens take more time.
+    """
+    lowest: Table = {}
+    for at in sorted(table):
+        lowest[at] = min(ms for count, ms in table.items() if count >= at)
+    corners: list[int] = []
+    for at in lowest:
+        while len(corners) > 1 and _slope(lowest, *corners[-2:]) >= _slope(lowest, corners[-1], at):
+            corners.pop()
+        corners.append(at)
+    lines = {count: lowest[count] for count in corners}
+    return {at: interpolated(lines, at) for at in table}
 
 
-def _slope(table: dict[int, float], low: int, high: int) -> float:
+def _slope(table: Table, low: int, high: int) -> float:
     return (table[high] - table[low]) / (high - low)
+
+
+def _value_between(near: float, far: float, share: float) -> float:
+    """Return `near` plus a share of what a longer text adds. 0 stands for a missing value."""
+    return near + share * max(0.0, far - near) if near and far else near
+
+
+def _table_between(near: Table, far: Table, share: float, rows: int) -> Table:
+    """Return `near` plus a share of what a longer text adds, for forwards of so many rows.
+
+    What is added counts once for each row that has a new token: at most `rows` rows share the new
+    tokens of a forward evenly.
+    """
+    if not near or not far:
+        return near
+    table = {}
+    for tokens in sorted({rows, *near}):
+        sharing = min(rows, tokens)
+        of_a_row = tokens / sharing
+        added = interpolated(far, of_a_row) - interpolated(near, of_a_row)
+        table[tokens] = interpolated(near, tokens) + share * sharing * max(0.0, added)
+    return table

@@ -1,196 +1,262 @@
-"""Choose a step's depth and number of nodes by their expected gain: Pacer's idea (arXiv 2602.01274) applied to trees.
-The rule is ours."""
+"""How deep and how wide a step's trees grow, by their expected tokens per ms.
+
+This applies Pacer's idea (arXiv 2602.01274) to trees. The rule is ours.
+"""
 
 from __future__ import annotations
 
+from collections import abc
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
 from operator import mul
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from forerun.backends.heads import HiddenLM
-from forerun.engine.sequence import Sequence
 from forerun.planning.cost_model import Costs, mean_context, rounded
+from forerun.planning.forecast import Forecast, StepSituation
+
+if TYPE_CHECKING:
+    from forerun.engine.sequence import Sequence
 
 Array = np.ndarray[Any, Any]
-_CERTAIN = 1 - 1e-6  # probabilities are capped at this for log-odds
+# (shift, slope, mean acceptance) of each place ahead. The first two calibrate log-odds.
+Curves = abc.Sequence[abc.Sequence[float]]
+
+_CERTAIN = 1 - 1e-6  # probabilities are capped at this, because log-odds of 1 are infinite
 
 
-class StepCosts:
-    """Milliseconds of a head's next state, for `beams` beams a row, and of target forwards of R rows by the number of
-    their nodes, of which a row has at most `nodes`."""
+class Calibrated(Protocol):
+    """A head that knows how often its tokens are accepted."""
+
+    curves: list[list[float]]
+
+
+class TreeCosts:
+    """The ms of a step's parts, for a number of rows.
+
+    Attributes:
+        state: a head's next state for all rows.
+        nodes: the most nodes of a row.
+        verify: [n] a target forward of the rows' last tokens and n nodes.
+    """
 
     def __init__(self, costs: Costs, rows: int, nodes: int, beams: int = 1) -> None:
-        self.state, self.nodes = costs.heading(rows * beams), nodes
+        """Take the costs from a table. `beams`: states that a row has at one depth."""
+        self.state = costs.head_ms(rows * beams)
+        self.nodes = nodes
         self.verify = [costs.verify(rows + count) for count in range(rows * nodes + 1)]
 
 
 @dataclass
 class Group:
-    """Rows that stop together. They are drafted and verified together, so a node of one costs all of them time.
+    """Rows that stop together, because a node of one takes time of all of them.
 
     Attributes:
         costs: of steps with this number of rows.
         fresh: whether the head drafts states for any of them.
-        spent: ms of states so far.
+        spent: ms of the states so far.
     """
 
     rows: list[int]
-    costs: StepCosts
+    costs: TreeCosts
     fresh: bool
     spent: float = 0.0
 
     @property
     def state(self) -> float:
-        """Return ms of one more state."""
+        """The ms of one more state."""
         return self.costs.state if self.fresh else 0.0
 
     def rate(self, survival: list[list[float]], ms: float = 0.0) -> tuple[float, int]:
-        """Return the highest expected tokens a ms of a step, and the number of best nodes with which it has it.
-        `survival`: the probabilities that the nodes of each row are accepted. `ms`: of further states."""
-        spent, tokens = self.spent + ms, float(len(survival))
-        most, size = tokens / (spent + self.costs.verify[0]), 0
+        """Return the highest expected tokens per ms of a step, and the number of nodes for it.
+
+        Args:
+            survival: the probabilities that the nodes of each row are accepted.
+            ms: the time of further states.
+        """
+        spent = self.spent + ms
+        tokens = float(len(survival))
+        highest = tokens / (spent + self.costs.verify[0])
+        size = 0
         for count, probability in enumerate(sorted(chain(*survival), reverse=True), 1):
             tokens += probability
             rate = tokens / (spent + self.costs.verify[count])
-            if rate > most:
-                most, size = rate, count
-        return most, size
+            if rate > highest:
+                highest = rate
+                size = count
+        return highest, size
 
 
-class Budget:
-    """Find the depth and the number of nodes with the most expected tokens a ms, by the head's calibrated probabilities
-    and a table of costs.
+class TreePlan:
+    """One step's depth and number of nodes: those with the most expected tokens per ms.
+
+    They follow from the head's calibrated probabilities and a table of costs.
 
     Attributes:
-        block: number of states that are drafted at a time.
-        deep: number of states of each row so far.
+        curves: [row][depth] the calibration of each place.
+        deep: the number of states of each row so far.
+        survival: [row] the probabilities that its best paths so far are accepted, highest first.
+        longest: [row] the probability that its longest path is accepted; 0 once that has ended.
     """
 
     def __init__(
-        self,
-        groups: list[Group],
-        curves: list[list[float]],
-        block: int,
-        limits: list[int],
-        ahead: list[int],
+        self, groups: list[Group], curves: Curves, block: int, limits: list[int], ahead: list[int]
     ) -> None:
-        """Begin a step. `curves`: the calibration (`HiddenConfig`). `limits`: the most depth of each row. `ahead`:
-        places by which each row's first logits were drafted ahead in an earlier step; 0 for new ones."""
-        self.groups, self.block, self.limits = groups, block, limits
-        # [row][depth]
-        self.curves = [
-            [curves[min(at + k, len(curves) - 1)] for k in range(max(*limits, 1) + 1)]
-            for at in ahead
-        ]
+        """Begin a step.
+
+        Args:
+            groups: the rows that stop together.
+            curves: the head's calibration (`HiddenConfig`).
+            block: the number of states that are drafted at a time.
+            limits: the greatest depth of each row.
+            ahead: by how many places each row's first logits were drafted ahead in an earlier step;
+                0 for new ones.
+        """
+        self.groups = groups
+        self.block = block
+        self.limits = limits
+        self.curves: list[list[abc.Sequence[float]]] = []
+        depths = range(max(*limits, 1) + 1)
+        for first in ahead:
+            self.curves.append([curves[min(first + k, len(curves) - 1)] for k in depths])
         self.deep = [min(limit, block) for limit in limits]
         for group in groups:
             group.spent = self._deepest(group) * group.state
-        self.sure: list[list[float]] = [
-            [] for _ in limits
-        ]  # survival of each row's best paths so far, best first
-        self.ends = [
-            1.0 if limit else 0.0 for limit in limits
-        ]  # survival of each row's longest path; 0 once it has ended
-
-    def _deepest(self, group: Group) -> int:
-        return max(self.deep[row] for row in group.rows)
+        self.survival: list[list[float]] = [[] for _ in limits]
+        self.longest = [1.0 if limit else 0.0 for limit in limits]
 
     def gains(self, k: int, logs: Array) -> Array:
         """Return calibrated log-probabilities [B, w, m] for those of tokens at depth k."""
-        shift, slope, _ = np.array([own[k] for own in self.curves]).T[:, :, None, None]
+        curves = np.array([curves_of_row[k] for curves_of_row in self.curves])
+        shift, slope, _ = curves.T[:, :, None, None]
         odds = logs - np.log1p(-np.exp(logs).clip(max=_CERTAIN))
-        with np.errstate(invalid="ignore"):  # of logits that are not numbers
+        with np.errstate(invalid="ignore"):  # because logits may be NaN
             return -np.logaddexp(0, -shift - slope * odds)
 
     def deeper(self, k: int, values: Array) -> list[bool]:
-        """Return whether each row grows deeper than k + 1 places. `values` [B, m] are log-probabilities of its paths of
-        that length, best first; -inf in a row that has ended."""
+        """Return whether each row grows deeper than k + 1 places.
+
+        Args:
+            k: the depth of the paths that were found last, from 0.
+            values: [B, m] the log-probabilities of these paths, highest first; -inf in a row that
+                has ended.
+        """
         for row, survival in enumerate(np.exp(values).tolist()):
-            self.sure[row] = self._first([*self.sure[row], *survival])
-            self.ends[row] = survival[0] if k + 1 < self.limits[row] else 0.0
-        self._go_on(k)
-        return [end > 0 for end in self.ends]
+            self.survival[row] = self._best([*self.survival[row], *survival])
+            self.longest[row] = survival[0] if k + 1 < self.limits[row] else 0.0
+        self._grow(k + 1)
+        return [survival > 0 for survival in self.longest]
 
     def sizes(self) -> list[int]:
-        """Return the number of best paths that each row takes."""
+        """Return how many of its best paths each row takes."""
         sizes = [0] * len(self.limits)
         for group in self.groups:
-            _, size = group.rate([self.sure[row] for row in group.rows])
-            best = sorted((-survival, row) for row in group.rows for survival in self.sure[row])
+            _, size = group.rate([self.survival[row] for row in group.rows])
+            best = sorted((-survival, row) for row in group.rows for survival in self.survival[row])
             for _, row in best[:size]:
                 sizes[row] += 1
         return sizes
 
-    def _first(self, survival: list[float]) -> list[float]:
+    def _deepest(self, group: Group) -> int:
+        return max(self.deep[row] for row in group.rows)
+
+    def _best(self, survival: list[float]) -> list[float]:
         return sorted(survival, reverse=True)[: self.groups[0].costs.nodes]
 
-    def _go_on(self, k: int) -> None:
-        """End rows that are not to go deeper than k + 1 places, and count new states for the rest."""
+    def _grow(self, depth: int) -> None:
+        """End rows that are to be no deeper than `depth`, and count new states for the others."""
         for group in self.groups:
-            going = [row for row in group.rows if self.ends[row]]
-            if not going or k + 1 < self._deepest(group):  # drafted already
+            growing = [row for row in group.rows if self.longest[row]]
+            if not growing or depth < self._deepest(group):  # these states are drafted already
                 continue
-            steps = min(self.block, max(self.limits[row] for row in going) - k - 1)
-            if self._pays(group, going, k + 1, steps):
-                group.spent += steps * group.state
-                for row in going:
-                    self.deep[row] = min(self.limits[row], self.deep[row] + steps)
+            states = min(self.block, max(self.limits[row] for row in growing) - depth)
+            if self._gains_by_states(group, growing, depth, states):
+                group.spent += states * group.state
+                for row in growing:
+                    self.deep[row] = min(self.limits[row], self.deep[row] + states)
             else:
-                for row in going:
-                    self.ends[row] = 0.0
+                for row in growing:
+                    self.longest[row] = 0.0
 
-    def _pays(self, group: Group, going: list[int], k: int, steps: int) -> bool:
-        """Return whether `steps` more states are worth their time at the mean acceptance of their places."""
-        further = list(self.sure)
-        for row in going:
-            means = [mean for _, _, mean in self.curves[row][k : min(k + steps, self.limits[row])]]
-            usual = accumulate([self.ends[row], *means], mul)
-            further[row] = self._first([*self.sure[row], *list(usual)[1:]])
-        there, _ = group.rate([further[row] for row in group.rows], steps * group.state)
-        return there > group.rate([self.sure[row] for row in group.rows])[0]
+    def _gains_by_states(self, group: Group, growing: list[int], depth: int, states: int) -> bool:
+        """Return whether so many more states raise the rate, at their places' mean acceptance."""
+        expected = list(self.survival)
+        for row in growing:
+            places = self.curves[row][depth : min(depth + states, self.limits[row])]
+            means = [mean for _, _, mean in places]
+            survival = list(accumulate([self.longest[row], *means], mul))
+            expected[row] = self._best([*self.survival[row], *survival[1:]])
+        with_states, _ = group.rate([expected[row] for row in group.rows], states * group.state)
+        without, _ = group.rate([self.survival[row] for row in group.rows])
+        return with_states > without
 
 
-class Budgets:
-    """Make the budget of each step. Greedy sequences stop together, sampled ones each on its own."""
+class TreePlanner:
+    """Make the plan of each step, and tell where trees pay.
+
+    Greedy rows of a step stop together. Each sampled row stops by itself.
+    """
 
     def __init__(
-        self, head: HiddenLM, costs: Costs, block: int, nodes: int, beams: int = 1
+        self, head: Calibrated, costs: Costs, block: int, nodes: int, beams: int = 1
     ) -> None:
-        """Take the head and its costs. `nodes`: the most of a row. `beams`: see `StepCosts`."""
-        self.head, self.block = head, block
+        """Take a head and its costs.
 
-        def step_costs(greedy: bool, rows: int, context: int) -> StepCosts:
+        Args:
+            head: read anew in each step.
+            costs: the table with the head's times.
+            block: the number of states that are drafted at a time.
+            nodes: the most nodes of a row.
+            beams: the states that a row has at one depth.
+        """
+        self.head = head
+        self.block = block
+
+        def tree_costs(greedy: bool, rows: int, context: int) -> TreeCosts:
             table = costs if greedy else costs.sampled
-            return StepCosts(table.at(context, rows), rows, nodes, beams)
+            return TreeCosts(table.at(context, rows), rows, nodes, beams)
 
-        self._step_costs, self.pays = lru_cache(step_costs), lru_cache(self._pays)
+        self._costs = lru_cache(tree_costs)
+        self._saved = lru_cache(self._saved_by_block)
 
-    def _pays(self, rows: int, context: int = 0) -> bool:
-        """Return whether a first block is expected to pay in a greedy step of N rows after so many tokens each, at the
-        mean acceptance of its places."""
-        means, costs = (
-            [mean for _, _, mean in self.head.curves],
-            self._step_costs(True, rows, context),
-        )
-        count = min(self.block, costs.nodes)
-        survival = list(accumulate((means + means[-1:] * count)[:count], mul))
-        group = Group(list(range(rows)), costs, True)
-        return group.rate([survival] * rows, count * group.state)[0] > group.rate([[]] * rows)[0]
+    def forecast(self, situation: StepSituation) -> Forecast:
+        """Return what trees save in a greedy step. The head reads prompts in negligible time."""
+        saved = self._saved(situation.rows, rounded(situation.context))
+        return Forecast(saved, saved * situation.remaining)
 
-    def of(
+    def plan(
         self, seqs: list[Sequence], limits: list[int], fresh: list[int], ahead: list[int]
-    ) -> Budget:
-        """Return the budget of a step. `fresh`: rows that need new states. `limits`, `ahead`: see `Budget`."""
-        together = [row for row, seq in enumerate(seqs) if seq.greedy]
-        groups = [together] if together else []
-        groups += [[row] for row, seq in enumerate(seqs) if not seq.greedy]
-        parts = []
-        for rows in groups:
+    ) -> TreePlan:
+        """Return the plan of a step.
+
+        Args:
+            seqs: the sequences of the rows.
+            limits: see `TreePlan`.
+            fresh: the rows that need new states.
+            ahead: see `TreePlan`.
+        """
+        greedy = [row for row, seq in enumerate(seqs) if seq.greedy]
+        parts = [greedy] if greedy else []
+        parts += [[row] for row, seq in enumerate(seqs) if not seq.greedy]
+        groups = []
+        for rows in parts:
             context = rounded(mean_context([seqs[row] for row in rows]))
-            costs = self._step_costs(seqs[rows[0]].greedy, len(rows), context)
-            parts.append(Group(rows, costs, bool(set(rows) & set(fresh))))
-        return Budget(parts, self.head.curves, self.block, limits, ahead)
+            costs = self._costs(seqs[rows[0]].greedy, len(rows), context)
+            groups.append(Group(rows, costs, not set(rows).isdisjoint(fresh)))
+        return TreePlan(groups, self.head.curves, self.block, limits, ahead)
+
+    def _saved_by_block(self, rows: int, context: int) -> float:
+        """Return the ms that a token of each row saves if a first block is drafted.
+
+        Its nodes are expected to be accepted as often as those of their places are on average.
+        """
+        costs = self._costs(True, rows, context)
+        means = [mean for _, _, mean in self.head.curves]
+        states = min(self.block, costs.nodes)
+        survival = list(accumulate((means + means[-1:] * states)[:states], mul))
+        group = Group(list(range(rows)), costs, fresh=True)
+        plain, _ = group.rate([[]] * rows)
+        drafted, _ = group.rate([survival] * rows, states * group.state)
+        return rows / plain - rows / drafted
