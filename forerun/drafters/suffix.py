@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from forerun.drafters.automaton import Automaton
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
-from forerun.methods.suffix_settings import Suffix
+from forerun.methods.suffix import Suffix
 from forerun.planning.cost_model import rounded
 
 if TYPE_CHECKING:
