@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from forerun.methods.base import Method, Parts
 from forerun.methods.head import Eagle, Lyanna, PacerEagle, PacerLyanna
-from forerun.methods.hybrid_settings import Hybrid
+from forerun.methods.hybrid import Hybrid
 from forerun.methods.lookup import (
     METHODS,
     default_method,
@@ -33,7 +33,7 @@ from forerun.methods.lookup import (
 from forerun.methods.model_chain import SD, Confidence, Cumulative, Drafting, Pacer
 from forerun.methods.phrases import Ouroboros, PacerOuroboros
 from forerun.methods.plain import AR
-from forerun.methods.suffix_settings import Suffix
+from forerun.methods.suffix import Suffix
 
 __all__ = [
     "AR",

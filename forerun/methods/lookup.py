@@ -11,7 +11,7 @@ from typing import Any
 
 from forerun.methods.base import Method
 from forerun.methods.model_chain import SD, Pacer
-from forerun.methods.suffix_settings import Suffix
+from forerun.methods.suffix import Suffix
 
 # The methods of the package by name. `forerun.methods` fills this in, because `Hybrid`, which is
 # one of them, looks others up.

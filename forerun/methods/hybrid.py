@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from forerun.methods.base import Method, number
 from forerun.methods.lookup import METHODS, default_method, method, parse_value
-from forerun.methods.suffix_settings import Suffix
+from forerun.methods.suffix import Suffix
 
 NEVER_OTHER = ("ar", "suffix", "hybrid")  # not allowed as `other`
 
