@@ -125,7 +125,7 @@ class Costs:
         return self._steps[key]
 
     def reading(self, tokens: int, by_head: bool = False) -> float:
-        """Return the ms in which the draft model, or the head, reads `tokens` tokens of a prompt."""
+        """Return the ms in which the draft model or the head reads `tokens` tokens of a prompt."""
         table = self.head if by_head else self.draft
         return tokens * table[max(table)] / max(table)
 
