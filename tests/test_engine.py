@@ -39,11 +39,11 @@ from transformers.generation import logits_process as hf
 
 from forerun import Decoder
 from forerun.backends.heads import HiddenLM
+from forerun.drafters.plain import PlainDrafter
 from forerun.engine.engine import Engine, QueueFullError, Step
 from forerun.engine.sequence import Request
 from forerun.engine.session import FAILURES_TO_REPORT, Session
 from forerun.methods import METHODS, method
-from forerun.methods.ar import PlainDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.model.prefix_store import PrefixStore
 from forerun.sampling.sampler import Sampler

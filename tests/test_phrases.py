@@ -26,17 +26,18 @@ from toys import (
 
 from benchmarks.baselines.lookahead import Lookahead, LookaheadDrafter
 from forerun import Decoder
+from forerun.drafters import phrases, pools
+from forerun.drafters.pacer import PacerStop
+from forerun.drafters.phrases import OuroborosDrafter, PhraseMemo, PhraseNote
+from forerun.drafters.plain import PlainDrafter
+from forerun.drafters.pools import PhrasePool
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import RowOutcome
-from forerun.methods import Method, Ouroboros, PacerOuroboros, Parts, method, ouroboros, pools
-from forerun.methods.ar import PlainDrafter
-from forerun.methods.ouroboros import OuroborosDrafter, PhraseMemo, PhraseNote
-from forerun.methods.pacer import PacerStop
-from forerun.methods.pools import PhrasePool
-from forerun.methods.stop import FixedLength, LengthPolicy
+from forerun.methods import Method, Ouroboros, Pacer, PacerOuroboros, Parts
+from forerun.planning.stop_rules import FixedLength, LengthPolicy
 from forerun.sampling.sampler import Sampler
 
 
@@ -169,15 +170,12 @@ def test_a_row_keeps_its_state_between_both_ways() -> None:
 
 
 def test_the_policy_of_pacer_ouroboros_is_priced_by_how_rows_are_drafted() -> None:
-    chosen, parts = PacerOuroboros(), Parts(TableLM(TARGET), TableLM(DRAFT), LAYER, COSTS)
-    few = chosen.costs(parts, "greedy", 1)
-    assert (
-        few is not None
-        and few.draft == {1: 0.3 * COSTS.drafting(1 + 1 * 8)}
-        and few.target == COSTS.target
-    )
-    assert chosen.costs(parts, "sampled", 1) == few
-    assert method("pacer").costs(parts, "greedy", 1) == COSTS  # type: ignore[union-attr]
+    parts = Parts(TableLM(TARGET), TableLM(DRAFT), LAYER, COSTS)
+    by_phrases, plain = (chosen.policy(parts) for chosen in (PacerOuroboros(), Pacer()))
+    assert isinstance(by_phrases, PacerStop) and isinstance(plain, PacerStop)
+    assert plain.costs == COSTS
+    assert by_phrases.costs is not None and by_phrases.costs.target == COSTS.target
+    assert by_phrases.costs.draft == {1: 0.3 * COSTS.drafting(1 + 1 * 8)}
 
 
 @pytest.mark.parametrize(("ms", "least", "most"), [(1.01, 60, 70), (1000.0, 1, 3), (10.0, 4, 60)])
@@ -186,7 +184,7 @@ def test_phrases_rest_where_forwards_with_them_draft_less_a_ms(
 ) -> None:
     """By costs alone or by what they gave, and they are tried again. `ms` is of 64 tokens, where one takes 1."""
     made, ways = drafter(suffixes=0), []
-    made.table = replace(COSTS, draft={1: 1.0, 64: ms}, chained=0.0)
+    made.chooser.costs = replace(COSTS, draft={1: 1.0, 64: ms}, chained=0.0)
     for way, grow in enumerate((made._grow, made._grow_by_phrases)):
         setattr(
             made, grow.__name__, lambda *given, way=way, grow=grow: ways.append(way) or grow(*given)
@@ -207,7 +205,7 @@ def drafter(pacer: bool = False, pool: PhrasePool | None = None, **settings) -> 
     chosen = PacerOuroboros(**made) if pacer else Ouroboros(**{"gamma": 5} | made)
     policy: LengthPolicy = FixedLength(made.get("gamma", 5))
     if pacer:
-        policy = PacerStop(LAYER, 2, 7, costs=lambda mode, rows: COSTS)
+        policy = PacerStop(LAYER, 2, 7, costs=COSTS)
     return OuroborosDrafter(chosen, TableLM(DRAFT), policy, len(DRAFT), pool)  # type: ignore[arg-type]
 
 
@@ -256,7 +254,7 @@ def test_the_targets_verdict_becomes_phrases() -> None:
     row.pool.add(3, (1, 1))
 
     def drafted() -> tuple[Draft, PhraseMemo]:
-        chain = ouroboros._Phrased(seq, 9, [2, 2, 2, 3])
+        chain = phrases._Phrased(seq, 9, [2, 2, 2, 3])
         draft = made._with_suffixes(chain)
         return draft, PhraseMemo({0: PhraseNote(4, chain.suffixes)})
 

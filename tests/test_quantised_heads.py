@@ -14,14 +14,14 @@ from toys import random_head, tiny
 
 from forerun.backends.heads import HiddenLM
 from forerun.backends.quantised_heads import Beams
+from forerun.drafters.eagle import EagleDrafter
+from forerun.drafters.head import HeadDrafter
+from forerun.drafters.lyanna import LyannaDrafter
 from forerun.engine.acceptance import Verdict
-from forerun.engine.costs import Costs
 from forerun.engine.step import RowOutcome
 from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna
-from forerun.methods.eagle import EagleDrafter
-from forerun.methods.hidden import HeadDrafter
-from forerun.methods.lyanna import LyannaDrafter
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.cost_model import Costs
 
 FORMS: dict[str, dict[str, Any]] = {
     "today's": {},

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import RowOutcome
-from forerun.methods import Parts
+from forerun.methods import Drafting, Parts
 from forerun.methods.base import integer, number
-from forerun.methods.chain import Drafting
-from forerun.methods.stop import DraftState, Fixed, LengthPolicy
+from forerun.planning.stop_rules import DraftState, Fixed, LengthPolicy
 
 # AdaEDL's moving averages: the share of the past in the acceptance rate and in the threshold.
 OLD_RATE, OLD_THRESHOLD = 0.5, 0.9

@@ -8,10 +8,9 @@ from typing import ClassVar
 
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import RowOutcome
-from forerun.methods import Parts
+from forerun.methods import Drafting, Parts
 from forerun.methods.base import integer
-from forerun.methods.chain import Drafting
-from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
+from forerun.planning.stop_rules import Bounds, DraftState, LengthPolicy, StopRule
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from forerun.drafters.pools import PhrasePool
 from forerun.engine.draft import Draft, Tree
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import Drafter, Proposal, RowOutcome
 from forerun.methods import Method, Parts
 from forerun.methods.base import integer
-from forerun.methods.pools import PhrasePool
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from forerun.engine.sequence import Request
 from forerun.engine.sequence import Sequence as EngineSequence
 from forerun.engine.step import RowOutcome
 from forerun.methods import Method, Parts
-from forerun.methods.guard import Guarded, SpeedTracker
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.guard import Guard, GuardedDrafter
 
 PROMPTS, LONGEST, NEW = 24, 300, 40  # prompts, their tokens and those of an output at most
 SESSIONS = 30  # the most requests of one engine
@@ -211,7 +211,7 @@ def run_engine(
     )
     if numbers.random() < 0.7:
         clock = Clock(numbers)
-        drafter = Guarded(drafter, SpeedTracker(clock), SpeedTracker(clock))
+        drafter = GuardedDrafter(drafter, Guard(clock), Guard(clock))
     engine = Engine(
         parts.target.fresh(numbers.choice((0, PREFIX_BYTES))),
         drafter,

@@ -13,14 +13,15 @@ from torch import Tensor
 from forerun.api.options import EngineOptions
 from forerun.backends.costs import file_of, head_costs, kept, measure_costs
 from forerun.backends.identity import identity
-from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import Drafter, Proposal, RowOutcome
 from forerun.methods import AR, Method, Parts
-from forerun.methods.guard import Guarded, SpeedTracker
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.cost_model import Costs
+from forerun.planning.forecast import PlannedDrafter, PlannerByMode
+from forerun.planning.guard import Guard, GuardedDrafter
 
 if TYPE_CHECKING:
     from forerun.model.prompt_folder import PromptFolder
@@ -47,7 +48,7 @@ def build_engine(
     methods: list[Method],
     parts: Parts,
     options: EngineOptions,
-    trackers: dict[tuple[Method, bool], SpeedTracker],
+    trackers: dict[tuple[Method, bool], Guard],
 ) -> Engine:
     """Return an engine whose sequences are drafted for by one method, or by one if greedy and one if sampled.
 
@@ -60,13 +61,13 @@ def build_engine(
     drafters = []
     for number, method in enumerate(methods):
         draft = drafts[number] if drafts else None
-        guarded = (lambda drafter: Guarded(drafter, SpeedTracker(clock))) if is_guarded else None
+        guarded = (lambda drafter: GuardedDrafter(drafter, Guard(clock))) if is_guarded else None
         drafters.append(method.build(replace(parts, draft=draft, guarded=guarded)))
     drafter = drafters[0] if len(drafters) == 1 else Split(*drafters)
     if is_guarded and not all(isinstance(method, AR) for method in methods):
         # Sampling costs and accepts otherwise than greedy decoding.
         keys = (methods[0], True), (methods[-1], False)
-        drafter = Guarded(drafter, *(trackers.setdefault(key, SpeedTracker(clock)) for key in keys))
+        drafter = GuardedDrafter(drafter, *(trackers.setdefault(key, Guard(clock)) for key in keys))
     return Engine(
         target,
         drafter,
@@ -110,22 +111,18 @@ class SplitMemo:
     inner: dict[bool, Any]
 
 
-class Split(Drafter):
+class Split(PlannedDrafter):
     """Pass each sequence to the drafter of its mode. In a step with both modes, both draft."""
 
     def __init__(self, greedy: Drafter, sampled: Drafter) -> None:
         self.drafters = {True: greedy, False: sampled}
+        self.planner = PlannerByMode(greedy, sampled)
         self.wants_hidden = greedy.wants_hidden or sampled.wants_hidden
         self.spread = max(greedy.spread, sampled.spread)
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
         drafter = self.drafters[seq.greedy]
         return drafter.admit(seq, hidden if drafter.wants_hidden else None, chunk)
-
-    def pays(self, rows: int, unread: Sequence | None = None, context: float = 0.0) -> bool:
-        if unread is not None:
-            return self.drafters[unread.greedy].pays(rows, unread, context)
-        return any(each.pays(rows, None, context) for each in self.drafters.values())
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         drafts: dict[int, Draft] = {}

@@ -62,7 +62,7 @@ class EngineOptions:
         kv_memory: bytes for keys and values of the target, None for no bound.
         prefix_bytes: bytes, of each model, for keys and values of earlier prompts, so that what a new prompt shares
             with one of them is not computed again. 0 for none.
-        guard: leave drafts out while they do not pay (see forerun/methods/guard.py), unless it is False. Which steps
+        guard: leave drafts out while they do not pay (see forerun/planning/guard.py), unless it is False. Which steps
             those are depends on the time they take; what is sampled without a seed then does so too.
         share_outputs: whether a request may draft from the outputs and phrases of earlier ones. Rejected drafts, which
             a server's client may ask for, would otherwise hold words of answers to other clients.
