@@ -116,8 +116,9 @@ def read_line(
         name = "custom_id" if is_enveloped else "id"
         custom_id = _id(record, name)
         if custom_id is not None and ids.setdefault(custom_id, number) != number:
+            # The bad line gets no custom_id, because the id belongs to the earlier line's record.
             message = f"{name} {ascii(custom_id)[:80]} was used on line {ids[custom_id]} already"
-            return BadLine(number, custom_id, f"duplicate_{name}", message)
+            return BadLine(number, None, f"duplicate_{name}", message)
         url, body = _enveloped(record) if is_enveloped else _plain(record)
         if body.get("stream"):
             raise ValueError("stream is not supported in a batch")
