@@ -31,7 +31,7 @@ from forerun.backends.gguf.model import load_gguf
 from forerun.bench.plan import Plan, parse_methods
 from forerun.cli import demo
 from forerun.cli.commands import app
-from forerun.methods.pools import SuffixMemory
+from forerun.drafters.pools import SuffixMemory
 from forerun.model.causal_lm import CausalLM
 from forerun.zoo import companion, locate, own_draft
 from forerun.zoo import fetch as fetching

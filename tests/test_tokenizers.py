@@ -37,13 +37,13 @@ from benchmarks.baselines.heuristic import Heuristic
 from benchmarks.embedded.tokenizer import train_tokenizer
 from forerun import Decoder
 from forerun.backends.hot import prepare_draft
+from forerun.drafters.plain import PlainDrafter
+from forerun.drafters.translated import Reader, TranslatedDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request
 from forerun.engine.stats import summarise
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods import AR, METHODS, SD, Confidence, Cumulative, Hybrid, Method, Parts, method
-from forerun.methods.ar import PlainDrafter
-from forerun.methods.translated import Reader, TranslatedDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler
 from forerun.text.vocabularies import Translation, Vocabulary, translate, whole

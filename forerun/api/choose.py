@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forerun import methods
-from forerun.engine.costs import Costs, costs_of
 from forerun.files import read_text
 from forerun.methods import METHODS, Method, Pacer
+from forerun.planning.cost_model import Costs, costs_of
 from forerun.zoo import FOLDERS, ModelSource, is_eagle3, settings_of
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from forerun.backends import has_foreign_layers, prepare
 from forerun.backends.facts import facts_of
 from forerun.backends.heads import HiddenLM
 from forerun.backends.hot import prepare_draft
-from forerun.engine.costs import Costs
+from forerun.drafters.pools import Pool
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request
 from forerun.engine.session import Session
@@ -35,9 +35,9 @@ from forerun.files import private_folder
 from forerun.heads.heads import HiddenDrafter
 from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import Method, Parts
-from forerun.methods.guard import SpeedTracker
-from forerun.methods.pools import Pool
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.cost_model import Costs
+from forerun.planning.guard import Guard
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.response_format import form_of
 from forerun.text.chat import chat_prompt, turn_ends
@@ -83,7 +83,7 @@ class Decoder:
     options: EngineOptions
     translation: Translation | None
     pools: Pools | None  # phrases and outputs of earlier requests
-    _trackers: dict[tuple[Method, bool], SpeedTracker]
+    _trackers: dict[tuple[Method, bool], Guard]
     _state: _State
     _is_adapted: bool
 

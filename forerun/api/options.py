@@ -68,7 +68,7 @@ class EngineOptions:
         kv_memory: the bytes for keys and values of the target, None for no bound.
         prefix_bytes: the bytes, for each model, of keys and values of earlier prompts, so that the
             part that a new prompt shares with one of them is not computed again. 0 for none.
-        guard: leave drafts out while they do not pay (see forerun/methods/guard.py), unless it is
+        guard: leave drafts out while they do not pay (see forerun/planning/guard.py), unless it is
             False. Which steps those are depends on the time that steps take, and so do tokens that
             are sampled without a seed.
         share_outputs: whether a request may draft from the outputs and phrases of earlier requests.

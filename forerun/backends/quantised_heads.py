@@ -28,7 +28,7 @@ class Growth:
 
     Attributes:
         tokens, parents, found: [R, n, m] tokens, parents and values of the paths at each of n places, see
-            `forerun.methods.beams.Search`.
+            `forerun.drafters.beams.Search`.
         states, logits: [n, R, d], and those of them alone [n, R, S], before old logits and token information.
     """
 
@@ -43,7 +43,7 @@ class Beams:
     """The beams of a draft of R rows in C, and how it goes on.
 
     Attributes:
-        tokens, values: [R, w] see `forerun.methods.beams.Search`; a call continues these and replaces them.
+        tokens, values: [R, w] see `forerun.drafters.beams.Search`; a call continues these and replaces them.
         start: places so far.
         ends: [R] the places that each row may have.
         nodes: the paths to find at a place.
