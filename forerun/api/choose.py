@@ -325,8 +325,8 @@ def kind_of(head: Any) -> str | None:
     if is_eagle3(source.path):
         return "eagle"
     kind = settings_of(source.path).get("kind")
-    kinds = {each.head for each in METHODS.values() if each.head is not None}
-    return kind if kind in kinds else "lyanna"
+    kinds = [each.head for each in METHODS.values() if each.head is not None]
+    return str(kind) if kind in kinds else "lyanna"
 
 
 def _is_own(draft: ModelSource | None, own_draft: ModelSource | None) -> bool:

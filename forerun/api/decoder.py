@@ -187,8 +187,8 @@ class Decoder:
         It continues with this decoder's phrases and outputs, measured costs and speeds. If the
         method changes, it is the method for sampling too unless `sampling_method` is given.
         """
-        names = ("target", "tokenizer", "draft", "method", "sampling_method")
-        names += ("pre_verifier", "head", "translation", "costs")
+        names = ["target", "tokenizer", "draft", "method", "sampling_method", "pre_verifier"]
+        names += ["head", "translation", "costs"]
         arguments = {name: getattr(self, name) for name in names} | vars(self.options)
         if "method" in changes:
             arguments["sampling_method"] = None

@@ -109,7 +109,7 @@ def load_head(
     """
     parsed = ModelSource.parse(source, "head")
     name = "the head" if parsed.path is None else f"the head {parsed.name!r}"
-    head = parsed.given if parsed.path is None else _read_head(parsed.path, name, target)
+    head: Head = parsed.given if parsed.path is None else _read_head(parsed.path, name, target)
     if form is not None and head.config.kind != form:
         raise ValueError(f"{name} is of the kind {head.config.kind!r}; the method needs {form!r}")
     if isinstance(head, Eagle3Head):

@@ -232,9 +232,10 @@ def open_gguf(path: str | Path) -> GgufFile:
         facts = path.stat()
     except OSError as error:
         raise GgufFile(path, {}, {}).error(error.strerror or str(error)) from None
-    is_settled = time() - facts.st_ctime >= _SETTLED_SECONDS
-    read = _read if is_settled else _read.__wrapped__
-    return read(path, (facts.st_ino, facts.st_ctime_ns, facts.st_size))
+    version = (facts.st_ino, facts.st_ctime_ns, facts.st_size)
+    if time() - facts.st_ctime < _SETTLED_SECONDS:
+        return _read.__wrapped__(path, version)
+    return _read(path, version)
 
 
 @lru_cache(maxsize=2)
