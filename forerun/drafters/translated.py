@@ -1,8 +1,8 @@
-"""Drafting with a model of another tokenizer by shared tokens (TLI; Timor et al., arXiv 2502.05202).
+"""Drafting with a model of another tokenizer by shared tokens.
 
-Drafts are sampled from the draft's distribution at the tokens that both tokenizers have. The
-acceptance rule gets the same distribution, so the target's distribution is kept. A mistranslation
-only lowers acceptance.
+The method is TLI (Timor et al., arXiv 2502.05202). Drafts are sampled from the draft's distribution
+at the tokens that both tokenizers have. The acceptance rule gets the same distribution, so the
+target's distribution is kept. A mistranslation only lowers acceptance.
 """
 
 from __future__ import annotations
