@@ -13,5 +13,6 @@ All three follow from one table, `Costs` (`cost_model`): ms of forwards by rows,
   of the rules that end a chain, and the rules by plain bounds. Rules of papers are the drafters'.
 
 A step of `hybrid` thus asks a guard, a source chooser and the planner of the other drafter.
+Suffix drafts only ask `Costs` what one more token costs.
 Nothing here runs a model. `stop_rules` needs torch and `tree_plan` NumPy; the rest needs neither.
 """

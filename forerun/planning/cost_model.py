@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forerun.engine.sequence import Sequence
 
-CONTEXT_STEP = 256  # tables are made for multiples of so many tokens of context
+CONTEXT_STEP = 256  # tables are made for contexts that are multiples of it, in tokens
 
 Table = dict[int, float]  # {new tokens or rows of a forward: ms}
 
@@ -101,7 +101,7 @@ class Costs:
         )
 
     def verify(self, tokens: float) -> float:
-        """Return the ms of a target forward of that many new tokens."""
+        """Return the ms of a target forward with `tokens` new tokens."""
         return interpolated(self.target, tokens)
 
     def drafting(self, rows: int) -> float:
@@ -125,7 +125,7 @@ class Costs:
         return self._steps[key]
 
     def reading(self, tokens: int, by_head: bool = False) -> float:
-        """Return the ms in which the draft model, or the head, runs so many tokens of a prompt."""
+        """Return the ms in which the draft model or the head reads `tokens` tokens of a prompt."""
         table = self.head if by_head else self.draft
         return tokens * table[max(table)] / max(table)
 
@@ -221,7 +221,7 @@ def _value_between(near: float, far: float, share: float) -> float:
 
 
 def _table_between(near: Table, far: Table, share: float, rows: int) -> Table:
-    """Return `near` plus a share of what a longer text adds, for forwards of so many rows.
+    """Return `near` plus a share of what a longer text adds, for forwards of `rows` rows.
 
     What is added counts once for each row that has a new token: at most `rows` rows share the new
     tokens of a forward evenly.

@@ -104,7 +104,7 @@ class Guard:
         self.wait = max(self.wait - share, 0)
 
     def drafts(self, rows: int) -> bool:
-        """Return whether a step of so many rows is to draft."""
+        """Return whether a step of `rows` rows is to draft."""
         if self.paused or self._plain_steps < FIRST_PLAIN_STEPS or rows not in self._plain_seconds:
             return False
         gain = self._recent_tokens / self._recent_costs if self._recent_costs else 1.0
@@ -129,7 +129,7 @@ class Guard:
             self._gained -= cost
 
     def record(self, rows: int, tokens: int, seconds: float, drafted: bool) -> None:
-        """Record a step, whose rows committed so many tokens in all."""
+        """Record a step, whose rows committed `tokens` tokens in all."""
         if drafted:
             self._record_drafting(rows, tokens, seconds)
         else:
@@ -333,7 +333,7 @@ class GuardedDrafter(Drafter):
         self.drafter.drop(seq)
 
     def _paying(self, seqs: list[Sequence], rows: int) -> list[Sequence]:
-        """Return the sequences whose drafts are expected to pay in a step of so many rows."""
+        """Return the sequences whose drafts are expected to pay in a step of `rows` rows."""
         greedy = all(seq.greedy for seq in seqs)
         step = forecast(self.drafter, StepSituation(rows, mean_context(seqs), greedy))
         paying = []

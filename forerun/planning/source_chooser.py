@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 # Suffix counts promise 1, 2, 3, or more tokens. These shares of them are expected to be accepted.
 PRIOR_TRUE_SHARES = (0.3, 0.35, 0.45, 0.6)
-PRIOR_STEPS = 4.0  # what is expected counts as so many steps
-STEP_DECAY = 0.98  # a step counts so many times as much as the next one
+PRIOR_STEPS = 4.0  # the weight of what is expected, in steps
+STEP_DECAY = 0.98  # the weight of a step, relative to the next one
 PRIOR_OTHER_SHARE = 0.5  # the expected share of tokens for which the other drafter is wanted
 EXPECTED_REST = 128  # tokens that are expected to come, beside as many as have come
 
-PHRASE_DECAY = 0.9  # a forward with phrases counts so many times as much as the next one
+PHRASE_DECAY = 0.9  # the weight of a forward with phrases, relative to the next one
 PLAIN_STEPS_WITHOUT_PHRASES = 32  # steps after which phrases are tried again
 
 Forwards = Literal["draft", "head"]  # what the other drafter runs, by its table in `Costs`
@@ -63,7 +63,7 @@ class SourceOutcome:
     Attributes:
         suffix: the suffix draft that was found.
         score: the number of accepted tokens that its counts promised.
-        used: the draft that was used, by whomever.
+        used: the draft that was verified, from any source.
         committed: the tokens by which the row has grown.
         forwards: of the other drafter.
         ms: of the step, by the table of costs.
@@ -184,7 +184,7 @@ class SourceChooser:
         return Savings(by_suffix, (by_other - max(by_suffix, 0.0)) / tokens)
 
     def forecast(self, situation: StepSituation, saved: float) -> Forecast:
-        """Return the forecast of the other drafter, a token of which saves so many ms."""
+        """Return the forecast of the other drafter, whose tokens save `saved` ms each."""
         middle = situation.context - situation.unread / 2
         reading = self._read_ms(situation.rows, middle) * situation.unread
         # What it does not draft itself of the tokens to come, it has to read.
@@ -194,11 +194,11 @@ class SourceChooser:
         return Forecast(saved, now + max(0.0, later) * situation.remaining, reading)
 
     def step_ms(self, situation: StepSituation, drafted: float = 0, forwards: float = 0) -> float:
-        """Return the ms of a step whose rows draft so many tokens each, by the table of costs.
+        """Return the ms of a step whose rows draft `drafted` tokens each, by the table of costs.
 
         Args:
             situation: the step.
-            drafted: the tokens that each row drafts.
+            drafted: the tokens that each row drafts; a mean need not be whole.
             forwards: those of the other drafter.
         """
         rows = situation.rows

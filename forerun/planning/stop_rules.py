@@ -182,8 +182,8 @@ class Within(StopRule):
 
         Args:
             limits: the bounds.
-            shared_rows: if above 1, so many rows stop together, by the mean of their products. Rows
-                that have ended count as 0.
+            shared_rows: how many rows stop together, by the mean of their products. Rows that have
+                ended count as 0.
         """
         self.limits = limits
         self.shared_rows = shared_rows

@@ -181,7 +181,7 @@ class TreePlan:
                     self.longest[row] = 0.0
 
     def _gains_by_states(self, group: Group, growing: list[int], depth: int, states: int) -> bool:
-        """Return whether so many more states raise the rate, at their places' mean acceptance."""
+        """Return whether more states raise the rate, at the mean acceptance of their places."""
         expected = list(self.survival)
         for row in growing:
             places = self.curves[row][depth : min(depth + states, self.limits[row])]
