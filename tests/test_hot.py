@@ -144,7 +144,7 @@ def test_sampled_output_follows_the_targets_distribution() -> None:
     target = tiny("llama", vocab=6)
     draft = hot(CausalLM(noisy_copy(target, 0.05)), [0, 4])
     decoder = Decoder(target, None, draft, method("sd", gamma=2), False, max_rows=250, costs=COSTS)
-    decoder.engine.chunk_seconds = 100.0  # no clock says who joins when
+    decoder.engine.limits.chunk_seconds = 100.0  # no clock says who joins when
     torch.manual_seed(3)
     rows = decoder.generate([[1, 2, 3]] * 900, max_new_tokens=3, temperature=1.3, ignore_eos=True)
     wanted = joint_distribution(
