@@ -102,7 +102,7 @@ class EngineServer:
         self._count = count()
         forget_phrases(decoder)
         if batch is not None:
-            decoder.engine.chunk_seconds = (
+            decoder.engine.limits.chunk_seconds = (
                 60.0  # nobody decodes yet who would wait for the others' prompts
             )
 

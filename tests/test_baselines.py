@@ -156,7 +156,7 @@ def test_the_command_line_takes_it(outside: str) -> None:
     chosen = parse_methods([outside, "suffix"], [f"{outside}.count=5"], None, {})
     assert chosen[outside] == method(outside, count=5) and list(chosen) == ["ar", outside, "suffix"]
     hybrid: Any = method("hybrid", other=f"{outside}:count=2")
-    assert hybrid._other() == method(outside, count=2)
+    assert hybrid.other_method() == method(outside, count=2)
     method_args = ("--method", outside, "--method-arg", "count=2")
     done = run(
         "generate",

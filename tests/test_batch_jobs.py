@@ -117,7 +117,7 @@ def test_records_of_all_kinds_of_lines(
     codes = {each["line"]: each["code"] for each in errors.values()}
     assert codes == {4: "invalid_json", 6: "duplicate_custom_id", 8: "duplicate_custom_id"}
     assert all(each["message"].startswith(f"line {number}: ") for number, each in errors.items())
-    assert errors[6]["message"].endswith("custom_id 'plain' stands on line 2 already")
+    assert errors[6]["message"].endswith("custom_id 'plain' was used on line 2 already")
     assert [found[number]["custom_id"] for number in (1, 2, 8)] == [
         "chat \U0001f600",
         "plain",
@@ -151,7 +151,7 @@ def test_records_of_all_kinds_of_lines(
     for options, message in (
         ({"method": "ar"}, r'belongs to a job with method \{"name": "suffix"'),
         ({"seed": 3}, "a job with seed null, not 3"),
-        ({}, "belongs to another input"),
+        ({}, "belongs to a job with another input"),
     ):
         if not options:
             save_lines(source, ["{}"])
@@ -279,7 +279,7 @@ def test_a_killed_job_goes_on(model: Path, tmp_path: Path) -> None:
         until(lambda: len(records(out)) >= 3 or process.poll() is not None, 600)
         assert process.poll() is None
         refuses(
-            "another process is at this job",
+            "another process is working on this job",
             batch,
             source,
             out,
@@ -321,12 +321,12 @@ def test_inputs_and_folders_that_are_refused(tmp_path: Path) -> None:
     refuses("is not empty, and has no job", Folder, tmp_path, source, job)
     folder = Folder(out, source, job)
     folder.refuse(BadLine(2, None, "code", "why"))
-    refuses("another process is at this job", Folder, out, source, job)
+    refuses("another process is working on this job", Folder, out, source, job)
     folder.close()
     path = out / "records.jsonl"
     record = path.read_bytes()
     path.write_bytes(record + b"\0\0\n" + record.replace(b'"line":2', b'"line":3'))
-    refuses(r"records\.jsonl is damaged in line 2: take that line out", Folder, out, source, job)
+    refuses(r"records\.jsonl is damaged in line 2: remove that line", Folder, out, source, job)
     path.write_bytes(record + record)  # a line that is there twice, at the end
     again = Folder(out, source, job)
     assert again.done == {2} and path.read_bytes() == record

@@ -13,18 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys import noisy_copy, refuses, tiny, tiny_tokenizer
 
+from forerun.api.choose import shipped
 from forerun.api.load import Decoder
-from forerun.api.resolve import shipped
 from forerun.backends.costs import long_context, measure_costs
-from forerun.engine.costs import Costs, convex, costs_of
+from forerun.drafters.model_chain import ChainDrafter
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Suffix
-from forerun.methods.budget import Budgets
-from forerun.methods.chain import ChainDrafter
-from forerun.methods.hybrid import Balance
-from forerun.methods.stop import BestLength
-from forerun.methods.suffix import SuffixDrafter
+from forerun.planning.cost_model import Costs, convex, costs_of
+from forerun.planning.forecast import StepSituation, forecast
+from forerun.planning.source_chooser import SourceChooser
+from forerun.planning.stop_rules import BestLength
+from forerun.planning.tree_plan import TreePlanner
 
 COSTS = Costs(target={1: 10.0, 2: 10.0, 4: 12.0, 8: 20.0}, draft={1: 1.0, 2: 1.5})
 
@@ -203,7 +204,7 @@ def test_a_long_table_that_noise_made_cheaper_makes_nothing_so(
 def test_costs_by_context_are_kept_and_damaged_ones_refused() -> None:
     found = json.loads(json.dumps(asdict(BY_CONTEXT)))
     assert costs_of(found) == BY_CONTEXT and costs_of(found).far == FAR
-    refuses("must be of more than 9000", costs_of, found | {"context": 9000})
+    refuses("must be more than 9000", costs_of, found | {"context": 9000})
     refuses(
         "target must be above 0", costs_of, found | {"far": found["far"] | {"target": {"1": 0}}}
     )
@@ -242,25 +243,29 @@ def test_long_texts_shorten_drafts() -> None:
     """A rule that takes the costs of a short text would draft as much."""
     short, long = ([sequence(count)] for count in (100, 8192))
     rule = BestLength(STEEP)
-    assert rule.begin(short, 1).bounds().most == 4 and rule.begin(long, 1).bounds().most == 1
+    assert [rule.begin(seqs, 1).bounds().max_tokens for seqs in (short, long)] == [4, 1]
     chains = ChainDrafter(Mock(vocab_size=9, context=None), rule, costs=STEEP)
-    assert chains.pays(1, None, 100) and not chains.pays(1, None, 8192)
-    assert chains.pays(1, sequence(100)) and not chains.pays(1, sequence(8192))
+    for unread, remaining in ((False, 0), (True, 99)):
+        near, far = (
+            StepSituation(1, n, unread=unread * n, remaining=remaining) for n in (100, 8192)
+        )
+        assert forecast(chains, near).pays and not forecast(chains, far).pays
     suffixes = SuffixDrafter(Suffix(), costs=STEEP)
     assert suffixes._least(1, 8192) > 2 * suffixes._least(1, 256)
-    balance = Balance(STEEP, SD())
+    chooser = SourceChooser(STEEP, "draft")
     found = Draft.chain(1, [2, 3, 4])
-    assert (
-        balance.saved(True, found, 2.5, 1, 100)[0] > 0 > balance.saved(True, found, 2.5, 1, 8192)[0]
-    )
-    assert balance.spent(True, 2, 3, context=8192) > 5 * balance.spent(True, 2, 3)
+    near, far = (chooser.savings(StepSituation(1, n), found, 2.5) for n in (100, 8192))
+    assert near.suffix > 0 > far.suffix
+    near_ms, far_ms = (chooser.step_ms(StepSituation(2, n), 3) for n in (0, 8192))
+    assert far_ms > 5 * near_ms
 
 
-def test_long_texts_shorten_the_budget_of_trees() -> None:
+def test_long_texts_shorten_trees() -> None:
     curves = [(0.0, 1.0, 0.7)] * 9
     costs = replace(STEEP, head={1: 0.1, 8: 0.2})
-    budgets = Budgets(Mock(curves=curves), costs, block=3, nodes=8)
-    assert budgets.pays(1, 256) and not budgets.pays(1, 8192)
-    short, long = (budgets.of([sequence(count)], [4], [0], [0]) for count in (100, 8192))
+    planner = TreePlanner(Mock(curves=curves), costs, block=3, nodes=8)
+    near, far = (planner.forecast(StepSituation(1, context)) for context in (256, 8192))
+    assert near.pays and not far.pays
+    short, long = (planner.plan([sequence(count)], [4], [0], [0]) for count in (100, 8192))
     survival = [[0.7, 0.5, 0.3]]
     assert short.groups[0].rate(survival)[1] == 3 and long.groups[0].rate(survival)[1] == 0

@@ -39,14 +39,14 @@ from benchmarks.baselines.heuristic import Heuristic
 from benchmarks.baselines.lookahead import Lookahead
 from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder
+from forerun.drafters.model_chain import ChainDrafter
+from forerun.drafters.plain import PlainDrafter
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Proposal, Step
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.stats import Stats, summarise
 from forerun.methods import AR, SD, Confidence, Cumulative, Hybrid, Method, Ouroboros, Parts, Suffix
-from forerun.methods.ar import PlainDrafter
-from forerun.methods.chain import ChainDrafter
-from forerun.methods.stop import DraftState, Fixed, FixedLength
+from forerun.planning.stop_rules import DraftState, Fixed, FixedLength
 from forerun.sampling.probabilities import last_probabilities
 from forerun.sampling.sampler import Sampler
 

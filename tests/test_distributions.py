@@ -75,7 +75,7 @@ def test_sampled_tokens_follow_the_targets_distribution(name: str, config: str) 
         )
     chosen = method(name.removesuffix("3"), **settings)
     decoder = Decoder(model, None, draft, chosen, False, max_rows=250, **parts)
-    decoder.engine.chunk_seconds = 100.0  # no clock says who joins when
+    decoder.engine.limits.chunk_seconds = 100.0  # no clock says who joins when
     torch.manual_seed(
         5
     )  # with a seed of its own a sequence would be sampled the same, whatever is drafted

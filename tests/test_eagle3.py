@@ -30,17 +30,17 @@ from forerun.backends.costs import head_costs
 from forerun.backends.heads import HiddenLM
 from forerun.backends.quantised import QuantisedForward
 from forerun.backends.stored import store
-from forerun.engine.costs import Costs
+from forerun.drafters.beams import grow, searching
+from forerun.drafters.eagle import EagleDrafter
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request
 from forerun.engine.step import Proposal
 from forerun.heads.eagle3 import Eagle3Head
 from forerun.methods import Eagle, Hybrid, Method, PacerEagle, method
-from forerun.methods.beams import grow, searching
-from forerun.methods.eagle import EagleDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import capture_hidden_states
+from forerun.planning.cost_model import Costs
 from forerun.sampling.sampler import Sampler
 
 TOKENS = [5, 6, 7, 8, 9, 1, 2, 3, 60, 11]

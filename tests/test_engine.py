@@ -39,11 +39,11 @@ from transformers.generation import logits_process as hf
 
 from forerun import Decoder
 from forerun.backends.heads import HiddenLM
+from forerun.drafters.plain import PlainDrafter
 from forerun.engine.engine import Engine, QueueFullError, Step
 from forerun.engine.sequence import Request
-from forerun.engine.session import TRIES, Session
+from forerun.engine.session import FAILURES_TO_REPORT, Session
 from forerun.methods import METHODS, method
-from forerun.methods.ar import PlainDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.model.prefix_store import PrefixStore
 from forerun.sampling.sampler import Sampler
@@ -156,7 +156,7 @@ def test_a_request_is_given_what_it_is_given_alone(name: str, data: st.DataObjec
     }
     wanted = [alone(name, request) for request in requests]
     engine = engine_of(name)
-    engine.max_rows = data.draw(st.integers(1, 5))
+    engine.limits.max_rows = data.draw(st.integers(1, 5))
     ids: dict[int, int] = {}
     steps: dict[int, list[Step]] = {}
     turn = 0
@@ -260,7 +260,7 @@ def test_what_goes_wrong_once_undoes_the_step_and_costs_nobody_anything(
     ]
     wanted = [alone(name, request) for request in requests]
     engine = engine_of(name)
-    engine.max_rows = data.draw(st.integers(1, 6))
+    engine.limits.max_rows = data.draw(st.integers(1, 6))
     steps: dict[int, list[Step]] = {}
     ids = [engine.add(request) for request in requests[:2]]
     aborted, bad = engine.add(Request(PROMPTS[4], 20)), engine.add(failing(PROMPTS[3]))
@@ -326,9 +326,11 @@ OTHER_CALLS = [
     "target.drop",
     "target.park",
     "drafter.drop",
-    "_leave",
-    "_admit",
-    "_leave_aborted",
+    "scheduler.release",
+    "scheduler.admit",
+    "scheduler.release_aborted",
+    "scheduler.dismiss",
+    "scheduler.requeue",
     "_observe",
 ]
 
@@ -348,11 +350,15 @@ class Breaking:
         self.calls = 0
         setattr(owner, name, self)
 
+    @staticmethod
+    def _id_of(given: Any) -> int:
+        """Return the id of what a method is given: an id, a sequence or an outcome."""
+        seq = getattr(given, "sequence", given)
+        return getattr(seq, "id", seq)
+
     def __call__(self, ids: Any, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        if self.times and (
-            self.id is None or self.id in [getattr(each, "id", each) for each in ids]
-        ):
+        if self.times and (self.id is None or self.id in [self._id_of(each) for each in ids]):
             self.times -= 1
             raise self.error
         return self.call(ids, *args, **kwargs)
@@ -371,7 +377,7 @@ def test_who_makes_steps_fail_is_found_and_ended_alone(
     requests = [Request(PROMPTS[i], 20) for i in (0, 2, 3, 4, 1)]  # the last one waits for a row
     wanted = [alone(name, request) for request in requests]
     engine = engine_of(name)
-    engine.max_rows = 4
+    engine.limits.max_rows = 4
     ids = [engine.add(request) for request in requests]
     bad = ids[2]
     steps: dict[int, list[Step]] = {}
@@ -391,7 +397,7 @@ def test_who_makes_steps_fail_is_found_and_ended_alone(
 @pytest.mark.parametrize("place", ["forward", "prefill"])
 def test_where_nothing_works_each_request_gets_its_try(place: str) -> None:
     engine = engine_of("sd")
-    engine.max_rows = 2
+    engine.limits.max_rows = 2
     ids = [engine.add(Request(prompt, 9)) for prompt in PROMPTS]
     broken = Breaking(engine.target, place, RuntimeError("the device is gone"))
     steps = drain(engine)
@@ -641,7 +647,7 @@ def test_buffers_are_allocated_once() -> None:
 # Callers that share an engine.
 
 
-@pytest.mark.parametrize("failing", [0, TRIES - 1, TRIES])
+@pytest.mark.parametrize("failing", [0, FAILURES_TO_REPORT - 1, FAILURES_TO_REPORT])
 def test_one_thread_steps_for_all_and_goes_on_after_steps_that_fail(failing: int) -> None:
     asked = [Request(prompt, 9 + i) for i, prompt in enumerate(PROMPTS[:3])]
     wanted = [tokens_of(steps) for steps in decode(CausalLM(tiny("llama")), PlainDrafter(), asked)]
@@ -669,7 +675,7 @@ def test_one_thread_steps_for_all_and_goes_on_after_steps_that_fail(failing: int
     assert done.wait(60)
     session.stop()
     thread.join(60)
-    assert not thread.is_alive() and len(failures) == (failing == TRIES)
+    assert not thread.is_alive() and len(failures) == (failing == FAILURES_TO_REPORT)
     found: list[list[int]] = [[], [], []]
     for first, run in zip((0, 2), runs, strict=True):
         for index, step in run.take():

@@ -18,11 +18,11 @@ from transformers import (
 
 from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder
+from forerun.drafters.plain import PlainDrafter
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Proposal
 from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Cumulative, Hybrid, Method, Pacer, Suffix
-from forerun.methods.ar import PlainDrafter
 from forerun.model.causal_lm import CausalLM
 
 pytestmark = pytest.mark.versions

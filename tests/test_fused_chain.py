@@ -22,12 +22,13 @@ from forerun.backends.chain import FusedChain, fused_chain
 from forerun.backends.costs import measure_costs
 from forerun.backends.hot import HotHead, prepare_draft
 from forerun.backends.stored import store
+from forerun.drafters.model_chain import Chain, ChainDrafter
+from forerun.drafters.phrases import costs_by_phrases
 from forerun.engine.sequence import Request
 from forerun.engine.sequence import Sequence as EngineSequence
-from forerun.methods import Parts, method
-from forerun.methods.chain import Chain, ChainDrafter
-from forerun.methods.stop import Bounds, FixedLength, Within
+from forerun.methods import PacerOuroboros, method
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.stop_rules import Bounds, FixedLength, Within
 from forerun.sampling.sampler import ChainSampling, Drafted, Sampler, SamplingDistribution
 from forerun.sampling.seeded import FLOOR, SeededStream
 
@@ -295,14 +296,14 @@ def test_costs_know_what_a_token_of_a_chain_takes() -> None:
     )
     assert costs.drafting(2) > 0 and measure_costs(small(), CausalLM(tiny("llama"))).chained == 0
     # What drafts phrases runs no chain.
-    method_costs = method("pacer-ouroboros").costs(Parts(small(), costs=costs), "greedy", 1)
-    assert method_costs is not None and method_costs.drafting(1) == method_costs.draft[1]
+    by_phrases = costs_by_phrases(PacerOuroboros(), costs)
+    assert by_phrases.drafting(1) == by_phrases.draft[1]
 
 
 def test_rows_that_stop_together_do_so_alone() -> None:
     """`Within.more` has rows that have ended count as 0."""
-    bounds = Within(Bounds(6, product=0.3), together=2).bounds()
-    assert (bounds.most, bounds.least, bounds.product) == (6, 0.0, 0.6)
+    bounds = Within(Bounds(6, min_product=0.3), shared_rows=2).bounds()
+    assert (bounds.max_tokens, bounds.min_probability, bounds.min_product) == (6, 0.0, 0.6)
 
 
 # Sampled drafts

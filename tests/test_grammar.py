@@ -20,13 +20,13 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from benchmarks.baselines.lookahead import Lookahead
 from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder, SamplingParams
+from forerun.drafters.model_chain import ChainDrafter
+from forerun.drafters.plain import PlainDrafter
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Proposal
 from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Hybrid, Lyanna, Method, Ouroboros, Pacer, Parts, Suffix
-from forerun.methods.ar import PlainDrafter
-from forerun.methods.chain import ChainDrafter
-from forerun.methods.stop import FixedLength
+from forerun.planning.stop_rules import FixedLength
 from forerun.sampling import response_format as formats
 from forerun.sampling.sampler import Sampler
 

@@ -17,20 +17,27 @@ from toys import TARGET as SAMPLED
 
 from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder, SamplingParams
+from forerun.drafters.hybrid import HybridDrafter
+from forerun.drafters.model_chain import ChainDrafter
+from forerun.drafters.plain import PlainDrafter
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.acceptance import Verdict
-from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Step
 from forerun.engine.sequence import Request, Sequence
-from forerun.engine.step import Proposal
-from forerun.methods import AR, SD, Hybrid, Method, Parts
-from forerun.methods.ar import PlainDrafter
-from forerun.methods.chain import ChainDrafter
-from forerun.methods.guard import CHECK, FIRST, LONGEST, LOOKS, Guarded, SpeedTracker
-from forerun.methods.hybrid import HybridDrafter
-from forerun.methods.stop import BestLength, FixedLength, LengthPolicy
-from forerun.methods.suffix import Suffix, SuffixDrafter
+from forerun.engine.step import Proposal, RowOutcome
+from forerun.methods import AR, SD, Hybrid, Method, Parts, Suffix
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.cost_model import Costs
+from forerun.planning.guard import (
+    CHECK_PAUSE,
+    FIRST_PLAIN_STEPS,
+    MAX_PAUSE_PER_LOSS,
+    PAUSE_PER_LOSS,
+    Guard,
+    GuardedDrafter,
+)
+from forerun.planning.stop_rules import BestLength, FixedLength, LengthPolicy
 from forerun.sampling.sampler import Sampler
 
 TARGET = random_table(8, 5)
@@ -69,11 +76,11 @@ class Bench:
 
     def __init__(self, draft: Tensor = NEVER, each: float = 0.25, gamma: int = 4) -> None:
         self.clock, self.gamma = Clock(), gamma
-        self.pace = SpeedTracker(self.clock)
+        self.pace = Guard(self.clock)
         self.target, self.draft = Ticking(TARGET, self.clock, 1.0), Ticking(draft, self.clock, each)
 
-    def drafter(self) -> Guarded:
-        return Guarded(ChainDrafter(self.draft, FixedLength(self.gamma)), self.pace)
+    def drafter(self) -> GuardedDrafter:
+        return GuardedDrafter(ChainDrafter(self.draft, FixedLength(self.gamma)), self.pace)
 
     def call(self, new: int) -> list[Step]:
         (steps,) = decode(self.target, self.drafter(), [Request(PROMPTS[0], new)])
@@ -88,7 +95,8 @@ def test_a_useless_draft_is_soon_left_out() -> None:
     steps = Bench().call(250)
     # Two plain steps, drafting with a look until more than 4 are lost at 1 a step, then single trials.
     assert (
-        pauses(steps)[:8] == [2, 0, 0, 1, 0, CHECK, FIRST, 2 * FIRST] and len(pauses(steps)) <= 11
+        pauses(steps)[:8] == [2, 0, 0, 1, 0, CHECK_PAUSE, PAUSE_PER_LOSS, 2 * PAUSE_PER_LOSS]
+        and len(pauses(steps)) <= 11
     )
     assert [step.rests for step in steps[:8]] == [
         False
@@ -100,9 +108,14 @@ def test_a_useless_draft_is_soon_left_out() -> None:
         found = [
             run / (each * gamma)
             for run in pauses(Bench(each=each, gamma=gamma).call(6000))[1:-1]
-            if run > CHECK
+            if run > CHECK_PAUSE
         ]
-        assert found[:4] == [FIRST, 2 * FIRST, 4 * FIRST, LONGEST] and set(found[3:]) == {LONGEST}
+        assert found[:4] == [
+            PAUSE_PER_LOSS,
+            2 * PAUSE_PER_LOSS,
+            4 * PAUSE_PER_LOSS,
+            MAX_PAUSE_PER_LOSS,
+        ] and set(found[3:]) == {MAX_PAUSE_PER_LOSS}
     # A draft that agrees is never left out, but for a look at plain steps now and then.
     steps = Bench(TARGET).call(1000)
     assert 3 <= sum(not step.drafted for step in steps) < 0.04 * len(steps)
@@ -125,10 +138,10 @@ def test_drafting_comes_back_when_the_text_turns_friendly() -> None:
     assert bench.pace.paused
     bench.draft.table = TARGET
     first, *later = pauses(bench.call(600))
-    assert first <= LONGEST and sum(later) <= 3  # but for looks at the plain step
+    assert first <= MAX_PAUSE_PER_LOSS and sum(later) <= 3  # but for looks at the plain step
     # And goes when it turns hostile: as much as it may lose of its earnings, then a check, then trials.
     bench.draft.table = NEVER
-    assert [run for run in pauses(bench.call(200)) if run][:2] == [CHECK, CHECK]
+    assert [run for run in pauses(bench.call(200)) if run][:2] == [CHECK_PAUSE, CHECK_PAUSE]
 
 
 def test_the_clock_is_read_again_when_the_machine_changes() -> None:
@@ -137,7 +150,7 @@ def test_the_clock_is_read_again_when_the_machine_changes() -> None:
     # Everything takes four times as long: drafting seems to lose, until the check says that plain steps do as well.
     bench.target.each, bench.draft.each = 4.0, 1.0
     steps = bench.call(200)
-    assert sum(not step.drafted for step in steps) <= CHECK + 3
+    assert sum(not step.drafted for step in steps) <= CHECK_PAUSE + 3
     # And back. Plain steps that seem slow make drafting look good; they are looked at again.
     bench.target.each, bench.draft.each = 1.0, 0.25
     bench.call(1000)
@@ -148,14 +161,14 @@ def test_the_clock_is_read_again_when_the_machine_changes() -> None:
 def test_slow_first_steps_do_not_hide_what_drafts_lose() -> None:
     bench = Bench(each=0.1)
     bench.target.each = 1.75  # a plain step seems to take that long, a drafting one takes 1.4
-    bench.call(LOOKS)
+    bench.call(FIRST_PLAIN_STEPS)
     bench.target.each = 1.0
     assert sum(step.drafted > 0 for step in bench.call(100)) < 20
 
 
 def test_suffixes_draft_where_costs_rule_the_model_s_drafts_out() -> None:
     bench, costs = Bench(TARGET), Costs({1: 10.0, 64: 10.5}, {1: 99.0})
-    inner = Guarded(ChainDrafter(bench.draft, FixedLength(2), costs=costs), bench.pace)
+    inner = GuardedDrafter(ChainDrafter(bench.draft, FixedLength(2), costs=costs), bench.pace)
     (steps,) = decode(
         bench.target, HybridDrafter(SuffixDrafter(Suffix()), inner, 99.0), [Request([1, 2], 60)]
     )
@@ -165,7 +178,7 @@ def test_suffixes_draft_where_costs_rule_the_model_s_drafts_out() -> None:
 def test_a_batch_in_which_drafts_cannot_pay_runs_no_draft() -> None:
     bench = Bench(TARGET)
     costs = Costs({1: 10.0, 2: 11.0, 64: 650.0}, {1: 1.0, 64: 64.0})
-    drafter = Guarded(ChainDrafter(bench.draft, BestLength(costs), costs=costs), bench.pace)
+    drafter = GuardedDrafter(ChainDrafter(bench.draft, BestLength(costs), costs=costs), bench.pace)
     together = decode(bench.target, drafter, [Request(prompt, 30) for prompt in PROMPTS[:4]])
     assert not any(step.drafted for steps in together for step in steps) and not bench.draft.prompts
     (alone,) = decode(bench.target, drafter, [Request(PROMPTS[0], 30)])
@@ -198,16 +211,16 @@ def test_rows_that_come_and_go_are_guarded_all_the_same() -> None:
 
 
 def test_a_new_sequence_shortens_a_pause_by_its_share() -> None:
-    def paused(steps: int, *rows: int) -> SpeedTracker:
-        pace = SpeedTracker(Clock())
+    def paused(steps: int, *rows: int) -> Guard:
+        pace = Guard(Clock())
         pace.pause(steps)
         for batch in rows:
-            pace.begin(batch)
+            pace.shorten_pause(batch)
         return pace
 
     assert [paused(128, *rows).wait for rows in ([1], [2], [16], [16] * 16)] == [64, 96, 124, 92]
     # As one of sixteen rows, none of which are new, a request hardly ends a pause that the others have earned.
-    guarded = Guarded(PlainDrafter(), pace := paused(100))
+    guarded = GuardedDrafter(PlainDrafter(), pace := paused(100))
     seqs = [Sequence(Request([0], 9), id) for id in range(4)]
     for seq in seqs[:3]:
         list(guarded.admit(seq, None, 8))
@@ -219,11 +232,14 @@ def test_a_new_sequence_shortens_a_pause_by_its_share() -> None:
 
 
 def test_greedy_and_sampled_steps_have_paces_of_their_own() -> None:
-    greedy, sampled = SpeedTracker(Clock()), SpeedTracker(Clock())
-    drafter = Guarded(ChainDrafter(TableLM(NEVER), FixedLength(2)), greedy, sampled)
+    greedy, sampled = Guard(Clock()), Guard(Clock())
+    drafter = GuardedDrafter(ChainDrafter(TableLM(NEVER), FixedLength(2)), greedy, sampled)
     rows = decode(TableLM(TARGET), drafter, [Request([0], 2, Sampler(False)), Request([0], 5)])
     # Two steps of two rows are the first looks of one, the rest those of the other; the last has no room for a draft.
-    assert [len(row) for row in rows] == [2, 5] and (sampled._looks, greedy._looks) == (2, 3)
+    assert [len(row) for row in rows] == [2, 5] and (sampled._plain_steps, greedy._plain_steps) == (
+        2,
+        3,
+    )
 
 
 def test_a_late_sequence_waits_for_a_prompt_that_is_being_run() -> None:
@@ -240,15 +256,18 @@ def test_a_late_sequence_waits_for_a_prompt_that_is_being_run() -> None:
             yield from super().prefill(tokens, chunk)
             self.busy = False
 
-    guarded = Guarded(ChainDrafter(OneByOne(TARGET), FixedLength(2)), Scheduled(lambda: True, True))
+    guarded = GuardedDrafter(
+        ChainDrafter(OneByOne(TARGET), FixedLength(2)), Scheduled(lambda: True, True)
+    )
     late, prompt = Sequence(Request([0, 1, 2], 9), 0), Sequence(Request([3, 2, 1, 0, 1, 2], 9), 1)
-    assert not list(guarded.admit(late, None, 2)) and guarded.paces[True].paused
-    guarded.paces[True].pause(0)
+    assert not list(guarded.admit(late, None, 2)) and guarded.guards[True].paused
+    guarded.guards[True].pause(0)
     admission = iter(guarded.admit(prompt, None, 2))
     assert next(admission) == 2
     proposal = guarded.propose([late])
-    assert [draft.drafted for draft in proposal.drafts] == [0] and guarded._judge is None
-    guarded.observe([late], proposal.drafts, [Verdict([0], 0, 0, False)], None)
+    assert [draft.drafted for draft in proposal.drafts] == [0] and proposal.memo.judge is None
+    outcome = RowOutcome(late, proposal.drafts[0], Verdict([0], 0, 0, False))
+    guarded.observe([outcome], proposal.memo)
     assert list(admission) == [2, 1]
     assert [draft.drafted for draft in guarded.propose([late, prompt]).drafts] == [2, 2]
     # One that is given up in the middle of its prompt leaves nothing behind.
@@ -272,7 +291,9 @@ def test_a_draft_that_is_late_is_charged() -> None:
     assert [step.drafted > 0 for step in steps[:3]] == [False, True, False]
     lost = 5 + 2 * 2 - 1
     assert bench.pace.failures == failures + 1
-    assert bench.pace.wait == lost * min(FIRST * 2 ** (failures - 1), LONGEST) - (len(steps) - 2)
+    assert bench.pace.wait == lost * min(
+        PAUSE_PER_LOSS * 2 ** (failures - 1), MAX_PAUSE_PER_LOSS
+    ) - (len(steps) - 2)
 
 
 class SlowPrompts(PlainDrafter):
@@ -286,26 +307,26 @@ class SlowPrompts(PlainDrafter):
 
 
 def test_prompts_of_drafts_have_to_be_earned() -> None:
-    guarded = Guarded(SlowPrompts(clock := Clock()), pace := SpeedTracker(clock))
+    guarded = GuardedDrafter(SlowPrompts(clock := Clock()), pace := Guard(clock))
     for id in range(2):  # nothing is known of steps of one row when the first one comes
         for _ in guarded.admit(Sequence(Request([0], 9), id), None, 8):
             clock.now += 100  # steps of others
         pace.record(2, 2, 0.5, drafted=False)
-    assert pace._earned == -5 / 0.5
+    assert pace._gained == -5 / 0.5
     # What was lost so counts when drafting fails: a pause of 16 times as much.
     pace.failures = 1
     pace.record(2, 2, 1.0, drafted=True)
-    assert pace.wait == (10 + 1) * FIRST
+    assert pace.wait == (10 + 1) * PAUSE_PER_LOSS
     # Heads run every prompt as its states come, so in a pause the time is spent whatever is tried.
-    pace = SpeedTracker(clock)
+    pace = Guard(clock)
     pace.record(1, 1, 1.0, drafted=False)
     pace.pause(4)
     list(
-        Guarded(SlowPrompts(clock, wants_hidden=True), pace).admit(
+        GuardedDrafter(SlowPrompts(clock, wants_hidden=True), pace).admit(
             Sequence(Request([0], 9), 0), None, 8
         )
     )
-    assert pace.paused and pace._earned == 0
+    assert pace.paused and pace._gained == 0
 
 
 class ReadsLate(SlowPrompts):
@@ -319,23 +340,20 @@ def test_a_prompt_that_is_read_while_drafting_may_be_gained_back(
     begins: bool, charged: tuple[int, int]
 ) -> None:
     """By the trial that it begins. It is no part of a step."""
-    pace = SpeedTracker(clock := Clock())
-    for _ in range(LOOKS):
+    pace = Guard(clock := Clock())
+    for _ in range(FIRST_PLAIN_STEPS):
         pace.record(1, 1, 1.0, drafted=False)
-    guarded, seq, pace.begins, pace._debt = (
-        Guarded(ReadsLate(clock), pace),
-        Sequence(Request([0], 9), 0),
-        begins,
-        0.0,
-    )
+    pace.begins = begins
+    pace._prompt_debt = 0.0
+    guarded = GuardedDrafter(ReadsLate(clock), pace)
     guarded._inside[0] = True
-    guarded.propose([seq])
-    assert (pace._debt, pace._earned) == charged and guarded._begun == clock.now
+    memo = guarded.propose([Sequence(Request([0], 9), 0)]).memo
+    assert (pace._prompt_debt, pace._gained) == charged and memo.started_at == clock.now
 
 
 def test_a_lucky_trial_does_not_make_up_for_failures() -> None:
     def after(tokens: int, late: float) -> int:
-        pace = SpeedTracker(Clock())
+        pace = Guard(Clock())
         pace.failures = 4
         pace.record(1, 1, 1.0, drafted=False)
         pace.charge(1, late, late=True)
@@ -351,16 +369,24 @@ def test_a_lucky_trial_does_not_make_up_for_failures() -> None:
 def test_a_drafter_that_had_nothing_to_propose_has_shown_what_a_plain_step_costs() -> None:
     """So no step of its silence is called a draft, whatever it takes, and none is spent on a look."""
     bench = Bench()
-    decode(bench.target, Guarded(PlainDrafter(), bench.pace), [Request([0], 50)])
-    assert bench.pace._looks == 50 and not bench.pace._costs and bench.pace._since == 0.0
+    decode(bench.target, GuardedDrafter(PlainDrafter(), bench.pace), [Request([0], 50)])
+    assert (
+        bench.pace._plain_steps == 50
+        and not bench.pace._step_costs
+        and bench.pace._since_plain == 0.0
+    )
     bench.target.each = 3.0  # from now on plain steps take longer, and the silence tells
-    decode(bench.target, Guarded(PlainDrafter(), bench.pace), [Request([0], 50)])
-    assert set(bench.pace._plain[1]) == {3.0} and not bench.pace.paused and bench.pace.failures == 0
+    decode(bench.target, GuardedDrafter(PlainDrafter(), bench.pace), [Request([0], 50)])
+    assert (
+        set(bench.pace._plain_seconds[1]) == {3.0}
+        and not bench.pace.paused
+        and bench.pace.failures == 0
+    )
     # One that ran a model for nothing has shown what its drafts cost.
-    guarded = Guarded(PlainDrafter(), pace := SpeedTracker(bench.clock))
+    guarded = GuardedDrafter(PlainDrafter(), pace := Guard(bench.clock))
     guarded.drafter.propose = lambda seqs: Proposal([Draft.root(seqs[0].tokens[-1])], 1)  # type: ignore[method-assign]
     decode(bench.target, guarded, [Request([0], 50)])
-    assert len(pace._costs) == pace._costs.maxlen and pace._looks < 10
+    assert len(pace._step_costs) == pace._step_costs.maxlen and pace._plain_steps < 10
 
 
 class Recorder(ChainDrafter):
@@ -376,17 +402,16 @@ class Recorder(ChainDrafter):
         self.admitted.append(len(seq.output))
         yield from super().admit(seq, hidden, chunk)
 
-    def observe(
-        self, seqs: list[Sequence], drafts: list[Draft], verdicts: list[Verdict], hidden: Any
-    ) -> None:
-        super().observe(seqs, drafts, verdicts, hidden)
-        for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
-            self.observed.append((seq.id, draft.drafted, verdict.accepted))
+    def observe(self, outcomes: abc.Sequence[RowOutcome], memo: Any) -> None:
+        super().observe(outcomes, memo)
+        for outcome in outcomes:
+            seq = outcome.sequence
+            self.observed.append((seq.id, outcome.draft.drafted, outcome.verdict.accepted))
             row = self.model.rows[seq.id]
             assert row == seq.tokens[: len(row)] and len(row) < len(seq.tokens)
 
 
-class Scheduled(SpeedTracker):
+class Scheduled(Guard):
     """Drafts where it is told to, with time at random."""
 
     def __init__(self, draw: Callable[[], bool], pauses: bool) -> None:
@@ -394,7 +419,7 @@ class Scheduled(SpeedTracker):
         self.draw, self.wait = draw, 4 if pauses else 0
 
     def drafts(self, rows: int) -> bool:
-        self._plain.setdefault(rows, deque([1.0], maxlen=3))
+        self._plain_seconds.setdefault(rows, deque([1.0], maxlen=3))
         return self.draw()
 
 
@@ -412,8 +437,8 @@ def test_no_schedule_of_pauses_changes_greedy_output(data: st.DataObject) -> Non
     draft = TableLM(target + data.draw(st.sampled_from([0.0, 0.4, 2.0])) * random_table(size, 99))
     plain, plan = decode(TableLM(target), PlainDrafter(), asked), list[bool]()
 
-    def run(inner: Drafter, pace: SpeedTracker) -> list[list[Step]]:
-        found = decode(TableLM(target), Guarded(inner, pace), asked, max_rows=most)
+    def run(inner: Drafter, pace: Guard) -> list[list[Step]]:
+        found = decode(TableLM(target), GuardedDrafter(inner, pace), asked, max_rows=most)
         for own, wanted in zip(found, plain, strict=True):
             assert (
                 tokens_of(own) == tokens_of(wanted)
@@ -440,7 +465,7 @@ def test_no_schedule_of_pauses_changes_greedy_output(data: st.DataObject) -> Non
     run(Lookup(4, 2).build(Parts(draft)), Scheduled(draw, pauses))
     # The real pace, under a clock that jumps, backwards as well.
     ticks = random.Random(data.draw(st.integers(0, 99)))
-    pace = SpeedTracker(lambda: ticks.expovariate(1.0))
+    pace = Guard(lambda: ticks.expovariate(1.0))
     for _ in range(2):
         run(Recorder(draft, FixedLength(3)), pace)
 
@@ -451,18 +476,20 @@ def test_sampling_with_pauses_keeps_the_targets_distribution(method: Method) -> 
     pace = Scheduled(lambda: turns.random() < 0.5, False)
     # Many small batches, as all rows of one draft or pause together.
     rows = sampled(
-        lambda: Guarded(method.build(Parts(TableLM(SAMPLED), TableLM(DRAFT))), pace, pace), 20, 100
+        lambda: GuardedDrafter(method.build(Parts(TableLM(SAMPLED), TableLM(DRAFT))), pace, pace),
+        20,
+        100,
     )
     assert fit(rows) > 1e-4
 
 
 def test_sampling_with_a_pace_that_follows_acceptance_keeps_the_targets_distribution() -> None:
     # Whether the next step drafts depends on what was accepted, as it does under a real clock.
-    pace, draft = SpeedTracker(clock := Clock()), Ticking(DRAFT, clock, 0.35)
+    pace, draft = Guard(clock := Clock()), Ticking(DRAFT, clock, 0.35)
 
-    def drafter() -> Guarded:
+    def drafter() -> GuardedDrafter:
         pace.wait = min(pace.wait, 3)
-        return Guarded(ChainDrafter(draft, FixedLength(2)), SpeedTracker(clock), pace)
+        return GuardedDrafter(ChainDrafter(draft, FixedLength(2)), Guard(clock), pace)
 
     rows = sampled(drafter, 1, 2000, target=Ticking(SAMPLED, clock, 1.0))
     drafted = [step.drafted > 0 for steps in rows for step in steps]
@@ -475,12 +502,14 @@ def test_when_the_guard_is_on() -> None:
     for guard in (None, True, False):
         for method in (SD(2), Hybrid()):
             drafter = Decoder(target, None, noisy_copy(target, 0.02), method, guard).engine.drafter
-            assert isinstance(drafter, Guarded) == (guard is not False)
-        inner = drafter.drafter if isinstance(drafter, Guarded) else drafter
-        assert isinstance(inner, HybridDrafter) and isinstance(inner.other, Guarded) == (
+            assert isinstance(drafter, GuardedDrafter) == (guard is not False)
+        inner = drafter.drafter if isinstance(drafter, GuardedDrafter) else drafter
+        assert isinstance(inner, HybridDrafter) and isinstance(inner.other, GuardedDrafter) == (
             guard is not False
         )
-        assert not isinstance(Decoder(target, method=AR(), guard=guard).engine.drafter, Guarded)
+        assert not isinstance(
+            Decoder(target, method=AR(), guard=guard).engine.drafter, GuardedDrafter
+        )
 
 
 def test_greedy_and_seeded_output_is_the_same_whatever_the_clock_says(
@@ -511,7 +540,7 @@ def test_methods_and_ways_of_choosing_have_paces_of_their_own() -> None:
     for options in ({}, {"temperature": 1.0}, {"max_new_tokens": 3}):
         decoder.generate([3, 4, 5], **{"max_new_tokens": 9, **options})
     assert set(decoder._trackers) == {(SD(3), True), (SD(3), False)}
-    assert all(pace._looks for pace in decoder._trackers.values())
+    assert all(pace._plain_steps for pace in decoder._trackers.values())
     # They outlive the engine.
     decoder.close()
     paces = dict(decoder._trackers)

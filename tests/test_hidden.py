@@ -22,19 +22,22 @@ from forerun import Decoder
 from forerun.api.layers import load_head
 from forerun.backends.costs import head_costs
 from forerun.backends.heads import HiddenLM, head_rows
+from forerun.drafters import head as head_drafter
+from forerun.drafters.beams import grow, searching
+from forerun.drafters.eagle import EagleDrafter
+from forerun.drafters.head import HeadDrafter
+from forerun.drafters.lyanna import LyannaDrafter
 from forerun.engine.acceptance import Verdict
-from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
+from forerun.engine.step import RowOutcome
 from forerun.heads.heads import HiddenDrafter, hot_set
-from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna, hidden, method
-from forerun.methods.beams import grow, searching
-from forerun.methods.budget import Budget, Group, StepCosts
-from forerun.methods.eagle import EagleDrafter
-from forerun.methods.hidden import HeadDrafter
-from forerun.methods.lyanna import LyannaDrafter
+from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna, method
 from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import capture_hidden_states
+from forerun.planning.cost_model import Costs
+from forerun.planning.forecast import StepSituation, forecast
+from forerun.planning.tree_plan import Group, TreeCosts, TreePlan
 from forerun.sampling.sampler import Sampler
 
 PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]
@@ -106,7 +109,8 @@ def test_greedy_sequences_spare_the_head_only_together() -> None:
         assert proposal.forwards == (0 if step == 1 else 6)
         for seq, draft in zip(seqs, proposal.drafts, strict=False):
             seq.tokens.append(7)  # the target rejects all of the draft
-            drafter.observe([seq], [draft], [Verdict([0], 7, 1, True)], [random(len(draft), 32)])
+            outcome = RowOutcome(seq, draft, Verdict([0], 7, 1, True), random(len(draft), 32))
+            drafter.observe([outcome], proposal.memo)
 
 
 def drafter_of(kind: str, head: HiddenLM) -> HeadDrafter:
@@ -123,7 +127,7 @@ def test_prompts_are_read_when_a_draft_is_first_asked_for(
     texts = [range(2, 9), range(3, 10), range(5, 12)]
     tokens: list[list[list[int]]] = []
     for piece, drafted in ((100, [3, 3, 3]), (8, [3, 3, 0])):
-        monkeypatch.setattr(hidden, "PIECE", piece)
+        monkeypatch.setattr(head_drafter, "PIECE", piece)
         drafter = drafter_of(kind, head.fresh())
         seqs = [sequence(text, id) for id, text in enumerate(texts)]
         for seq in seqs:
@@ -133,7 +137,8 @@ def test_prompts_are_read_when_a_draft_is_first_asked_for(
         assert first.prompt_seconds > 0
         seqs[2].tokens.append(7)
         states = features_of(target, seqs[2].tokens)[-2:-1]
-        drafter.observe([seqs[2]], [Draft.root(11)], [Verdict([0], 7, 1, True)], [states])
+        outcome = RowOutcome(seqs[2], Draft.root(11), Verdict([0], 7, 1, True), states)
+        drafter.observe([outcome], first.memo)
         second = drafter.propose(seqs[2:])
         tokens.append([draft.tokens for draft in [*first.drafts[:2], *second.drafts]])
         assert not drafter.unread
@@ -165,18 +170,18 @@ def test_drafts_that_cannot_pay_are_not_begun(acceptance: float) -> None:
     costs = Costs({1: 10.0, 4: 10.5, 8: 11.0, 16: 60.0, 32: 120.0}, {}, head={1: 0.2, 16: 1.0})
     drafter = lyanna("off", costs, block=2)
     drafter.head.curves = [[0.0, 1.0, acceptance]]
-    assert [drafter.pays(rows) for rows in (1, 4, 16)] == [
+    assert [forecast(drafter, StepSituation(rows)).pays for rows in (1, 4, 16)] == [
         acceptance > 0.5,
         acceptance > 0.5,
         False,
     ]
     assert (
-        lyanna("off").pays(16)
-        and lyanna("off", costs, width=2, nodes=1, block=9).pays(1) is not None
+        forecast(lyanna("off"), StepSituation(16)).pays
+        and forecast(lyanna("off", costs, width=2, nodes=1, block=9), StepSituation(1)) is not None
     )
 
 
-# Budgets.
+# Plans.
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -190,14 +195,14 @@ def test_probabilities_are_calibrated(ahead: int) -> None:
         for (a, b, _), p in zip(here, probabilities, strict=True)
     ]
 
-    def budget() -> Budget:
-        return Budget([Group([0], StepCosts(FREE, 1, 9), True)], curves, 3, [3], [ahead])
+    def plan() -> TreePlan:
+        return TreePlan([Group([0], TreeCosts(FREE, 1, 9), True)], curves, 3, [3], [ahead])
 
-    own, value = budget(), 0.0
+    own, value = plan(), 0.0
     for k, probability in enumerate(probabilities):
         value += float(own.gains(k, np.log([[[probability]]]))[0, 0, 0])
         own.deeper(k, np.array([[value]]))
-    assert own.sure[0] == pytest.approx(np.cumprod(right))
+    assert own.survival[0] == pytest.approx(np.cumprod(right))
 
 
 def test_costs_go_by_mode() -> None:
@@ -216,29 +221,29 @@ def test_costs_go_by_mode() -> None:
 
 
 @pytest.mark.parametrize("parts", [[[0, 1, 2]], [[0], [1], [2]]])
-def test_a_budget_takes_the_best_number_of_nodes(parts: list[list[int]]) -> None:
+def test_a_plan_takes_the_best_number_of_nodes(parts: list[list[int]]) -> None:
     """Of all choices, by costs and calibrated probabilities; rows that stop together share a forward's cost."""
     costs, probabilities = (
         Costs({1: 5.0, 4: 5.5, 30: 9.0}, {}, head={1: 0.15, 3: 0.2}),
         [0.95, 0.9, 0.7, 0.9, 0.2, 0.5],
     )
     limits = [6, 3, 6]
-    groups = [Group(rows, StepCosts(costs, len(rows), 6), True) for rows in parts]
-    budget = Budget(groups, [[0.0, 1.0, 0.7]] * 6, 6, limits, [0, 0, 0])
+    groups = [Group(rows, TreeCosts(costs, len(rows), 6), True) for rows in parts]
+    plan = TreePlan(groups, [[0.0, 1.0, 0.7]] * 6, 6, limits, [0, 0, 0])
     values = np.array([np.log(probabilities) + log(scale) for scale in (1.0, 1.0, 0.6)]).cumsum(1)
     for k in range(6):
         values[k >= np.array(limits), k] = -np.inf
-        budget.deeper(k, values[:, k : k + 1])
-    sizes = budget.sizes()
+        plan.deeper(k, values[:, k : k + 1])
+    sizes = plan.sizes()
     for rows in parts:
 
         def rate(sizes: tuple[int, ...], rows: list[int] = rows) -> float:
-            spent = max(limits[row] for row in rows) * costs.heading(len(rows)) + costs.verify(
+            spent = max(limits[row] for row in rows) * costs.head_ms(len(rows)) + costs.verify(
                 len(rows) + sum(sizes)
             )
             return (
                 len(rows)
-                + sum(sum(budget.sure[row][:size]) for row, size in zip(rows, sizes, strict=True))
+                + sum(sum(plan.survival[row][:size]) for row, size in zip(rows, sizes, strict=True))
             ) / spent
 
         best = max(product(*(range(limits[row] + 1) for row in rows)), key=rate)
@@ -248,7 +253,7 @@ def test_a_budget_takes_the_best_number_of_nodes(parts: list[list[int]]) -> None
 
 @pytest.mark.parametrize(("width", "most"), [(1, 6), (2, 12)])
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])
-def test_a_budget_takes_what_its_costs_allow(kind: str, width: int, most: int) -> None:
+def test_a_plan_takes_what_its_costs_allow(kind: str, width: int, most: int) -> None:
     """No forward is made that is not worth its time; each of an EAGLE-like head's is of all beams."""
     target, head = toys(kind)
 

@@ -15,7 +15,8 @@ ROOT = Path(forerun.__file__).parent
 # Folders, and the files in the package's root, from the ground up. Each may import what stands before it.
 ORDER = [
     *("failures", "files", "kinds", "csrc"),
-    *("sampling", "text", "engine", "model", "zoo", "heads", "backends", "methods", "api"),
+    *("sampling", "text", "engine", "planning", "model", "zoo", "heads", "backends"),
+    *("methods", "drafters", "api"),
     *("train", "bench", "server", "scale", "integrations", "cli"),
     *("__init__", "__main__"),
 ]
@@ -49,12 +50,22 @@ def test_imports_go_one_way(path: Path) -> None:
 
 def test_the_loop_and_the_methods_do_not_know_each_other() -> None:
     assert "methods" not in imported(ROOT / "engine" / "engine.py")
-    for path in (ROOT / "methods").glob("*.py"):
+    for path in [*(ROOT / "methods").glob("*.py"), *(ROOT / "drafters").glob("*.py")]:
         assert "forerun.engine.engine" not in path.read_text()
 
 
+def test_settings_reach_what_runs_in_one_place() -> None:
+    """It is imported by name when the first drafter is built, because it imports torch."""
+    late = [
+        path.name
+        for path in (ROOT / "methods").glob("*.py")
+        if 'import_module("forerun.' in path.read_text()
+    ]
+    assert late == ["base.py"]
+
+
 @pytest.mark.parametrize(
-    "module", ["forerun", "forerun.methods", "forerun.sampling.params", "forerun.api.resolve"]
+    "module", ["forerun", "forerun.methods", "forerun.sampling.params", "forerun.api.choose"]
 )
 def test_quick_imports_need_no_torch(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"

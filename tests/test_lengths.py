@@ -14,21 +14,23 @@ from transformers.generation import logits_process as hf
 
 from benchmarks.baselines.entropy import SVIP, AdaEDL
 from benchmarks.baselines.heuristic import Heuristic
+from forerun.drafters.model_chain import ChainDrafter
+from forerun.drafters.plain import PlainDrafter
 from forerun.engine.acceptance import Verdict
-from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Step
 from forerun.engine.sequence import Request, Sequence
+from forerun.engine.step import RowOutcome
 from forerun.methods import Confidence, Cumulative, Method, Parts
-from forerun.methods.ar import PlainDrafter
-from forerun.methods.chain import ChainDrafter
-from forerun.methods.stop import (
+from forerun.planning.cost_model import Costs
+from forerun.planning.forecast import StepSituation, forecast
+from forerun.planning.length import best_length
+from forerun.planning.stop_rules import (
     BestLength,
     FixedLength,
     LengthPolicy,
     StopRule,
     Within,
-    best_length,
 )
 from forerun.sampling.probabilities import argmax_of
 from forerun.sampling.sampler import Sampler
@@ -78,11 +80,10 @@ class Watched(LengthPolicy):
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         return self.policy.begin(seqs, rows)
 
-    def observe(
-        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]
-    ) -> None:
-        self.policy.observe(seqs, drafts, verdicts)
-        for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
+    def observe(self, outcomes: abc.Sequence[RowOutcome]) -> None:
+        self.policy.observe(outcomes)
+        for outcome in outcomes:
+            seq, draft, verdict = outcome.sequence, outcome.draft, outcome.verdict
             # The sequence has grown by the accepted tokens and one more, or was cut at its end.
             self.drafts.setdefault(seq.id, []).append((draft.tokens, verdict.accepted, seq.limit))
 
@@ -263,13 +264,13 @@ def test_an_automatic_length_learns_from_verdicts_greedy_and_sampled_apart() -> 
     def length(seq: Sequence) -> int:
         rule = policy.begin([seq], 1)
         assert isinstance(rule, Within)
-        return rule.limits.most
+        return rule.limits.max_tokens
 
     begun = length(seq)
     for accepted, expected in ((0, 1), (16, 16), (0, 1)):
         for _ in range(300):
             verdict = Verdict(list(range(accepted + 1)), 0, min(accepted + 1, 16), accepted < 16)
-            policy.observe([seq], [Draft.chain(0, [0] * 16)], [verdict])
+            policy.observe([RowOutcome(seq, Draft.chain(0, [0] * 16), verdict)])
         assert length(seq) == expected != begun
     assert length(Sequence(Request([0], 99, Sampler(False)))) == begun
 
@@ -277,14 +278,18 @@ def test_an_automatic_length_learns_from_verdicts_greedy_and_sampled_apart() -> 
 def test_a_place_that_was_never_tried_is_expected_to_be_as_good_as_the_one_before_it() -> None:
     seq, policy = Sequence(Request([0], 99)), BestLength(CHEAP)
     for _ in range(300):
-        policy.observe([seq], [Draft.chain(0, [0])], [Verdict([0, 1], 0, 1, False)])
-    assert all(each > 0.9 for each in policy.estimates(True)) and policy.estimates(False)[0] == 0.7
+        policy.observe([RowOutcome(seq, Draft.chain(0, [0]), Verdict([0, 1], 0, 1, False))])
+    assert (
+        all(each > 0.9 for each in policy.planner.estimates(True))
+        and policy.planner.estimates(False)[0] == 0.7
+    )
 
 
 def test_drafts_that_costs_rule_out_are_not_made() -> None:
-    pays = ChainDrafter(TableLM(DRAFT), FixedLength(2), costs=DEAR).pays
-    assert pays(1) and not pays(4)
-    assert ChainDrafter(TableLM(DRAFT), FixedLength(2)).pays(4)  # nothing is known
+    drafter = ChainDrafter(TableLM(DRAFT), FixedLength(2), costs=DEAR)
+    assert forecast(drafter, StepSituation(1)).pays and not forecast(drafter, StepSituation(4)).pays
+    unknown = ChainDrafter(TableLM(DRAFT), FixedLength(2))
+    assert forecast(unknown, StepSituation(4)).pays
     # A token of a prompt takes 4 ms, and a drafted one saves few.
-    short, long = Sequence(Request([0] * 100, 10)), Sequence(Request([0] * 100, 1000))
-    assert pays(1, long) and not pays(1, short)
+    short, long = (StepSituation(1, 100, unread=100, remaining=new) for new in (10, 1000))
+    assert forecast(drafter, long).pays and not forecast(drafter, short).pays

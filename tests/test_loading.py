@@ -23,12 +23,12 @@ from forerun import Decoder
 from forerun.api import loading
 from forerun.api.layers import load_head, load_pre_verifier
 from forerun.api.loading import translation_for
+from forerun.drafters.model_chain import ChainDrafter
 from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD
-from forerun.methods.chain import ChainDrafter
-from forerun.methods.stop import FixedLength
 from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import EagerForward
+from forerun.planning.stop_rules import FixedLength
 from forerun.sampling.sampler import Sampler
 from forerun.zoo.quantise import WEIGHTS
 

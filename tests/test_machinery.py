@@ -20,11 +20,11 @@ from forerun import Decoder
 from forerun.api.load import Completion
 from forerun.backends.heads import head_rows
 from forerun.bench.records import total
-from forerun.engine.costs import Costs
 from forerun.engine.stats import Stats
 from forerun.methods import AR, Eagle, Lyanna, Ouroboros, Pacer, PacerLyanna, PacerOuroboros
 from forerun.methods import method as find_method
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.cost_model import Costs
 from forerun.train.head import measure
 from forerun.train.labels import label
 from forerun.train.texts import of_windows

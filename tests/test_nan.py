@@ -20,13 +20,13 @@ from forerun import Decoder
 from forerun.backends import prepare
 from forerun.backends.heads import HiddenLM
 from forerun.backends.stored import store
+from forerun.drafters.plain import PlainDrafter
 from forerun.engine.acceptance import accept, accept_greedy
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Proposal
 from forerun.methods import METHODS, method
-from forerun.methods.ar import PlainDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.model.kv_cache import KVCache
 from forerun.sampling.probabilities import best_of

@@ -26,16 +26,18 @@ from toys import (
 
 from benchmarks.baselines.lookahead import Lookahead, LookaheadDrafter
 from forerun import Decoder
+from forerun.drafters import phrases, pools
+from forerun.drafters.pacer import PacerStop
+from forerun.drafters.phrases import OuroborosDrafter, PhraseMemo, PhraseNote
+from forerun.drafters.plain import PlainDrafter
+from forerun.drafters.pools import PhrasePool
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request, Sequence
-from forerun.methods import Method, Ouroboros, PacerOuroboros, Parts, method, ouroboros, pools
-from forerun.methods.ar import PlainDrafter
-from forerun.methods.ouroboros import OuroborosDrafter
-from forerun.methods.pacer import PacerStop
-from forerun.methods.pools import PhrasePool
-from forerun.methods.stop import FixedLength, LengthPolicy
+from forerun.engine.step import RowOutcome
+from forerun.methods import Method, Ouroboros, Pacer, PacerOuroboros, Parts
+from forerun.planning.stop_rules import FixedLength, LengthPolicy
 from forerun.sampling.sampler import Sampler
 
 
@@ -168,15 +170,12 @@ def test_a_row_keeps_its_state_between_both_ways() -> None:
 
 
 def test_the_policy_of_pacer_ouroboros_is_priced_by_how_rows_are_drafted() -> None:
-    chosen, parts = PacerOuroboros(), Parts(TableLM(TARGET), TableLM(DRAFT), LAYER, COSTS)
-    few = chosen.costs(parts, "greedy", 1)
-    assert (
-        few is not None
-        and few.draft == {1: 0.3 * COSTS.drafting(1 + 1 * 8)}
-        and few.target == COSTS.target
-    )
-    assert chosen.costs(parts, "sampled", 1) == few
-    assert method("pacer").costs(parts, "greedy", 1) == COSTS  # type: ignore[union-attr]
+    parts = Parts(TableLM(TARGET), TableLM(DRAFT), LAYER, COSTS)
+    by_phrases, plain = (chosen.policy(parts) for chosen in (PacerOuroboros(), Pacer()))
+    assert isinstance(by_phrases, PacerStop) and isinstance(plain, PacerStop)
+    assert plain.costs == COSTS
+    assert by_phrases.costs is not None and by_phrases.costs.target == COSTS.target
+    assert by_phrases.costs.draft == {1: 0.3 * COSTS.drafting(1 + 1 * 8)}
 
 
 @pytest.mark.parametrize(("ms", "least", "most"), [(1.01, 60, 70), (1000.0, 1, 3), (10.0, 4, 60)])
@@ -185,7 +184,7 @@ def test_phrases_rest_where_forwards_with_them_draft_less_a_ms(
 ) -> None:
     """By costs alone or by what they gave, and they are tried again. `ms` is of 64 tokens, where one takes 1."""
     made, ways = drafter(suffixes=0), []
-    made.table = replace(COSTS, draft={1: 1.0, 64: ms}, chained=0.0)
+    made.chooser.costs = replace(COSTS, draft={1: 1.0, 64: ms}, chained=0.0)
     for way, grow in enumerate((made._grow, made._grow_by_phrases)):
         setattr(
             made, grow.__name__, lambda *given, way=way, grow=grow: ways.append(way) or grow(*given)
@@ -206,7 +205,7 @@ def drafter(pacer: bool = False, pool: PhrasePool | None = None, **settings) -> 
     chosen = PacerOuroboros(**made) if pacer else Ouroboros(**{"gamma": 5} | made)
     policy: LengthPolicy = FixedLength(made.get("gamma", 5))
     if pacer:
-        policy = PacerStop(LAYER, 2, 7, costs=lambda mode, rows: COSTS)
+        policy = PacerStop(LAYER, 2, 7, costs=COSTS)
     return OuroborosDrafter(chosen, TableLM(DRAFT), policy, len(DRAFT), pool)  # type: ignore[arg-type]
 
 
@@ -248,16 +247,18 @@ def test_phrases_behind_a_draft_fill_all_the_room_that_is_left(count: int) -> No
 def test_the_targets_verdict_becomes_phrases() -> None:
     made = drafter(guesses=0, suffixes=2)
     seen = list[Verdict]()
-    made.policy.observe = lambda seqs, drafts, verdicts: seen.extend(verdicts)  # type: ignore[method-assign]
+    made.policy.observe = lambda outcomes: seen.extend(each.verdict for each in outcomes)  # type: ignore[method-assign]
     seq = Sequence(Request([0, 1], 38))
     list(made.admit(seq, None, 8))
     row = made.rows[0]
     row.pool.add(3, (1, 1))
 
-    def draft() -> Draft:
-        return made._with_suffixes(ouroboros._Phrased(seq, 9, [2, 2, 2, 3]))
+    def drafted() -> tuple[Draft, PhraseMemo]:
+        chain = phrases._Phrased(seq, 9, [2, 2, 2, 3])
+        draft = made._with_suffixes(chain)
+        return draft, PhraseMemo({0: PhraseNote(4, chain.suffixes)})
 
-    first = draft()
+    first, memo = drafted()
     assert first.tokens == [1, 2, 2, 2, 3, 1, 1] and first.origins[-2:] == ["phrase"] * 2
 
     def verdict(accepted: int) -> Verdict:
@@ -265,14 +266,14 @@ def test_the_targets_verdict_becomes_phrases() -> None:
             list(range(accepted + 1)), 0, accepted + 1, True, [10 + node for node in range(7)]
         )
 
-    made.observe([seq], [first], [verdict(1)], None)
+    made.observe([RowOutcome(seq, first, verdict(1))], memo)
     # From the rejected token on: the target's token after each; and after the end as well.
     assert row.pool.get(2) == [(13, 14), (12, 13)] and row.pool.get(3) == [(14, 15)]
     assert [(each.accepted, each.rejected) for each in seen] == [(1, True)]
-    made.observe(
-        [seq], [Draft.root(1)], [Verdict([0], 0, 0, False, [5])], None
-    )  # a step that drafted nothing
-    made.observe([seq], [draft()], [verdict(4)], None)
+    # A step that drafted nothing.
+    made.observe([RowOutcome(seq, Draft.root(1), Verdict([0], 0, 0, False, [5]))], None)
+    last, memo = drafted()
+    made.observe([RowOutcome(seq, last, verdict(4))], memo)
     assert (seen[2].accepted, seen[2].rejected) == (
         4,
         False,

@@ -29,24 +29,23 @@ from toys import (
 
 from forerun import Decoder
 from forerun.api.layers import load_pre_verifier
-from forerun.engine.acceptance import Verdict
-from forerun.engine.costs import Costs
-from forerun.engine.draft import Draft
+from forerun.drafters.model_chain import ChainDrafter
+from forerun.drafters.pacer import BLOCKS, BlockRule, PacerStop, best_threshold
+from forerun.drafters.plain import PlainDrafter
 from forerun.engine.sequence import Request, Sequence
+from forerun.engine.step import RowOutcome
 from forerun.heads.echo import SIZES, Echo
 from forerun.heads.pre_verifier import LEAST, USUAL, PreVerifier
 from forerun.heads.quick import Array, QuickPreVerifier
 from forerun.methods import Pacer
-from forerun.methods.ar import PlainDrafter
-from forerun.methods.chain import ChainDrafter
-from forerun.methods.pacer import BLOCKS, BlockRule, PacerStop, best_threshold
-from forerun.methods.stop import DraftState, LengthPolicy, Within
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.cost_model import Costs
+from forerun.planning.stop_rules import DraftState, LengthPolicy, Within
 from forerun.sampling.sampler import Sampler
 from forerun.train.pre_verifier import auc, survival_loss
 from forerun.train.rollout import history, roll_out
 from forerun.train.texts import of_windows
-from forerun.zoo import FOLDER
+from forerun.zoo import WEIGHTS_FOLDER
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +75,7 @@ def varied(layer: PreVerifier) -> PreVerifier:
 def test_block_by_block_is_the_same_as_at_once(stored: bool) -> None:
     """NumPy's steps, with rows that change their places, against torch's forward over whole drafts."""
     layer = (
-        PreVerifier.from_pretrained(FOLDER / "pre-verifier").eval()
+        PreVerifier.from_pretrained(WEIGHTS_FOLDER / "pre-verifier").eval()
         if stored
         else varied(random_layer(depth=7))
     )
@@ -190,9 +189,7 @@ def test_figures_by_hand() -> None:
 
 
 def stop(rule: str, block: int | None) -> PacerStop:
-    how: dict[str, Any] = (
-        {"costs": lambda mode, rows: COSTS} if rule == "auto" else {"threshold": 0.45}
-    )
+    how: dict[str, Any] = {"costs": COSTS} if rule == "auto" else {"threshold": 0.45}
     return PacerStop(random_layer(), block, 9, **how)
 
 
@@ -229,14 +226,12 @@ class Watching(PacerStop):
         self.asked.append(output[0])
         return output, state
 
-    def observe(
-        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]
-    ) -> None:
-        super().observe(seqs, drafts, verdicts)
+    def observe(self, outcomes: abc.Sequence[RowOutcome]) -> None:
+        super().observe(outcomes)
         output = np.concatenate(self.asked).tolist() if self.asked else []
-        verdict = verdicts[0]
+        seq, draft, verdict = outcomes[0].sequence, outcomes[0].draft, outcomes[0].verdict
         self.drafts.append(
-            (len(seqs[0].tokens), drafts[0].tokens[1:], output, verdict.accepted, verdict.rejected)
+            (len(seq.tokens), draft.tokens[1:], output, verdict.accepted, verdict.rejected)
         )
         self.asked = []
 
@@ -340,7 +335,7 @@ def test_the_automatic_threshold_goes_by_the_context() -> None:
         random_layer(),
         None,
         9,
-        costs=lambda mode, rows: replace(COSTS, context=256, far=replace(dear, context=8192)),
+        costs=replace(COSTS, context=256, far=replace(dear, context=8192)),
     )
     found = {
         context: policy.settings("greedy", 1, True, context)
@@ -372,7 +367,7 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
 
         assert isinstance(rule, Within if by_products else BlockRule)
         if isinstance(rule, Within):
-            rule.limits = replace(rule.limits, product=0.5)
+            rule.limits = replace(rule.limits, min_product=0.5)
         else:
             rule.threshold, rule._ask = 0.5, ask  # type: ignore[method-assign]
         scores = torch.tensor(

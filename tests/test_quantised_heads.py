@@ -14,13 +14,14 @@ from toys import random_head, tiny
 
 from forerun.backends.heads import HiddenLM
 from forerun.backends.quantised_heads import Beams
+from forerun.drafters.eagle import EagleDrafter
+from forerun.drafters.head import HeadDrafter
+from forerun.drafters.lyanna import LyannaDrafter
 from forerun.engine.acceptance import Verdict
-from forerun.engine.costs import Costs
+from forerun.engine.step import RowOutcome
 from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna
-from forerun.methods.eagle import EagleDrafter
-from forerun.methods.hidden import HeadDrafter
-from forerun.methods.lyanna import LyannaDrafter
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.cost_model import Costs
 
 FORMS: dict[str, dict[str, Any]] = {
     "today's": {},
@@ -239,9 +240,8 @@ def test_a_draft_in_one_call_is_that_of_many(
                 seq.tokens += [*(draft.tokens[node] for node in path[1:]), 8 + step]
                 states = torch.zeros(len(draft), 32)
                 states[path] = features_of(target, seq.tokens)[-len(path) - 1 : -1]
-                drafter.observe(
-                    [seq], [draft], [Verdict(path, 8 + step, len(path), True)], [states]
-                )
+                verdict = Verdict(path, 8 + step, len(path), True)
+                drafter.observe([RowOutcome(seq, draft, verdict, states)], None)
     assert found["calls"] == found["many"] and len(calls) >= 4
     assert sum(len(tokens) - 1 for tokens, *_ in found["calls"]) > 9
 

@@ -20,14 +20,7 @@ from forerun.server.app import Settings
 
 pytest.importorskip("ray", reason="needs ray: pip install '.[ray]'")
 
-HOW: dict[str, Any] = {
-    "host": "127.0.0.1",
-    "port": 0,
-    "room": 8,
-    "drain": 1.0,
-    "device": None,
-    "begun": 0.0,
-}
+ADDRESS: dict[str, Any] = {"host": "127.0.0.1", "port": 0}
 BODY = {"prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 
@@ -50,10 +43,11 @@ def test_replicas_have_their_share_of_a_cluster(monkeypatch: pytest.MonkeyPatch)
         (12, None): 0.1666,
         (3, "cpu"): 0,
     }
-    assert {each: replicas.gpus_each(*each) for each in shares} == shares
+    assert {each: replicas.gpus_per_replica(*each) for each in shares} == shares
 
     def run(count: int, cpus: int) -> None:
-        replicas.run("auto", make_decoder, Settings("tiny"), replicas=count, cpus=cpus, **HOW)
+        plan = replicas.ReplicaPlan(count, capacity=8, cpus=cpus, device=None, drain=1.0)
+        replicas.run("auto", make_decoder, Settings("tiny"), plan, **ADDRESS, started_at=0.0)
 
     refuses("--replicas 3 with 2 threads each do not fit into 5 cores", run, 3, 2)
     # What cannot start is one line, and takes its application along, also where the cluster is gone.

@@ -163,7 +163,7 @@ def mutant(name: str, old: str, new: str) -> Callable:
 
 MUTATIONS = {
     "q is ignored": ("_accept_sampled", "u[child] * q[child]", "u[child]", "sampled chain"),
-    "q of another node": ("_read", "own[i, draft", "own[i - 1, draft", "sampled chain"),
+    "q of another node": ("_read", "probs[i, draft", "probs[i - 1, draft", "sampled chain"),
     "one number for all nodes": ("_accept_sampled", "u[child] *", "u[0] *", "sampled chain"),
     "p of the wrong node": ("_read", "max(parent, 0)", "(parent + 1)", "sampled chain"),
     "correction from p": (

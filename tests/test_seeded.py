@@ -23,13 +23,13 @@ from toys import (
 )
 
 from forerun import Decoder
+from forerun.drafters.model_chain import ChainDrafter
+from forerun.drafters.plain import PlainDrafter
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.stats import summarise
 from forerun.engine.step import Proposal
 from forerun.methods import method
-from forerun.methods.ar import PlainDrafter
-from forerun.methods.chain import ChainDrafter
-from forerun.methods.stop import FixedLength
+from forerun.planning.stop_rules import FixedLength
 from forerun.sampling.sampler import Sampler
 from forerun.sampling.seeded import FLOOR, SeededStream
 

@@ -117,7 +117,7 @@ def test_a_silent_answer_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reader_that_has_stopped_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "STALLED", 0.05)
+    monkeypatch.setattr(run, "STALLED_SECONDS", 0.05)
 
     async def stall(resumes: bool) -> bool:
         protocol, transport = Protocol.__new__(Protocol), MagicMock()

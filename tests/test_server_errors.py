@@ -237,7 +237,8 @@ def test_a_failing_step_is_undone(
             if place == "prefill":
                 return MARK in given
             marked = {seq.id for seq in engine.running if MARK in seq.request.tokens}
-            return not marked.isdisjoint({seq.id for seq in given} if place == "observe" else given)
+            ids = {each.sequence.id for each in given} if place == "observe" else given
+            return not marked.isdisjoint(ids)
 
         def fails(given: Any, *args: Any, **kwargs: Any) -> Any:
             calls.append(1)

@@ -26,21 +26,23 @@ from toys import (
 from transformers import LogitsProcessorList
 
 from forerun import Decoder
+from forerun.drafters.automaton import Automaton
+from forerun.drafters.hybrid import HybridDrafter
+from forerun.drafters.plain import PlainDrafter
+from forerun.drafters.pools import SuffixMemory
+from forerun.drafters.suffix import LEAD, SuffixDrafter
 from forerun.engine.acceptance import Verdict
-from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine, Proposal
 from forerun.engine.sequence import Request, Sequence
-from forerun.engine.step import Drafter
+from forerun.engine.step import Drafter, RowOutcome
 from forerun.engine.target import Capture
 from forerun.methods import AR, SD, Hybrid, Parts, Suffix, method
-from forerun.methods.ar import PlainDrafter
-from forerun.methods.automaton import Automaton
-from forerun.methods.guard import Guarded, SpeedTracker
-from forerun.methods.hybrid import Balance, HybridDrafter
-from forerun.methods.pools import SuffixMemory
-from forerun.methods.suffix import LEAD, SuffixDrafter
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.cost_model import Costs
+from forerun.planning.forecast import StepSituation
+from forerun.planning.guard import Guard, GuardedDrafter
+from forerun.planning.source_chooser import SourceChooser, SourceOutcome
 from forerun.sampling.sampler import Constraint, Sampler
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=24)
@@ -305,9 +307,9 @@ def test_sampling_follows_the_targets_distribution() -> None:
     memory = SuffixMemory(500)
     suffixes = SuffixDrafter(Suffix(factor=2.0, offset=1.0, most=8, least=0.1), memory)
     costs = Costs(target={1: 30.0, 400: 50.0}, draft={1: 3.0, 400: 9.0})
-    for balance, kept, drafted in ((None, 400, 200), (Balance(costs, SD(2)), 250, 150)):
+    for chooser, kept, drafted in ((None, 400, 200), (SourceChooser(costs, "draft"), 250, 150)):
         made = HybridDrafter(
-            suffixes, SD(2).build(Parts(TableLM(TARGET), TableLM(DRAFT))), 2.0, balance
+            suffixes, SD(2).build(Parts(TableLM(TARGET), TableLM(DRAFT))), 2.0, chooser
         )
         rows = sampled(lambda made=made: made, 50, 20)
         origins = Counter(origin for steps in rows for step in steps for origin in step.origins)
@@ -385,9 +387,10 @@ class Fixed(PlainDrafter):
         self.asked.append([seq.id for seq in seqs])
         return super().propose(seqs)
 
-    def observe(self, seqs, drafts, verdicts, hidden) -> None:
-        self.seen.append([seq.id for seq in seqs])
-        assert (hidden is not None) == bool(self.wants_hidden)
+    def observe(self, outcomes: abc.Sequence[RowOutcome], memo: Any) -> None:
+        self.seen.append([outcome.sequence.id for outcome in outcomes])
+        for outcome in outcomes:
+            assert (outcome.hidden is not None) == bool(self.wants_hidden)
 
 
 def beside(other: Drafter) -> HybridDrafter:
@@ -397,9 +400,9 @@ def beside(other: Drafter) -> HybridDrafter:
 @pytest.mark.parametrize("wants_hidden", ["", "head"])
 def test_the_other_one_sees_the_steps_that_it_has_to_see(wants_hidden: Capture) -> None:
     """And its guard judges only steps of its own."""
-    other, pace, judged = Fixed(wants_hidden), SpeedTracker(), list[int]()
+    other, pace, judged = Fixed(wants_hidden), Guard(), list[int]()
     pace.record = lambda rows, *rest: judged.append(rows)  # type: ignore[method-assign]
-    for inner in (other, Guarded(Fixed(wants_hidden), pace)):
+    for inner in (other, GuardedDrafter(Fixed(wants_hidden), pace)):
         engine = Engine(CausalLM(tiny("llama")), beside(inner))
         ids = [engine.add(Request(prompt, 8)) for prompt in ([3, 4, 5, 6, 7, 3, 4, 5], [21])]
         engine.step()
@@ -415,8 +418,8 @@ def test_the_other_one_sees_the_steps_that_it_has_to_see(wants_hidden: Capture) 
 
 def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
     """In a pause of its guard, and where it is asked in vain; but a guard's plain steps stay plain."""
-    pace = SpeedTracker()
-    guarded = Guarded(Fixed(), pace)
+    pace = Guard()
+    guarded = GuardedDrafter(Fixed(), pace)
     for other, wanted in (
         (Fixed(), [[4, 5]]),
         (guarded, [[]] * 2),
@@ -424,37 +427,39 @@ def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
         made = beside(other)
         seq = begun(made, [3, 4, 5, 6, 7, 8, 2, 3])
         for tokens in wanted:
-            (draft,) = made.propose([seq]).drafts
+            proposal = made.propose([seq])
+            (draft,) = proposal.drafts
             assert draft.tokens[1:] == tokens[:1]
-            made.observe([seq], [draft], [Verdict([0], 9, 0, False)], None)
+            made.observe([RowOutcome(seq, draft, Verdict([0], 9, 0, False))], proposal.memo)
     pace.pause(2)
     for wait in (1, 0):
-        (draft,) = made.propose([seq]).drafts
+        proposal = made.propose([seq])
+        (draft,) = proposal.drafts
         assert draft.tokens[1:] == [4] and pace.wait == wait
-        assert not guarded._asked
-        made.observe([seq], [draft], [Verdict([0], 9, 0, False)], None)
-    assert len(pace._plain[1]) == 2  # such steps say nothing of plain ones
-    (draft,) = made.propose([seq]).drafts
-    assert guarded._asked == {seq.id} and draft.tokens[1:] == [4]
+        assert not proposal.memo.inner.asked
+        made.observe([RowOutcome(seq, draft, Verdict([0], 9, 0, False))], proposal.memo)
+    assert len(pace._plain_seconds[1]) == 2  # such steps say nothing of plain ones
+    proposal = made.propose([seq])
+    assert proposal.memo.inner.asked == {seq.id} and proposal.drafts[0].tokens[1:] == [4]
 
 
-def test_a_balance_goes_by_what_came_true_and_by_costs() -> None:
+def test_a_chooser_goes_by_what_came_true_and_by_costs() -> None:
     table = Costs(target={1: 30.0, 2: 33.0, 4: 40.0, 8: 60.0}, draft={1: 10.0, 8: 40.0})
     drafts = {n: Draft.chain(0, list(range(1, n + 1))) for n in (1, 4)}
-    balance, none, other = Balance(table, SD()), Draft.root(0), Draft.chain(0, [0] * 7)
+    chooser, none, other = SourceChooser(table, "draft"), Draft.root(0), Draft.chain(0, [0] * 7)
 
     def prefers(n: int) -> bool:
-        return balance.saved(True, drafts[n], float(n), 1)[1] <= 0
+        return chooser.savings(StepSituation(1), drafts[n], float(n)).other <= 0
 
     assert prefers(4) and not prefers(1)  # of a long match most comes, of one token little
     for _ in range(40):
-        balance.observe(
-            drafts[4], 4.0, none, [9, 2], 0, 50.0, False
-        )  # nothing of the promised four
-        balance.observe(drafts[1], 1.0, none, [1, 5], 0, 50.0, False)  # all of it
+        # Nothing of the promised four, and all of the promised one.
+        chooser.observe(SourceOutcome(drafts[4], 4.0, none, [9, 2], 0, 50.0, False))
+        chooser.observe(SourceOutcome(drafts[1], 1.0, none, [1, 5], 0, 50.0, False))
     assert not prefers(4) and prefers(1)
     for _ in range(40):
-        balance.observe(drafts[4], 4.0, none, [1, 2], 0, 50.0, False)  # all that can be seen
+        # All that can be seen.
+        chooser.observe(SourceOutcome(drafts[4], 4.0, none, [1, 2], 0, 50.0, False))
     assert prefers(4)
     for used, brought, forwards in (
         (other, 8, 7),
@@ -464,33 +469,40 @@ def test_a_balance_goes_by_what_came_true_and_by_costs() -> None:
         (other, 8, 14),
     ):
         for _ in range(400):  # with `none` it ran and proposed nothing
-            balance.observe(none, 0.0, used, [0] * brought, forwards, 25.0 * brought, True)
-        assert (prefers(1), round(balance._other[3] / balance._other[0])) == (
+            outcome = SourceOutcome(none, 0.0, used, [0] * brought, forwards, 25.0 * brought, True)
+            chooser.observe(outcome)
+        assert (prefers(1), round(chooser.other.tokens / chooser.other.steps)) == (
             brought == 1 or forwards == 14,
             brought,
         )
     # A method that drafts with neither a model nor a head: its forwards are free, and its tokens are verified.
-    free = Balance(Costs(target=table.target, draft={}), Suffix())
-    assert free.saved(False, drafts[1], 1.0, 1)[1] > 0 and free.pays(0.1, 999, 1, 1)
+    free = SourceChooser(Costs(target=table.target, draft={}))
+    assert free.savings(StepSituation(1, greedy=False), drafts[1], 1.0).other > 0
+    assert free.forecast(StepSituation(1, 999, unread=999, remaining=1), 0.1).pays
     # What is unread must be little, or there must be many tokens to come of which the other one drafts some.
     for wanted, pays in ((True, [True, False, True]), (False, [True, False, False])):
         for _ in range(99):
-            balance.observe(none, 0.0, none, [1], 0, 25.0, wanted)
-        assert [balance.pays(15.0, *given, 1) for given in ((2, 9), (90, 9), (90, 99))] == pays
+            chooser.observe(SourceOutcome(none, 0.0, none, [1], 0, 25.0, wanted))
+        situations = [
+            StepSituation(1, unread, unread=unread, remaining=left)
+            for unread, left in ((2, 9), (90, 9), (90, 99))
+        ]
+        assert [chooser.forecast(situation, 15.0).pays for situation in situations] == pays
 
 
 def test_an_automatic_threshold_moves_from_one_drafter_to_the_other() -> None:
     """What the text repeats is drafted by suffixes, once they have come true, and the other one drafts elsewhere."""
     other, table = Fixed(), Costs(target={1: 30.0, 8: 45.0}, draft={1: 10.0, 8: 12.0})
-    balance = Balance(table, SD())
-    made = HybridDrafter(SuffixDrafter(Suffix(least=0.1)), other, 1000.0, balance)
+    chooser = SourceChooser(table, "draft")
+    made = HybridDrafter(SuffixDrafter(Suffix(least=0.1)), other, 1000.0, chooser)
     seq = begun(made, [3, 4, 5, 6, 7, 8, 9, 3], 99)
     for token in (4, 5, 6, 7, 20, 21, 22):
-        (draft,) = made.propose([seq]).drafts
+        proposal = made.propose([seq])
         seq.tokens.append(token)
-        made.observe([seq], [draft], [Verdict([0], token, 0, False)], None)
+        outcome = RowOutcome(seq, proposal.drafts[0], Verdict([0], token, 0, False))
+        made.observe([outcome], proposal.memo)
     asked = len(other.asked)
-    assert 2 <= asked < 7 and balance._true[0] > 0.3 * 4 * 0.8
+    assert 2 <= asked < 7 and chooser.came_true[0] > 0.3 * 4 * 0.8
 
 
 def test_a_prompt_is_read_when_it_is_first_needed() -> None:

@@ -37,13 +37,13 @@ from benchmarks.baselines.heuristic import Heuristic
 from benchmarks.embedded.tokenizer import train_tokenizer
 from forerun import Decoder
 from forerun.backends.hot import prepare_draft
+from forerun.drafters.plain import PlainDrafter
+from forerun.drafters.translated import Reader, TranslatedDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request
 from forerun.engine.stats import summarise
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods import AR, METHODS, SD, Confidence, Cumulative, Hybrid, Method, Parts, method
-from forerun.methods.ar import PlainDrafter
-from forerun.methods.translated import Reader, TranslatedDrafter
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler
 from forerun.text.vocabularies import Translation, Vocabulary, translate, whole
@@ -451,7 +451,7 @@ def test_a_draft_with_another_tokenizer_is_loaded_and_its_way_is_said(
 def test_errors_name_both(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = {"target": folders / "target", "draft": folders / "pieces"}
     monkeypatch.setattr(
-        "forerun.api.load.load_model", lambda *_, **__: pytest.fail("weights loaded")
+        "forerun.api.load.load_source", lambda *_, **__: pytest.fail("weights loaded")
     )
     strict = {
         name for name in METHODS if method(name).needs_draft and not method(name).any_tokenizer

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.embedded.tokenizer import train_tokenizer
-from forerun.engine.costs import Costs
+from forerun.drafters.plain import PlainDrafter
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Engine, Step
 from forerun.engine.sequence import Request
@@ -30,8 +30,8 @@ from forerun.engine.target import Output
 from forerun.heads.heads import HiddenConfig, HiddenDrafter
 from forerun.heads.pre_verifier import PreVerifier, PreVerifierConfig
 from forerun.methods import METHODS
-from forerun.methods.ar import PlainDrafter
 from forerun.model.causal_lm import CausalLM, fingerprint
+from forerun.planning.cost_model import Costs
 from forerun.sampling.sampler import Sampler
 
 VOCAB, CONTEXT, WINDOW = 64, 256, 16

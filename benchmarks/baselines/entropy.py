@@ -15,13 +15,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from forerun.engine.acceptance import Verdict
-from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
-from forerun.methods import Parts
+from forerun.engine.step import RowOutcome
+from forerun.methods import Drafting, Parts
 from forerun.methods.base import integer, number
-from forerun.methods.chain import Drafting
-from forerun.methods.stop import DraftState, Fixed, LengthPolicy
+from forerun.planning.stop_rules import DraftState, Fixed, LengthPolicy
 
 # AdaEDL's moving averages: the share of the past in the acceptance rate and in the threshold.
 OLD_RATE, OLD_THRESHOLD = 0.5, 0.9
@@ -116,10 +114,9 @@ class AdaptiveEntropyStop(EntropyStop):
     def threshold_of(self, seq: Sequence) -> float:
         return self.thresholds[seq.id]
 
-    def observe(
-        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]
-    ) -> None:
-        for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
+    def observe(self, outcomes: abc.Sequence[RowOutcome]) -> None:
+        for outcome in outcomes:
+            seq, draft, verdict = outcome.sequence, outcome.draft, outcome.verdict
             if not draft.drafted:
                 continue
             rate = OLD_RATE * self.rates[seq.id] + (1 - OLD_RATE) * verdict.accepted / draft.drafted

@@ -6,13 +6,11 @@ from collections import abc
 from dataclasses import dataclass
 from typing import ClassVar
 
-from forerun.engine.acceptance import Verdict
-from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
-from forerun.methods import Parts
+from forerun.engine.step import RowOutcome
+from forerun.methods import Drafting, Parts
 from forerun.methods.base import integer
-from forerun.methods.chain import Drafting
-from forerun.methods.stop import Bounds, DraftState, LengthPolicy, StopRule
+from forerun.planning.stop_rules import Bounds, DraftState, LengthPolicy, StopRule
 
 
 @dataclass(frozen=True)
@@ -48,13 +46,12 @@ class HeuristicSchedule(LengthPolicy):
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         return _Lengths({seq.id: self.lengths[seq.id] for seq in seqs})
 
-    def observe(
-        self, seqs: abc.Sequence[Sequence], drafts: list[Draft], verdicts: list[Verdict]
-    ) -> None:
-        for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
-            if draft.drafted and verdict.accepted == draft.drafted:
+    def observe(self, outcomes: abc.Sequence[RowOutcome]) -> None:
+        for outcome in outcomes:
+            seq, drafted = outcome.sequence, outcome.draft.drafted
+            if drafted and outcome.verdict.accepted == drafted:
                 self.lengths[seq.id] += 2
-            elif draft.drafted:
+            elif drafted:
                 self.lengths[seq.id] = max(1, self.lengths[seq.id] - 1)
 
 

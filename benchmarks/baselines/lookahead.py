@@ -6,17 +6,16 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 from random import Random
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from forerun.engine.acceptance import Verdict
+from forerun.drafters.pools import PhrasePool
 from forerun.engine.draft import Draft, Tree
 from forerun.engine.sequence import Sequence
-from forerun.engine.step import Drafter, Proposal
+from forerun.engine.step import Drafter, Proposal, RowOutcome
 from forerun.methods import Method, Parts
 from forerun.methods.base import integer
-from forerun.methods.pools import PhrasePool
 
 
 @dataclass(frozen=True)
@@ -134,14 +133,9 @@ class LookaheadDrafter(Drafter):
             drafts.append(tree.draft())
         return Proposal(drafts)
 
-    def observe(
-        self,
-        seqs: list[Sequence],
-        drafts: list[Draft],
-        verdicts: list[Verdict],
-        hidden: list[Tensor] | None,
-    ) -> None:
-        for seq, verdict in zip(seqs, verdicts, strict=True):
+    def observe(self, outcomes: Tokens[RowOutcome], memo: Any) -> None:
+        for outcome in outcomes:
+            seq, verdict = outcome.sequence, outcome.verdict
             row = self.rows[seq.id]
             if verdict.argmax:  # a sequence whose processor raised has none
                 for key, phrase in row.window.harvest(verdict.argmax):

@@ -14,15 +14,14 @@ from torch import Tensor
 
 from benchmarks.bits.forwards import ROW, THREADS, Difference, some_parents, some_text, use
 from forerun.csrc.library import variants
-from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Engine, Proposal, Step
 from forerun.engine.sequence import Request
 from forerun.engine.sequence import Sequence as EngineSequence
-from forerun.engine.step import observe_rows
+from forerun.engine.step import RowOutcome
 from forerun.methods import Method, Parts
-from forerun.methods.guard import Guarded, SpeedTracker
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.guard import Guard, GuardedDrafter
 
 PROMPTS, LONGEST, NEW = 24, 300, 40  # prompts, their tokens and those of an output at most
 SESSIONS = 30  # the most requests of one engine
@@ -54,6 +53,14 @@ class Clock:
         return self.now
 
 
+@dataclass(frozen=True)
+class ChanceMemo:
+    """What was chosen for each sequence of a step, and the memos of all drafters."""
+
+    chosen: dict[int, Drafter | None]
+    inner: list[Any]
+
+
 class Chances(Drafter):
     """Each sequence's draft comes from one of several drafters, or from none, or is made up: by chance, anew in each
     step. What is made up knows the answer in part."""
@@ -69,7 +76,6 @@ class Chances(Drafter):
         )
         self.wants_hidden = next((each.wants_hidden for each in drafters if each.wants_hidden), "")
         self.spread = max((each.spread for each in drafters), default=0)
-        self._chosen: dict[int, Drafter | None] = {}
         self._depth, self._deep = numbers.choice((2, 8, 24)), numbers.random()
 
     def admit(self, seq: EngineSequence, hidden: Tensor | None, chunk: int) -> Any:
@@ -77,37 +83,33 @@ class Chances(Drafter):
             yield from drafter.admit(seq, hidden if drafter.wants_hidden else None, chunk)
 
     def propose(self, seqs: list[EngineSequence]) -> Proposal:
-        self._chosen = {seq.id: self.numbers.choice([None, *self.drafters]) for seq in seqs}
-        drafts, proposals = dict[int, Draft](), list[Proposal]()
+        chosen = {seq.id: self.numbers.choice([None, *self.drafters]) for seq in seqs}
+        drafts, proposals, memos = dict[int, Draft](), list[Proposal](), list[Any]()
         for drafter in self.drafters:
-            asked = [seq for seq in seqs if self._chosen[seq.id] is drafter]
-            if asked:
-                proposals.append(drafter.propose(asked))
-                drafts |= zip([seq.id for seq in asked], proposals[-1].drafts, strict=True)
+            asked = [seq for seq in seqs if chosen[seq.id] is drafter]
+            proposal = drafter.propose(asked) if asked else Proposal([])
+            drafts |= zip([seq.id for seq in asked], proposal.drafts, strict=True)
+            proposals.append(proposal)
+            memos.append(proposal.memo)
         return Proposal.together(
-            [drafts.get(seq.id) or self._made_up(seq) for seq in seqs], proposals
+            [drafts.get(seq.id) or self._made_up(seq) for seq in seqs],
+            proposals,
+            ChanceMemo(chosen, memos),
         )
 
-    def observe(
-        self,
-        seqs: list[EngineSequence],
-        drafts: list[Draft],
-        verdicts: list[Verdict],
-        hidden: list[Tensor] | None,
-    ) -> None:
-        for drafter in self.drafters:
+    def observe(self, outcomes: Sequence[RowOutcome], memo: ChanceMemo | None) -> None:
+        chosen = memo.chosen if memo is not None else {}
+        for number, drafter in enumerate(self.drafters):
             # Hidden states come only once, so what wants them observes the drafts of others too.
             rows = [
-                row
-                for row, seq in enumerate(seqs)
-                if drafter.wants_hidden or self._chosen.get(seq.id) is drafter
+                outcome if drafter.wants_hidden else replace(outcome, hidden=None)
+                for outcome in outcomes
+                if drafter.wants_hidden or chosen.get(outcome.sequence.id) is drafter
             ]
-            observe_rows(
-                drafter, rows, seqs, drafts, verdicts, hidden if drafter.wants_hidden else None
-            )
+            if rows:
+                drafter.observe(rows, memo.inner[number] if memo is not None else None)
 
     def drop(self, seq: EngineSequence) -> None:
-        self._chosen.pop(seq.id, None)
         for drafter in self.drafters:
             drafter.drop(seq)
 
@@ -209,7 +211,7 @@ def run_engine(
     )
     if numbers.random() < 0.7:
         clock = Clock(numbers)
-        drafter = Guarded(drafter, SpeedTracker(clock), SpeedTracker(clock))
+        drafter = GuardedDrafter(drafter, Guard(clock), Guard(clock))
     engine = Engine(
         parts.target.fresh(numbers.choice((0, PREFIX_BYTES))),
         drafter,

@@ -1,9 +1,13 @@
-"""What a decoder needs before its first step: costs of forwards, and what drafts, for greedy and sampled sequences."""
+"""What a decoder needs before its first step: the costs of forwards, and what drafts.
+
+Greedy and sampled sequences may have different drafters.
+"""
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,32 +16,32 @@ from torch import Tensor
 from forerun.api.options import EngineOptions
 from forerun.backends.costs import file_of, head_costs, kept, measure_costs
 from forerun.backends.identity import identity
-from forerun.engine.acceptance import Verdict
-from forerun.engine.costs import Costs
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Sequence
-from forerun.engine.step import Drafter, Proposal, observe_rows
+from forerun.engine.step import Drafter, Proposal, RowOutcome
 from forerun.methods import AR, Method, Parts
-from forerun.methods.guard import Guarded, SpeedTracker
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.cost_model import Costs
+from forerun.planning.forecast import PlannedDrafter, PlannerByMode
+from forerun.planning.guard import Guard, GuardedDrafter
 
 if TYPE_CHECKING:
     from forerun.model.prompt_folder import PromptFolder
 
 
 def measured(methods: list[Method], parts: Parts) -> Costs | None:
-    """Return the costs that are known, with those that methods need."""
-    needing, target = [each for each in methods if each.needs_costs], parts.target
-    head = parts.head if any(each.head is not None for each in needing) else None
+    """Return the costs that are known, completed by those that methods need."""
+    needing = [method for method in methods if method.needs_costs]
     if not needing:
         return parts.costs
+    needs_head = any(method.head is not None for method in needing)
+    head = parts.head if needs_head else None
     if parts.costs is not None:
-        return (
-            parts.costs
-            if head is None or parts.costs.head
-            else replace(parts.costs, head=head_costs(head))
-        )
+        if head is None or parts.costs.head:
+            return parts.costs
+        return replace(parts.costs, head=head_costs(head))
+    target = parts.target
     models: dict[str, Any] = {"layer": parts.pre_verifier, "head": head}
     file = file_of(target, parts.draft, **models)
     return kept(file, lambda: measure_costs(target, parts.draft, **models))
@@ -47,26 +51,27 @@ def build_engine(
     methods: list[Method],
     parts: Parts,
     options: EngineOptions,
-    trackers: dict[tuple[Method, bool], SpeedTracker],
+    trackers: dict[tuple[Method, bool], Guard],
 ) -> Engine:
-    """Return an engine whose sequences are drafted for by one method, or by one if greedy and one if sampled.
+    """Return an engine with the drafter of one method, or of two: for greedy and for sampling.
 
     `trackers` keep the speeds of each method, for greedy decoding (True) and for sampling.
     """
     folder = folder_of(options)
     (target,) = fresh(parts.target, 1, options, folder)
     drafts = fresh(parts.draft, len(methods), options, folder) if parts.draft is not None else []
-    clock, is_guarded = parts.target.clock, options.guard is not False
+    clock = parts.target.clock
+    is_guarded = options.guard is not False
     drafters = []
     for number, method in enumerate(methods):
         draft = drafts[number] if drafts else None
-        guarded = (lambda drafter: Guarded(drafter, SpeedTracker(clock))) if is_guarded else None
+        guarded = (lambda drafter: GuardedDrafter(drafter, Guard(clock))) if is_guarded else None
         drafters.append(method.build(replace(parts, draft=draft, guarded=guarded)))
     drafter = drafters[0] if len(drafters) == 1 else Split(*drafters)
     if is_guarded and not all(isinstance(method, AR) for method in methods):
-        # Sampling costs and accepts otherwise than greedy decoding.
+        # Two guards, because sampling differs from greedy decoding in costs and acceptance.
         keys = (methods[0], True), (methods[-1], False)
-        drafter = Guarded(drafter, *(trackers.setdefault(key, SpeedTracker(clock)) for key in keys))
+        drafter = GuardedDrafter(drafter, *(trackers.setdefault(key, Guard(clock)) for key in keys))
     return Engine(
         target,
         drafter,
@@ -77,8 +82,10 @@ def build_engine(
 
 
 def folder_of(options: EngineOptions) -> PromptFolder | None:
-    """Return the prompt folder that options name. Raises ValueError for one that is not the user's
-    alone to write."""
+    """Return the prompt folder that options name, or None.
+
+    Raises ValueError for a folder that others may write to.
+    """
     if options.prompt_cache is None:
         return None
     from forerun.model.prompt_folder import PromptFolder  # late, because Windows lacks its locks
@@ -89,59 +96,65 @@ def folder_of(options: EngineOptions) -> PromptFolder | None:
 def fresh(
     model: CausalLM, count: int, options: EngineOptions, folder: PromptFolder | None
 ) -> list[CausalLM]:
-    """Return a model so many times, each with caches of its own, which keep texts in a folder."""
-    made = [model.fresh(options.prefix_bytes) for _ in range(count)]
+    """Return `count` copies of a model, each with its own caches, which keep texts in a folder."""
+    copies = [model.fresh(options.prefix_bytes) for _ in range(count)]
     if folder is None:
-        return made
+        return copies
     digest = identity(model)
     if digest is None:
-        name, reason = type(model.model).__name__, "its layers are adapted, hooked or custom code"
+        name = type(model.model).__name__
+        reason = "its layers are adapted, hooked or custom code"
         folder.say(f"no text of {name} is kept in {folder.path}: {reason}")
-        return made
-    for each in made:
+        return copies
+    for each in copies:
         each.keep_in(folder, digest)
-    return made
+    return copies
 
 
-class Split(Drafter):
+@dataclass(frozen=True)
+class SplitMemo:
+    """The memos of both drafters of a step, by whether they draft for greedy sequences."""
+
+    inner: dict[bool, Any]
+
+
+class Split(PlannedDrafter):
     """Pass each sequence to the drafter of its mode. In a step with both modes, both draft."""
 
     def __init__(self, greedy: Drafter, sampled: Drafter) -> None:
         self.drafters = {True: greedy, False: sampled}
+        self.planner = PlannerByMode(greedy, sampled)
         self.wants_hidden = greedy.wants_hidden or sampled.wants_hidden
         self.spread = max(greedy.spread, sampled.spread)
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+        """Let the drafter of the sequence's mode read the prompt."""
         drafter = self.drafters[seq.greedy]
         return drafter.admit(seq, hidden if drafter.wants_hidden else None, chunk)
 
-    def pays(self, rows: int, unread: Sequence | None = None, context: float = 0.0) -> bool:
-        if unread is not None:
-            return self.drafters[unread.greedy].pays(rows, unread, context)
-        return any(each.pays(rows, None, context) for each in self.drafters.values())
-
     def propose(self, seqs: list[Sequence]) -> Proposal:
+        """Return the drafts of both drafters as one proposal."""
         drafts: dict[int, Draft] = {}
-        proposals = []
+        proposals: dict[bool, Proposal] = {}
         for greedy, drafter in self.drafters.items():
-            own = [seq for seq in seqs if seq.greedy == greedy]
-            if own:
-                proposals.append(drafter.propose(own))
-                drafts |= zip([seq.id for seq in own], proposals[-1].drafts, strict=True)
-        return Proposal.together([drafts[seq.id] for seq in seqs], proposals)
+            asking = [seq for seq in seqs if seq.greedy == greedy]
+            if asking:
+                proposal = drafter.propose(asking)
+                proposals[greedy] = proposal
+                drafts |= zip([seq.id for seq in asking], proposal.drafts, strict=True)
+        memo = SplitMemo({greedy: proposal.memo for greedy, proposal in proposals.items()})
+        return Proposal.together([drafts[seq.id] for seq in seqs], [*proposals.values()], memo)
 
-    def observe(
-        self,
-        seqs: list[Sequence],
-        drafts: list[Draft],
-        verdicts: list[Verdict],
-        hidden: list[Tensor] | None,
-    ) -> None:
+    def observe(self, outcomes: abc.Sequence[RowOutcome], memo: SplitMemo | None) -> None:
+        """Tell each drafter the outcomes of its own rows."""
         for greedy, drafter in self.drafters.items():
-            own = [row for row, seq in enumerate(seqs) if seq.greedy == greedy]
-            observe_rows(
-                drafter, own, seqs, drafts, verdicts, hidden if drafter.wants_hidden else None
-            )
+            rows = [outcome for outcome in outcomes if outcome.sequence.greedy == greedy]
+            if not drafter.wants_hidden:
+                rows = [replace(outcome, hidden=None) for outcome in rows]
+            if rows:
+                inner = memo.inner.get(greedy) if memo is not None else None
+                drafter.observe(rows, inner)
 
     def drop(self, seq: Sequence) -> None:
+        """Let the drafter of the sequence's mode forget it."""
         self.drafters[seq.greedy].drop(seq)

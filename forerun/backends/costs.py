@@ -25,13 +25,13 @@ from forerun.backends.facts import facts_of, processor
 from forerun.backends.heads import HiddenLM
 from forerun.backends.quantised_heads import Beams
 from forerun.engine.acceptance import accept
-from forerun.engine.costs import Costs, convex, costs_of
 from forerun.engine.draft import Draft
 from forerun.files import home, write_text
 from forerun.heads.echo import SIZES
 from forerun.heads.pre_verifier import LEAST, PreVerifier
 from forerun.heads.quick import quick
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.cost_model import Costs, convex, costs_of
 from forerun.sampling.probabilities import last_probabilities, probabilities_of
 from forerun.sampling.sampler import ChainSampling, Sampler, SamplingDistribution, next_tokens
 

@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forerun.api.choose import kind_of
 from forerun.api.options import ModelOptions
-from forerun.api.resolve import kind_of
 from forerun.bench.datasets import check_datasets, dataset_name
 from forerun.methods import METHODS, Method, is_method, method, parse_value
 from forerun.sampling.params import SamplingParams

@@ -19,7 +19,7 @@ from forerun import __version__
 from forerun.bench.plan import Plan, Runner
 from forerun.bench.records import Group, Record, Times, total
 from forerun.csrc import library as kernels
-from forerun.engine.costs import Costs
+from forerun.planning.cost_model import Costs
 
 PHASES = {
     "draft": "#2a9d8f",

@@ -6,7 +6,7 @@ import logging
 import math
 from functools import partial
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -101,16 +101,21 @@ def serve(
         max_seconds=max_seconds,
         tool_parser=tool_parser,
     )
-    how: dict[str, Any] = {"begun": begun, "drain": drain}
     options = serving.for_load() | {"max_rows": max_rows, "max_queue": max_queue}
     options["share_outputs"] = any(each.startswith("warm=") for each in serving.method_arg or [])
     make = partial(loaded, serving.model, method, options, serving.threads)
     if ray is None:
-        serve(Worker(make), settings, listening, **how)
+        serve(Worker(make), settings, listening, started_at=begun, drain=drain)
     else:
-        from forerun.scale.replicas import run
+        from forerun.scale.replicas import ReplicaPlan, run
 
         listening.close()  # it was to see that the address is free
-        how |= {"host": host, "port": port, "replicas": replicas or 2, "room": max_rows + max_queue}
-        run(ray, make, settings, **how, cpus=serving.threads or 1, device=serving.device)
+        plan = ReplicaPlan(
+            count=replicas or 2,
+            capacity=max_rows + max_queue,
+            cpus=serving.threads or 1,
+            device=serving.device,
+            drain=drain,
+        )
+        run(ray, make, settings, plan, host=host, port=port, started_at=begun)
     leave()

@@ -1,9 +1,10 @@
 """The acceptance rules. All are lossless: the output keeps the target's own distribution.
 
-The rule for chains is that of Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318). For trees it is
-applied child by child, each time to the residual (recursive rejection sampling). A chain of sampled tokens may use
-block verification instead (Sun et al., arXiv 2403.10444), which accepts no fewer tokens. With a seed the target's
-tokens are sampled by `forerun.sampling.seeded`, and equal drafted tokens are accepted.
+The rule for chains is that of Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv
+2302.01318). For trees the rule is applied child by child, each time to the residual (recursive
+rejection sampling). A chain of sampled tokens may use block verification instead (Sun et al., arXiv
+2403.10444), which accepts no fewer tokens. With a seed, the target's tokens are sampled by
+`forerun.sampling.seeded`, and drafted tokens that equal them are accepted.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ class Verdict:
 
     path: list[int]  # accepted nodes in order, the root first
     token: int  # the token after them: a correction if a child was rejected there, else a bonus
-    tested: int  # accepted nodes, and the level of the first rejection
+    tested: int  # number of accepted tokens, plus 1 if a token was rejected after them
     rejected: bool  # whether the last node of the path had children and none was accepted
-    argmax: list[int] = field(
-        default_factory=list
-    )  # the target's most probable token after every node of the draft
+    # [N] the target's most probable token after each node of the draft
+    argmax: list[int] = field(default_factory=list)
 
     @property
     def accepted(self) -> int:
+        """Return the number of accepted tokens."""
         return len(self.path) - 1
 
 
@@ -43,12 +44,15 @@ def accept(
 ) -> Verdict:
     """Return the verdict on a draft, given the target's processed scores [N, V] at its nodes.
 
-    Greedy decoding compares with the argmax, not with ratios of probabilities. In sampling, r begins as the target's
-    distribution p at a node. A child x sampled from q (one-hot for a point mass) is accepted if u * q(x) < r(x), else
-    r = norm(max(r - q, 0)) for the next child. After the last child the next token is sampled from r.
+    Greedy decoding compares drafted tokens with the argmax, not by ratios of probabilities.
 
-    A draft with `block` that begins with a chain of sampled tokens is verified as one block. Its length may depend on
-    its tokens, as with any stop rule.
+    Sampling starts at a node with r = p, the target's distribution there. A child x sampled from q
+    (one-hot for a point mass) is accepted if u * q(x) < r(x), where u is uniform on [0, 1).
+    Otherwise r = norm(max(r - q, 0)) for the next child. After the last child, the next token is
+    sampled from r.
+
+    A draft with `block` that begins with a chain of sampled tokens is verified as one block. The
+    length of that chain may depend on its tokens, as with any stop rule.
     """
     if greedy:
         return accept_greedy(draft, *best_of([scores]))
@@ -56,13 +60,17 @@ def accept(
 
 
 def accept_seeded(draft: Draft, scores: Tensor, source: Callable[[int], Source]) -> Verdict:
-    """Return the verdict on a draft by comparing it with the target's samples; the token after depth d is sampled by
-    `source(d)`. Drafts do not change what is sampled."""
-    argmax, path = argmax_of(scores).tolist(), [0]
+    """Return the verdict on a draft by comparing it with the target's samples.
+
+    The token after a node of depth d is sampled by `source(d)`, so that drafts do not change what
+    is sampled.
+    """
+    argmax = argmax_of(scores).tolist()
+    path = [0]
     while True:
         node = path[-1]
         token = sample(scores[node].softmax(-1), source(draft.depths[node]))
-        child = next((c for c in draft.children[node] if draft.tokens[c] == token), None)
+        child = _child(draft, node, token)
         if child is None:
             rejected = bool(draft.children[node])
             return Verdict(path, token, len(path) - 1 + rejected, rejected, argmax)
@@ -70,39 +78,58 @@ def accept_seeded(draft: Draft, scores: Tensor, source: Callable[[int], Source])
 
 
 def accept_greedy(draft: Draft, argmax: list[int], highest: list[float]) -> Verdict:
-    """Return the verdict on a draft by comparing it with the target's argmax at every node, given with its scores
-    `highest`. Raises ValueError for NaN where a token is chosen."""
+    """Return the verdict on a draft by comparing it with the target's argmax at every node.
+
+    Args:
+        draft: the draft, of N nodes.
+        argmax: [N] the target's most probable token at each node.
+        highest: [N] the scores of these tokens.
+
+    Raises:
+        NotNumbersError: the highest score is NaN at a node where a token is chosen.
+    """
     path = [0]
     while True:
         node = path[-1]
-        if isnan(highest[node]):  # infinities are allowed
+        if isnan(highest[node]):  # but infinite scores are allowed
             raise NotNumbersError("no token can be chosen: the model's scores are not numbers")
-        child = next((c for c in draft.children[node] if draft.tokens[c] == argmax[node]), None)
+        child = _child(draft, node, argmax[node])
         if child is None:
             rejected = bool(draft.children[node])
             return Verdict(path, argmax[node], len(path) - 1 + rejected, rejected, argmax)
         path.append(child)
 
 
+def _child(draft: Draft, node: int, token: int) -> int | None:
+    """Return the first child of `node` with that token, or None."""
+    for child in draft.children[node]:
+        if draft.tokens[child] == token:
+            return child
+    return None
+
+
 def _accept_sampled(draft: Draft, p: Tensor, generator: torch.Generator | None) -> Verdict:
+    """Return the verdict on a draft, given the target's distributions [N, V] at its nodes."""
     u = torch.rand(len(draft), generator=generator, device=p.device).tolist()
     q, p_at, argmax = _read(draft, p)
     path = [0]
     if draft.is_block:
-        count, left = _accept_block(draft, p, u, [a / b for a, b in zip(p_at, q, strict=True)])
+        ratios = [target / drafted for target, drafted in zip(p_at, q, strict=True)]
+        count, residual = _accept_block(draft, p, u, ratios)
         path = list(range(count + 1))
-        if left is not None:
-            return Verdict(path, sample(left, generator), count + 1, True, argmax)
+        if residual is not None:
+            return Verdict(path, sample(residual, generator), count + 1, True, argmax)
     while True:
-        node, accepted = path[-1], None
+        node = path[-1]
+        accepted = None
         rejected: list[int] = []
-        mass = 1.0  # of r: 1 less the rejected point masses
+        mass = 1.0  # of r before it is normalised: 1 minus the rejected point masses
         for child in draft.children[node]:
             if rejected and rejected[0] <= draft.sampled:
-                here = float(_residual(draft, p[node], rejected)[draft.tokens[child]])
+                r_child = float(_residual(draft, p[node], rejected)[draft.tokens[child]])
             else:
-                here = p_at[child] / max(mass, 1e-30)
-            if u[child] * q[child] < here:
+                r_child = p_at[child] / max(mass, 1e-30)
+            if u[child] * q[child] < r_child:
                 accepted = child
                 break
             rejected.append(child)
@@ -114,30 +141,36 @@ def _accept_sampled(draft: Draft, p: Tensor, generator: torch.Generator | None) 
 
 
 def _read(draft: Draft, p: Tensor) -> tuple[list[float], list[float], list[int]]:
-    """Return of each node the draft's and the target's probability of its token, and the target's most probable token
-    after it. On a CPU reading numbers one by one takes a fifth of the time of tensor operations."""
-    probs, q = p.cpu().numpy(), [1.0] * len(draft)  # of a point mass
+    """Return three values for each node.
+
+    They are the draft's and the target's probability of the node's token, and the target's most
+    probable token after the node. Numbers are read one by one, because on a CPU this takes a fifth
+    of the time of tensor operations.
+    """
+    target_probs = p.cpu().numpy()
+    q = [1.0] * len(draft)  # as for point masses
     if draft.q is not None:
-        own = draft.q.float().cpu().numpy()
-        q[1 : 1 + draft.sampled] = [
-            float(own[i, draft.tokens[i + 1]]) for i in range(draft.sampled)
-        ]
+        draft_probs = draft.q.float().cpu().numpy()
+        for i in range(draft.sampled):
+            q[i + 1] = float(draft_probs[i, draft.tokens[i + 1]])
     p_at = [
-        float(probs[max(parent, 0), token])
+        float(target_probs[max(parent, 0), token])
         for token, parent in zip(draft.tokens, draft.parents, strict=True)
     ]
-    return q, p_at, probs.argmax(-1).tolist()
+    return q, p_at, target_probs.argmax(-1).tolist()
 
 
 def _accept_block(
     draft: Draft, p: Tensor, u: list[float], ratios: list[float]
 ) -> tuple[int, Tensor | None]:
-    """Return the number of accepted tokens of the sampled chain, and the next token's distribution, not normalised, or
-    None if all are accepted (arXiv 2403.10444, Algorithm 2).
+    """Verify the sampled chain as a block (arXiv 2403.10444, Algorithm 2).
 
-    `ratios` are p / q of each node's token, and h_i = min(h_{i-1} p / q, 1). The last token passes with probability
-    h_i, any other with S / (S + 1 - h_i), where S is the mass of max(h_i p - q, 0) after it. The longest prefix whose
-    last token passes is accepted.
+    Return the number of accepted tokens, and the next token's distribution, which is not
+    normalised. Instead of the distribution return None if all tokens are accepted.
+
+    `ratios` are p / q of each node's token, and h_i = min(h_{i-1} p / q, 1). The last token passes
+    with probability h_i, any other with S / (S + 1 - h_i), where S is the mass of max(h_i p - q, 0)
+    after it. The longest prefix whose last token passes is accepted.
     """
     hold = [1.0]
     for ratio in ratios[1 : draft.sampled + 1]:
@@ -151,13 +184,15 @@ def _accept_block(
     mass = rest.sum(-1).tolist()
     kept = (i for i in reversed(range(1, last)) if u[i] * (mass[i] + 1.0 - hold[i]) < mass[i])
     accepted = next(kept, 0)
-    # If p and q are equal, only rounding is left, and a rejection has probability 0.
+    # If p equals q, no mass is left, and only rounding made the rejection: then keep p.
     return accepted, rest[accepted] if mass[accepted] > 0.0 else p[accepted]
 
 
 def _residual(draft: Draft, p: Tensor, rejected: list[int]) -> Tensor:
-    """Return the residual [V] of the target's distribution after these children were rejected in turn: norm(max(p - q,
-    0)) for each, where a point mass has the one-hot q of its token."""
+    """Return the residual [V] of the distribution p after these children were rejected in turn.
+
+    Each rejection makes norm(max(p - q, 0)) of p. The q of a point mass is one-hot.
+    """
     for child in rejected:
         if child <= draft.sampled:
             assert draft.q is not None
@@ -166,6 +201,6 @@ def _residual(draft: Draft, p: Tensor, rejected: list[int]) -> Tensor:
             rest = p.clone()
             rest[draft.tokens[child]] = 0.0
         total = rest.sum()
-        # If p and q are equal, only rounding is left, and a rejection has probability 0: keep p.
+        # If p equals q, no mass is left, and only rounding made the rejection: then keep p.
         p = torch.where(total > 0.0, rest / total, p)
     return p

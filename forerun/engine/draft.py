@@ -5,27 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Draft:
     """A token tree. Node 0 is the root: the last committed token, which the target has not run yet.
 
-    `q` holds the distributions that nodes 1..S were sampled from, each given that its earlier siblings were rejected.
-    Later nodes are point masses, and all are if `q` is None.
+    Attributes:
+        tokens: [N] of the nodes.
+        parents: [N] index of each node's parent, smaller than the node's own; -1 for the root.
+        q: [S, V] the distributions that nodes 1..S were sampled from, each on condition that its
+            earlier siblings were rejected. Later nodes are point masses, and all are if `q` is
+            None.
+        origins: [N] the source of each token, for statistics and display.
+        block: whether to use block verification (`forerun.engine.acceptance.accept`).
     """
 
-    tokens: list[int]  # [N]
-    parents: list[int]  # [N] index of each node's parent, smaller than its own; -1 for the root
-    q: Tensor | None = None  # [S, V]
-    origins: list[str] = field(
-        default_factory=list
-    )  # [N] source of each token, for statistics and display
-    block: bool = False  # whether to use block verification (`forerun.engine.acceptance.accept`)
+    tokens: list[int]
+    parents: list[int]
+    q: Tensor | None = None
+    origins: list[str] = field(default_factory=list)
+    block: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) >= 1 and self.parents[0] == -1
@@ -44,14 +47,14 @@ class Draft:
     def chain(
         cls, root: int, tokens: Sequence[int], q: Tensor | None = None, origin: str = "draft"
     ) -> Draft:
-        """Return a chain, sampled from distributions `q` [len(tokens), V], or of point masses without `q`."""
-        return cls(
-            [root, *tokens],
-            list(range(-1, len(tokens))),
-            q,
-            [origin] * (len(tokens) + 1),
-            q is not None,
-        )
+        """Return a chain.
+
+        Its tokens were sampled from the distributions `q` [len(tokens), V]. Without `q` they are
+        point masses.
+        """
+        parents = list(range(-1, len(tokens)))
+        origins = [origin] * (len(tokens) + 1)
+        return cls([root, *tokens], parents, q, origins, block=q is not None)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -68,11 +71,15 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
+        """Return whether each node is the parent of the next one."""
         return self.parents == list(range(-1, len(self.parents) - 1))
 
     @cached_property
     def is_block(self) -> bool:
-        """Return whether block verification is wanted and possible: its sampled tokens are a chain of at least two."""
+        """Return whether block verification is wanted and possible.
+
+        It is possible if the sampled tokens are a chain of at least two.
+        """
         chain = all(self.children[node] == [node + 1] for node in range(self.sampled))
         return self.block and self.sampled > 1 and chain
 
@@ -100,35 +107,33 @@ class Draft:
         return nodes[::-1]
 
     def mask(self) -> Tensor:
-        """Return the attention mask [N, N] bool: node i sees node j if j is on the path from the root to i."""
+        """Return the attention mask [N, N] bool.
+
+        Node i sees node j if j is on the path from the root to i. The mask is made of bytes,
+        because calls of torch for each row would take longer than a small model's forward.
+        """
         size = len(self)
         rows: list[bytearray] = []
-        for node, parent in enumerate(
-            self.parents
-        ):  # in bytes, as tensors would take longer than a small forward
+        for node, parent in enumerate(self.parents):
             row = bytearray(rows[parent]) if node else bytearray(size)
             row[node] = 1
             rows.append(row)
-        import torch
-
         return torch.frombuffer(bytearray().join(rows), dtype=torch.bool).view(size, size)
 
     def merge(self, other: Draft) -> Draft:
         """Return both trees as one, this one's nodes first; common paths are kept once.
 
-        `other` must consist of point masses. A sibling that repeats a sampled token is dropped: the residual after the
-        rejection of that token does not contain it.
+        `other` must consist of point masses. A sibling that repeats a sampled token is dropped,
+        because the residual after the rejection of that token does not contain it.
         """
         assert other.q is None and other.tokens[0] == self.tokens[0]
         tree = Tree(self)
-        tree.block = (
-            False  # siblings depend on sampled tokens, so one rule must hold with and without them
-        )
+        # Siblings depend on sampled tokens, so one rule must hold with and without them.
+        tree.block = False
         moved = [0]
         for node in range(1, len(other)):
-            moved.append(
-                tree.add(moved[other.parents[node]], other.tokens[node], other.origins[node])
-            )
+            parent = moved[other.parents[node]]
+            moved.append(tree.add(parent, other.tokens[node], other.origins[node]))
         return tree.draft()
 
 
@@ -136,17 +141,16 @@ class Tree:
     """A growing draft of point masses; a path that is added twice is kept once."""
 
     def __init__(self, draft: Draft) -> None:
-        self.tokens, self.parents, self.origins = (
-            list(draft.tokens),
-            list(draft.parents),
-            list(draft.origins),
-        )
-        self.q, self.block = draft.q, draft.block
+        """Begin with a copy of a draft."""
+        self.tokens = list(draft.tokens)
+        self.parents = list(draft.parents)
+        self.origins = list(draft.origins)
+        self.q = draft.q
+        self.block = draft.block
+        # {(parent, token): node}; of siblings with one token only the first can be accepted
         self._place: dict[tuple[int, int], int] = {}
         for node, key in enumerate(zip(self.parents, self.tokens, strict=True)):
-            self._place.setdefault(
-                key, node
-            )  # of siblings with one token only the first can be accepted
+            self._place.setdefault(key, node)
 
     def add(self, parent: int, token: int, origin: str) -> int:
         """Return the child of `parent` with that token, added if need be."""

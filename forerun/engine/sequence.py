@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from time import perf_counter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,39 +21,58 @@ from forerun.sampling.seeded import SeededSampler, SeededStream
 Mode = Literal["greedy", "sampled"]
 
 
+class Phase(Enum):
+    """Where a sequence stands in its engine."""
+
+    WAITING = "waiting"  # in the queue
+    PREFILLING = "prefilling"  # the models read its prompt
+    RUNNING = "running"  # it has a row and is decoded
+    LEAVING = "leaving"  # it has given up its row, and this has not been reported yet
+    ENDED = "ended"  # its last step is in the outbox
+
+
+class Checkpoint(NamedTuple):
+    """What a step changes in a sequence, as it was before the step."""
+
+    length: int  # in tokens
+    random_state: Tensor | None  # of the sequence's generator, if it has one
+
+
 @dataclass(frozen=True)
 class Request:
     """A request to an engine.
 
-    Without a seed the acceptance rule that accepts most is used; then the sampled tokens depend on the method and on
-    when it drafts. Streams of neighbouring seeds do not overlap.
+    Without a seed, the engine uses the acceptance rule that accepts the most tokens. The sampled
+    tokens then depend on the method and on when it drafts. The streams of neighbouring seeds do
+    not overlap.
 
-    Requests share keys and values only within one salt. Only requests without a salt share phrases and earlier outputs.
+    Only requests with the same salt share keys and values. Only requests without a salt share
+    phrases and earlier outputs.
     """
 
     tokens: abc.Sequence[int]  # the prompt
     max_new_tokens: int = 256
     sampler: Sampler = field(default_factory=Sampler)  # chooses tokens from logits
     eos: frozenset[int] = frozenset()  # tokens that end the sequence
-    # Called after each token with all tokens so far; True ends the sequence (`forerun.text.stop_strings.StopStrings`).
+    # Called after each token with all tokens so far; True ends the sequence. An example is
+    # `forerun.text.stop_strings.StopStrings`.
     stop: Callable[[abc.Sequence[int]], bool] | None = None
-    # Called after each token with ids [1, n] and the processed scores [1, V] that gave the token.
+    # Called after each token with the ids [1, n] and the processed scores [1, V] of that token.
     criteria: StoppingCriteriaList | None = None
-    seed: int | None = None  # decides sampled tokens, with every method (`forerun.sampling.seeded`)
+    # The seed alone decides the sampled tokens, whatever the method (`forerun.sampling.seeded`).
+    seed: int | None = None
     stream: int = 0  # separates rows that share a seed
-    generator: torch.Generator | None = (
-        None  # of random numbers without a seed; None: one seeded by torch's own
-    )
-    progress: Callable[[int, int], None] | None = (
-        None  # called with prompt tokens read so far and in all
-    )
+    # Source of random numbers without a seed; None: a new generator, seeded by torch's global one.
+    generator: torch.Generator | None = None
+    # Called with the number of prompt tokens read so far, and with their total number.
+    progress: Callable[[int, int], None] | None = None
     plain: bool = False  # decode without drafts, whatever the engine's method
-    # Number of most probable tokens whose log-probabilities are returned with each token's own; None: none are. They
-    # are of the target's own distribution, before processors and temperature.
+    # Number of most probable tokens whose log probabilities are returned with that of each output
+    # token; None: none are returned. They come from the target's own distribution, before
+    # processors and temperature.
     logprobs: int | None = None
-    prompt_logprobs: bool = (
-        False  # those of the prompt too, which then runs without the prefix store
-    )
+    # Return log probabilities of the prompt too, which then runs without the prefix store.
+    prompt_logprobs: bool = False
     salt: str = ""
 
     def __post_init__(self) -> None:
@@ -66,18 +86,24 @@ class Sequence:
     """One sequence while it is decoded.
 
     Attributes:
-        id: of the request, unique in its engine.
-        tokens: prompt and output so far; grows.
+        id: the request's id, unique in its engine.
+        tokens: prompt and output so far; it grows.
         prompt_length: number of prompt tokens.
-        limit: total length at which it ends.
-        seeded: the source of a sequence with a seed, else None.
-        generator: source of this sequence's random numbers; None if it needs none.
-        finish_reason: "stop" (end token, stop string or criterion), "length", "abort" or "error"; None while it runs.
-        error: what a user's processor or criterion raised, or a step of this sequence alone.
-        suspect: whether it was in a failed step and has not been stepped alone since.
-        waited: seconds in the queue; None while it is there.
+        limit: total length at which the sequence ends.
+        seeded: the source of random numbers if the request has a seed, else None.
+        generator: the source of random numbers without a seed; None if none is needed.
+        finish_reason: "stop" (end token, stop string or criterion), "length", "abort" or "error";
+            None while it runs.
+        error: what a user's processor or criterion raised, or a step that held this sequence alone.
+        phase: where it stands in its engine.
+        checkpoint: its state before the present step; None between steps.
+        features: hidden states of its tokens so far, in parts [n, d] that follow one another, to be
+            saved with its keys and values; None if they are not saved.
+        suspect: whether it was in a failed step and has not passed a step alone since.
+        waited: seconds in the queue; None until it has left the queue once.
         rows: number of sequences that ran or waited when it left the queue, itself included.
-        prompt_logprobs: of the prompt's tokens after the first, until the first step takes them.
+        prompt_logprobs: log probabilities of the prompt's tokens after the first, until the first
+            step reports them.
     """
 
     def __init__(
@@ -87,51 +113,58 @@ class Sequence:
         device: torch.device | str = "cpu",
         context: int | None = None,
     ) -> None:
-        self.request, self.id = request, id
+        self.request = request
+        self.id = id
         self.tokens = list(request.tokens)
         self.prompt_length = len(self.tokens)
         self.limit = self.prompt_length + request.max_new_tokens
         if context:
             self.limit = max(min(self.limit, context), self.prompt_length + 1)
-        self.sampler, self.eos = request.sampler, request.eos
+        self.sampler = request.sampler
+        self.eos = request.eos
         self.finish_reason: str | None = None
-        self.asked = perf_counter()
+        self.phase = Phase.WAITING
+        self.checkpoint: Checkpoint | None = None
+        self.features: list[Tensor] | None = None
+        self.added_at = perf_counter()
         self.waited: float | None = None
         self.rows = 1
         self.suspect = False
         self.prompt_logprobs: list[Logprob] | None = None
+        self.seeded: SeededStream | None = None
+        self.generator: torch.Generator | None = None
+        if not self.greedy and request.seed is not None:
+            self.seeded = SeededStream(int(request.seed), int(request.stream))
+        elif not self.greedy:
+            self.generator = request.generator or _new_generator(device)
         self._error: BaseException | None = None
-        is_seeded = not self.greedy and request.seed is not None
-        self.seeded = (
-            SeededStream(int(request.seed or 0), int(request.stream)) if is_seeded else None
-        )
-        self.generator = None
-        if not self.greedy and self.seeded is None:
-            self.generator = request.generator or torch.Generator(device).manual_seed(
-                int(torch.randint(2**62, (1,)))
-            )
-        self._ids: Tensor | None = None  # the tokens as a tensor, for criteria
+        self._criteria_ids: Tensor | None = None  # [1, limit] the tokens as criteria want them
 
     @property
     def error(self) -> BaseException | None:
+        """Return the exception that ended the sequence. Setting it ends the sequence."""
         return self._error
 
     @error.setter
     def error(self, error: BaseException) -> None:
-        self._error, self.finish_reason = error, "error"
+        self._error = error
+        self.finish_reason = "error"
 
     @property
     def shares(self) -> bool:
-        """Return whether it shares outputs to draft from, as sequences without a salt do."""
+        """Return whether others may draft from its output; those with a salt keep theirs."""
         return not self.request.salt
 
     @property
     def greedy(self) -> bool:
+        """Return whether the most probable token is always chosen."""
         return self.sampler.greedy
 
     def source(self, ahead: int) -> SeededSampler | torch.Generator | None:
         """Return the source of randomness of the token `ahead` places after the last."""
-        return self.generator if self.seeded is None else self.seeded.at(len(self.tokens) + ahead)
+        if self.seeded is None:
+            return self.generator
+        return self.seeded.at(len(self.tokens) + ahead)
 
     @property
     def remaining(self) -> int:
@@ -140,13 +173,18 @@ class Sequence:
 
     @property
     def output(self) -> list[int]:
+        """Return the tokens after the prompt."""
         return self.tokens[self.prompt_length :]
 
     def extend(self, tokens: abc.Sequence[int], scores: Callable[[int], Tensor]) -> int:
-        """Append tokens up to the first that ends the sequence; return how many. An exception of a criterion ends it
-        too.
+        """Append tokens up to the first that ends the sequence, and return how many.
 
-        `scores(i)` returns the processed scores [V] of token i, for criteria."""
+        An exception of a criterion ends the sequence too, and is stored in `error`.
+
+        Args:
+            tokens: the committed tokens.
+            scores: returns the processed scores [V] of `tokens[i]`; called only for criteria.
+        """
         for count, token in enumerate(tokens, 1):
             self.tokens.append(token)
             try:
@@ -165,7 +203,10 @@ class Sequence:
         return len(tokens)
 
     def report(self, read: int) -> None:
-        """Call the request's `progress`, if any, with the tokens read. An exception of it ends the sequence."""
+        """Call the request's `progress`, if any, with the number of prompt tokens read.
+
+        If it raises, the sequence ends with that exception, and the exception propagates.
+        """
         if self.request.progress is None:
             return
         try:
@@ -175,27 +216,51 @@ class Sequence:
             raise
 
     def score_prompt(self, logits: Tensor) -> None:
-        """Add the log probabilities of the prompt's next tokens, from the logits [n, V] that predict them."""
+        """Add the log probabilities of the next prompt tokens, which logits [n, V] predict."""
         assert self.prompt_logprobs is not None
-        at = 1 + len(self.prompt_logprobs)
-        top = self.request.logprobs or 0
-        self.prompt_logprobs += logprobs_of(logits, self.tokens[at : at + len(logits)], top)
+        start = 1 + len(self.prompt_logprobs)
+        tokens = self.tokens[start : start + len(logits)]
+        self.prompt_logprobs += logprobs_of(logits, tokens, self.request.logprobs or 0)
 
-    def cut(self, length: int, state: Tensor | None) -> None:
-        """Remove all but the first `length` tokens and restore the generator's state, to run again."""
-        del self.tokens[length:]
-        if self.generator is not None and state is not None:
-            self.generator.set_state(state)
-        self._error = self.finish_reason = None
+    def save_checkpoint(self) -> None:
+        """Remember the present state, so that `restore` can undo a step."""
+        random_state = None if self.generator is None else self.generator.get_state()
+        self.checkpoint = Checkpoint(len(self.tokens), random_state)
 
-    def _stopped(self, scores: Callable[[int], Tensor], at: int) -> bool:
+    def restore(self) -> None:
+        """Undo the present step, if any, so that it can run again."""
+        if self.checkpoint is None:
+            return
+        del self.tokens[self.checkpoint.length :]
+        if self.generator is not None and self.checkpoint.random_state is not None:
+            self.generator.set_state(self.checkpoint.random_state)
+        self.clear_error()
+        self.checkpoint = None
+
+    def clear_error(self) -> None:
+        """Take back the end of the sequence, as if its last step had not raised."""
+        self._error = None
+        self.finish_reason = None
+
+    def _stopped(self, scores: Callable[[int], Tensor], index: int) -> bool:
+        """Return whether the last token, the step's token `index`, ends the sequence."""
         if self.request.stop is not None and self.request.stop(self.tokens):
             return True
         if not self.request.criteria:
             return False
-        found, count = scores(at)[None], len(self.tokens)
-        if self._ids is None:
-            self._ids = torch.empty(1, self.limit, dtype=torch.long, device=found.device)
-            self._ids[0, :count] = torch.tensor(self.tokens)
-        self._ids[0, count - 1] = self.tokens[-1]
-        return bool(self.request.criteria(self._ids[:, :count], found).any())  # type: ignore[arg-type]
+        token_scores = scores(index)[None]
+        count = len(self.tokens)
+        if self._criteria_ids is None:
+            self._criteria_ids = torch.empty(
+                1, self.limit, dtype=torch.long, device=token_scores.device
+            )
+            self._criteria_ids[0, :count] = torch.tensor(self.tokens)
+        self._criteria_ids[0, count - 1] = self.tokens[-1]
+        stops = self.request.criteria(self._criteria_ids[:, :count], token_scores)  # type: ignore[arg-type]
+        return bool(stops.any())
+
+
+def _new_generator(device: torch.device | str) -> torch.Generator:
+    """Return a generator whose seed comes from torch's global generator."""
+    seed = int(torch.randint(2**62, (1,)))
+    return torch.Generator(device).manual_seed(seed)

@@ -15,21 +15,24 @@ from forerun.failures import UNATTRIBUTABLE
 
 _LOG = logging.getLogger("forerun.engine.session")
 
-PATIENCE = 0.01  # seconds to wait for a turn before the box is read again
-TRIES = 3  # successive failed steps, with no request to blame, before `drive` reports the error
-PAUSE = 0.05  # seconds before such a step is tried again
+TURN_SECONDS = 0.01  # the longest wait for a turn before the box is read again
+# So many successive steps must fail, with no request to blame, before `drive` reports the error.
+FAILURES_TO_REPORT = 3
+PAUSE_SECONDS = 0.05  # before such a step is tried again
 
 
 class Run:
     """Requests that were added together, and their steps as they come.
 
-    Iterating takes turns at the engine. It yields lists of (index of the request, its step) until all have ended, and
-    raises what a user's processor or criterion raised. Closing or dropping a run aborts what has not ended. A caller
-    with a loop of its own subclasses it and reads `box`.
+    Iteration takes turns at the engine. It yields lists of (index of the request, its step) until
+    all requests have ended, and raises what a user's processor or criterion raised. Closing a run,
+    or dropping the last reference to it, aborts the requests that have not ended. A caller that
+    does not iterate, such as an event loop, subclasses `Run` and reads `box`.
 
     Attributes:
-        open: {id in the engine: index} of requests that have not ended.
-        box: (index, step) pairs that have not been taken.
+        session: the session that the run was added to, or None.
+        open: {id in the engine: index} of the requests that have not ended.
+        box: (index, step) pairs that nobody has taken yet.
     """
 
     def __init__(self) -> None:
@@ -50,17 +53,17 @@ class Run:
                 if not self.open or self.session is None:
                     raise StopIteration
                 self.session.take_turn(self)
-            found = self.take()
-            for _, step in found:
+            steps = self.take()
+            for _, step in steps:
                 if step.error is not None:
                     raise step.error
         except BaseException:
             self.close()
             raise
-        return found
+        return steps
 
     def collect(self) -> list[list[Step]]:
-        """Wait until all requests have ended; return all steps of each."""
+        """Wait until all requests have ended, and return a list of the steps of each."""
         steps: list[list[Step]] = [[] for _ in self.open]
         for batch in self:
             for index, step in batch:
@@ -68,7 +71,10 @@ class Run:
         return steps
 
     def close(self) -> None:
-        """Abort what has not ended. Takes no lock, as garbage collection may call it."""
+        """Abort the requests that have not ended.
+
+        It takes no lock, because garbage collection may call it at any point.
+        """
         if self.session is not None:
             self.session.abort(self)
 
@@ -79,28 +85,40 @@ class Run:
 class Session:
     """One engine, shared by callers in any number of threads.
 
-    `add` and `abort` may be called from any thread and do not wait for a step. Each step goes to the box of its run.
-    The engine steps in the threads of callers, which take turns while they iterate over their runs, or in one thread
-    that calls `drive` until `stop`, for callers that must not wait.
+    `add` and `abort` may be called from any thread and do not wait for a step. Each step goes to
+    the box of its run. The engine steps in one of two ways: in the threads of callers, which take
+    turns while they iterate over their runs, or, for callers that must not wait, in one thread that
+    calls `drive`.
 
     Attributes:
+        engine: the engine that is shared.
         was_used: whether anything was added.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.was_used = False
-        self._turn, self._wake, self._stopping = Lock(), Event(), False
-        self._runs: dict[int, ref[Run]] = {}  # weak, so that a dropped run ends
+        self._turn = Lock()  # held by the thread that steps the engine
+        self._wake = Event()
+        self._stopping = False
+        # By id in the engine. The references are weak, so that a run that its caller drops ends.
+        self._runs: dict[int, ref[Run]] = {}
 
     def add(self, requests: Iterable[Request], run: Run | None = None) -> Run:
-        """Queue requests, all or none, and return their run: `run`, or a new one. Raises as `Engine.add`."""
+        """Queue requests, all or none, and return their run: `run`, or a new one.
+
+        Raises:
+            ValueError: `Engine.add` refuses a request.
+            QueueFullError: the queue is full.
+        """
         run = Run() if run is None else run
-        run.session, self.was_used = self, True
+        run.session = self
+        self.was_used = True
         try:
             for index, request in enumerate(requests):
-                id = self.engine.new_id()  # known to the run before its first step
-                run.open[id], self._runs[id] = index, ref(run)
+                id = self.engine.new_id()  # the run must know the id before the first step
+                run.open[id] = index
+                self._runs[id] = ref(run)
                 self.engine.add(request, id)
         except BaseException:
             self.abort(run)
@@ -109,7 +127,10 @@ class Session:
         return run
 
     def abort(self, run: Run) -> None:
-        """End the requests of a run that have not ended; their rows are free with the next step. Takes no lock."""
+        """End the requests of a run that have not ended; the next step frees their rows.
+
+        It takes no lock, because `Run.close` must not.
+        """
         for id in list(run.open):
             run.open.pop(id, None)
             self._runs.pop(id, None)
@@ -117,18 +138,21 @@ class Session:
 
     def runs(self) -> set[Run]:
         """Return the runs that have not ended."""
-        return {run for each in list(self._runs.values()) if (run := each()) is not None}
+        runs = [reference() for reference in list(self._runs.values())]
+        return {run for run in runs if run is not None}
 
     def advance(self) -> list[tuple[Run | None, Step]]:
-        """Step the engine once, and put each step into the box of its run. Return (run, step) pairs; None for an
-        aborted run. One thread at a time may call it: that of `drive`, or one that has a turn.
+        """Step the engine once, and put each step into the box of its run.
+
+        Return (run, step) pairs, with None in place of an aborted run. One thread at a time may
+        call it: that of `drive`, or one that has a turn.
         """
         self.engine.advance()
-        found: list[tuple[Run | None, Step]] = []
+        delivered: list[tuple[Run | None, Step]] = []
         while self.engine.outbox:
             step = self.engine.outbox[0]
-            known = self._runs.get(step.id)
-            run = known() if known is not None else None
+            reference = self._runs.get(step.id)
+            run = reference() if reference is not None else None
             index = run.open.get(step.id) if run is not None else None
             self.engine.outbox.popleft()
             if run is not None and index is not None:
@@ -137,13 +161,16 @@ class Session:
                 self._runs.pop(step.id, None)
                 if run is not None:
                     run.open.pop(step.id, None)  # after its last step is in the box
-            found.append((run, step))
-        return found
+            delivered.append((run, step))
+        return delivered
 
     def take_turn(self, run: Run) -> None:
-        """Step the engine once for a waiting run. Return early if another caller steps, which may bring the run's
-        step."""
-        if not self._turn.acquire(timeout=PATIENCE):
+        """Step the engine once for a waiting run.
+
+        Return without a step if another caller steps for long, because that step may be one of this
+        run too.
+        """
+        if not self._turn.acquire(timeout=TURN_SECONDS):
             return
         try:
             if not run.box and run.open:
@@ -161,8 +188,8 @@ class Session:
 
         Args:
             on_steps: called with the result of each `advance`.
-            on_failure: called with the error after TRIES successive steps have failed with no request to blame. The
-                engine has undone them, and goes on.
+            on_failure: called with the error after FAILURES_TO_REPORT successive steps have failed
+                with no request to blame. The engine has undone them, and goes on.
         """
         failures = 0
         while not self._stopping:
@@ -172,19 +199,19 @@ class Session:
                 continue
             try:
                 with self._turn:
-                    found = self.advance()
+                    steps = self.advance()
             except UNATTRIBUTABLE:
                 raise
             except BaseException as error:
                 failures += 1
                 _LOG.exception("a step of the engine failed")
-                if failures == TRIES:
+                if failures == FAILURES_TO_REPORT:
                     failures = 0
                     on_failure(error)
-                sleep(PAUSE)
+                sleep(PAUSE_SECONDS)
                 continue
             failures = 0
-            on_steps(found)
+            on_steps(steps)
 
     def stop(self) -> None:
         """End `drive` after its present step."""

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 
 from forerun.engine.engine import Step
 
-_COUNTS = ("tokens", "target_forwards", "draft_forwards", "drafted", "tested", "accepted")
+_COUNTS = ("target_forwards", "draft_forwards", "drafted", "tested", "accepted")
 
 
 @dataclass(frozen=True)
 class Stats:
-    """The sums of the steps of one or more sequences. A forward counts once for each of its sequences."""
+    """Sums over the steps of one or more sequences.
+
+    A forward counts once for each of its sequences.
+    """
 
     tokens: int  # committed
     target_forwards: int
@@ -21,22 +24,25 @@ class Stats:
     tested: int  # drafted tokens that the target tested
     accepted: int  # tested tokens that it accepted
     seconds: float  # wall time of the whole call, prefill included
-    reached: tuple[int, ...]  # [k] number of drafts whose position k was tested
-    kept: tuple[int, ...]  # [k] number of drafts whose position k was accepted
+    reached: tuple[int, ...]  # at [k] the number of drafts whose position k was tested
+    kept: tuple[int, ...]  # at [k] the number of drafts whose position k was accepted
 
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:
-        """Return the acceptance rate at each position, of the drafts that reached it."""
+        """Return the acceptance rate at each position, among the drafts that reached it."""
         return tuple(kept / reached for kept, reached in zip(self.kept, self.reached, strict=True))
 
     @property
     def tau(self) -> float:
-        """Return the mean of committed tokens a target forward, bonus or correction included; 1 for plain decoding."""
+        """Return the mean number of committed tokens per target forward.
+
+        The bonus or correction is included, so it is 1 for plain decoding.
+        """
         return self.tokens / max(1, self.target_forwards)
 
     @property
     def alpha(self) -> float:
-        """Return accepted / tested; tokens after the first rejected one do not count as tested."""
+        """Return accepted / tested. Tokens after the first rejected one do not count as tested."""
         return self.accepted / max(1, self.tested)
 
     @property
@@ -46,6 +52,7 @@ class Stats:
 
     @property
     def tokens_per_s(self) -> float:
+        """Return the committed tokens per second of wall time."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, float | int | list[float]]:
@@ -57,14 +64,21 @@ class Stats:
             "tau": round(self.tau, 4),
             "alpha": round(self.alpha, 4),
             "utilisation": round(self.utilisation, 4),
-            **{name: getattr(self, name) for name in _COUNTS[1:]},
+            **{name: getattr(self, name) for name in _COUNTS},
             "acceptance_by_position": [round(share, 4) for share in self.acceptance_by_position],
         }
 
 
 def summarise(steps: Sequence[Step], seconds: float) -> Stats:
     """Return the statistics of steps of one or more sequences over `seconds` of wall time."""
-    depths = range(1, max((step.tested for step in steps), default=0) + 1)
+    depth = max((step.tested for step in steps), default=0)
+    reached = [0] * depth
+    kept = [0] * depth
+    for step in steps:
+        for position in range(step.tested):
+            reached[position] += 1
+        for position in range(step.accepted):
+            kept[position] += 1
     return Stats(
         tokens=sum(len(step.tokens) for step in steps),
         target_forwards=len(steps),
@@ -73,6 +87,6 @@ def summarise(steps: Sequence[Step], seconds: float) -> Stats:
         tested=sum(step.tested for step in steps),
         accepted=sum(step.accepted for step in steps),
         seconds=seconds,
-        reached=tuple(sum(step.tested >= depth for step in steps) for depth in depths),
-        kept=tuple(sum(step.accepted >= depth for step in steps) for depth in depths),
+        reached=tuple(reached),
+        kept=tuple(kept),
     )

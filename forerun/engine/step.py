@@ -1,10 +1,11 @@
-"""What the engine exchanges with its drafter and its callers: proposals and steps."""
+"""What the engine exchanges with its drafter and its callers: proposals, outcomes and steps."""
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from forerun.engine.draft import Draft
 
@@ -19,63 +20,103 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Proposal:
-    """One draft for each sequence, and their cost."""
+    """One draft for each sequence, and what the drafts took.
+
+    Attributes:
+        drafts: in the order of the sequences.
+        forwards: those of the draft model, each for all sequences at once.
+        forward_seconds: of these forwards.
+        policy_seconds: of the length policy.
+        prompt_seconds: of prompts that were read for these drafts. They are no part of a step.
+        rests: whether drafts are left out for some steps, because they were slower.
+        memo: the drafter's own notes. The engine hands them back to `observe` of the same step.
+    """
 
     drafts: list[Draft]
-    forwards: int = 0  # draft model forwards, each for all sequences at once
+    forwards: int = 0
     forward_seconds: float = 0.0
     policy_seconds: float = 0.0
-    prompt_seconds: float = 0.0  # of prompts that were read for these drafts; no part of a step
-    rests: bool = False  # whether drafts are left out for some steps, as they were slower
+    prompt_seconds: float = 0.0
+    rests: bool = False
+    memo: Any = None
 
     @classmethod
-    def together(cls, drafts: list[Draft], parts: list[Proposal]) -> Proposal:
+    def together(cls, drafts: list[Draft], parts: list[Proposal], memo: Any = None) -> Proposal:
         """Return these drafts with the added costs of the parts that they come from."""
+        is_resting = any(part.rests for part in parts)
         return cls(
             drafts,
-            sum(each.forwards for each in parts),
-            sum(each.forward_seconds for each in parts),
-            sum(each.policy_seconds for each in parts),
-            sum(each.prompt_seconds for each in parts),
-            any(each.rests for each in parts) and not any(draft.drafted for draft in drafts),
+            sum(part.forwards for part in parts),
+            sum(part.forward_seconds for part in parts),
+            sum(part.policy_seconds for part in parts),
+            sum(part.prompt_seconds for part in parts),
+            is_resting and not any(draft.drafted for draft in drafts),
+            memo,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class RowOutcome:
+    """What a step came to for one sequence.
+
+    Attributes:
+        sequence: it has grown by the step's tokens already.
+        draft: what was proposed for it.
+        verdict: the target's verdict on the draft.
+        hidden: [N, d] the target's states at the draft's nodes, or None if they are not wanted.
+    """
+
+    sequence: Sequence
+    draft: Draft
+    verdict: Verdict
+    hidden: Tensor | None = None
 
 
 class Drafter(Protocol):
     """The source of drafts that a method builds. A subclass must implement `propose` alone.
 
-    State belongs to a sequence: each call may be about another set of the admitted ones.
+    What a drafter keeps longer than a step belongs to a sequence, by its id, because each call may
+    be about another set of the admitted ones. Notes for `observe` of the same step go into
+    `Proposal.memo`.
+
+    Attributes:
+        wants_hidden: which hidden states of the target it is given; "" for none.
+        spread: the most nodes of a draft beyond a chain of the remaining tokens.
+        reads: how many of a prompt's last tokens it reads; None for all.
     """
 
-    wants_hidden: Capture = ""  # the hidden states of the target that it is given
-    spread: int = 0  # the most nodes of a draft beyond a chain of the remaining tokens
-    reads: int | None = None  # the last tokens of a prompt that it reads; None: all
+    wants_hidden: Capture = ""
+    spread: int = 0
+    reads: int | None = None
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
-        """Admit a sequence of n tokens and run its prompt. Yield the size of each chunk, at most `chunk` tokens.
+        """Admit a sequence of n tokens and run its prompt, and yield the size of each chunk.
+
         `hybrid` runs this between later steps or never, so the text may grow meanwhile.
-        `hidden` [n - 1, d]: the target's states over all tokens but the last, if wanted."""
+
+        Args:
+            seq: the sequence.
+            hidden: [n - 1, d] the target's states over all tokens but the last, if wanted.
+            chunk: the most tokens of a chunk.
+        """
         return ()
 
-    def pays(self, rows: int, unread: Sequence | None = None, context: float = 0.0) -> bool:
-        """Return whether drafts are expected to pay in a step of that many rows, by costs, if these are known.
-        `unread`: a sequence that has yet to be admitted, and must make good its prompt's time in what is left of it.
-        `context`: the mean number of the rows' tokens."""
-        return True
-
     def propose(self, seqs: list[Sequence]) -> Proposal:
-        """Return a draft for each, at most `seq.remaining - 1` deep, as the target adds one token."""
+        """Return a draft for each sequence.
+
+        A draft is at most `seq.remaining - 1` deep, because the target adds one token.
+        """
         raise NotImplementedError
 
-    def observe(
-        self,
-        seqs: list[Sequence],
-        drafts: list[Draft],
-        verdicts: list[Verdict],
-        hidden: list[Tensor] | None,
-    ) -> None:
-        """Record the verdicts on drafts; the sequences have grown by now. `hidden[r]` [N, d]: the target's states at
-        the nodes of each draft, if wanted."""
+    def observe(self, outcomes: abc.Sequence[RowOutcome], memo: Any) -> None:
+        """Record the outcomes of a step. There is at least one.
+
+        Args:
+            outcomes: one for each sequence that the drafter is to learn about. A drafter that wants
+                hidden states gets those of every sequence in every step, because they come only
+                once.
+            memo: `Proposal.memo` of this step, or None if `propose` was not called in it.
+        """
         return
 
     def drop(self, seq: Sequence) -> None:
@@ -83,51 +124,54 @@ class Drafter(Protocol):
         return
 
 
-def observe_rows(
-    drafter: Drafter,
-    rows: list[int],
-    seqs: list[Sequence],
-    drafts: list[Draft],
-    verdicts: list[Verdict],
-    hidden: list[Tensor] | None,
-) -> None:
-    """Have a drafter observe its own `rows` of a step, if any."""
-    if rows:
-        drafter.observe(
-            [seqs[row] for row in rows],
-            [drafts[row] for row in rows],
-            [verdicts[row] for row in rows],
-            [hidden[row] for row in rows] if hidden is not None else None,
-        )
-
-
 @dataclass(frozen=True)
 class Step:
-    """A sequence's part of one target forward. Seconds are those of all its rows."""
+    """A sequence's part of one target forward. Seconds are those of all its rows.
 
-    id: int  # of the request
-    number: int  # of the engine's step; steps with one number share the forward
-    rows: int  # sequences that share it
-    tokens: tuple[int, ...] = ()  # committed, up to the sequence's end
-    origins: tuple[str, ...] = ()  # of each token: draft, lookup, ..., correction or bonus
-    rejected: tuple[int, ...] = ()  # drafted tokens that were not accepted
-    drafted: int = 0  # tokens proposed
-    tested: int = 0  # accepted tokens, and the level of the first rejection
+    Attributes:
+        id: of the request.
+        number: of the engine's step. Steps with one number share the forward.
+        rows: the number of sequences that share it.
+        tokens: those that were committed, up to the sequence's end.
+        origins: of each of them: "draft", "lookup", ..., "correction" or "bonus".
+        rejected: drafted tokens that were not accepted.
+        drafted: the number of proposed tokens.
+        tested: the number of accepted tokens, and one more if the next level was rejected.
+        accepted: the number of accepted tokens.
+        rests: as in its Proposal.
+        draft_forwards: forwards of the draft model.
+        draft_seconds: drafting without its length policy.
+        policy_seconds: the length policy.
+        verify_seconds: the target's forward with its verdict.
+        forward_seconds: the part of these inside forwards of the two models; on a GPU, the time to
+            launch them. The rest is overhead.
+        seconds: the whole step.
+        logprobs: of the tokens, if requested.
+        prompt_logprobs: of the prompt, if requested, in the first step.
+        waited: seconds in the queue.
+        finish_reason: of the sequence, in its last step.
+        error: what ended the sequence: raised by its processor or criterion, or by a step of it
+            alone.
+    """
+
+    id: int
+    number: int
+    rows: int
+    tokens: tuple[int, ...] = ()
+    origins: tuple[str, ...] = ()
+    rejected: tuple[int, ...] = ()
+    drafted: int = 0
+    tested: int = 0
     accepted: int = 0
-    rests: bool = False  # as in its Proposal
+    rests: bool = False
     draft_forwards: int = 0
-    draft_seconds: float = 0.0  # drafting without its length policy
-    policy_seconds: float = 0.0  # the length policy
-    verify_seconds: float = 0.0  # the target's forward with its verdict
-    # Of these, inside forwards of the two models (on a GPU, to launch them). The rest is overhead.
+    draft_seconds: float = 0.0
+    policy_seconds: float = 0.0
+    verify_seconds: float = 0.0
     forward_seconds: float = 0.0
     seconds: float = 0.0
-    logprobs: tuple[Logprob, ...] = ()  # of the tokens, if requested
-    prompt_logprobs: tuple[Logprob, ...] | None = (
-        None  # of the prompt, if requested, in the first step
-    )
-    waited: float = 0.0  # seconds in the queue
-    finish_reason: str | None = None  # of the sequence, in its last step
-    error: BaseException | None = (
-        None  # what ended it, raised by its processor or criterion, or by a step of it alone
-    )
+    logprobs: tuple[Logprob, ...] = ()
+    prompt_logprobs: tuple[Logprob, ...] | None = None
+    waited: float = 0.0
+    finish_reason: str | None = None
+    error: BaseException | None = None

@@ -12,24 +12,28 @@ if TYPE_CHECKING:
 
     from forerun.engine.draft import Draft
 
-# Hidden states that a forward returns: none, the LM head's inputs, or the states after each of these numbers of layers,
-# side by side. 0 is for the embeddings; after all layers they are not normed.
+# Hidden states that a forward returns: none, the LM head's inputs, or the states after each of
+# these numbers of layers, side by side. 0 stands for the embeddings. The states after all layers
+# are taken before the last norm.
 Capture = Literal["", "head"] | tuple[int, ...]
 
 
 class Output(NamedTuple):
-    """Logits [N_r, V] of each sequence of a forward, and its hidden states [N_r, d] or None if none are captured."""
+    """What a forward returns, by sequence."""
 
-    logits: list[Tensor]
-    hidden: list[Tensor] | None
+    logits: list[Tensor]  # [N_r, V] each
+    hidden: list[Tensor] | None  # [N_r, d] each; None if none are captured
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of keys and values, in use and allocated, and prompt tokens that were not run again.
+    """The memory of keys and values, and what it has saved.
 
     Attributes:
-        read: those of `hits` that came from the prompt folder.
+        used: bytes in use.
+        allocated: bytes allocated.
+        hits: prompt tokens that did not run, because their keys and values were known.
+        read: the part of `hits` that came from the prompt folder.
         disk: bytes of the prompt folder.
     """
 
@@ -41,30 +45,43 @@ class Memory:
 
 
 class Target(Protocol):
-    """A model with its cache (`forerun.model.causal_lm.CausalLM`). A prompt is run alone and then joins as a row.
+    """A model with its cache, as `forerun.model.causal_lm.CausalLM` implements it.
+
+    A prompt is run alone, and then joins the other sequences as a row.
 
     Attributes:
+        device: where the model is.
         context: the length of the longest sequence; None for no bound.
-        position_bytes: bytes of one position of a row.
-        keeps_prefixes: whether it has a prefix store.
-        prompt_read: number of tokens of the last prompt that were run.
-        prompt_hidden: [n, d] hidden states of the last prompt; None if none were captured.
     """
 
     device: torch.device
     context: int | None
 
     @property
-    def position_bytes(self) -> int: ...
+    def position_bytes(self) -> int:
+        """Return the bytes of keys and values of one position of a row."""
+
     @property
-    def keeps_prefixes(self) -> bool: ...
+    def keeps_prefixes(self) -> bool:
+        """Return whether it has a prefix store."""
+
     @property
-    def prompt_read(self) -> int: ...
+    def prompt_read(self) -> int:
+        """Return how many tokens of the last prompt have been read, known prefixes included."""
+
     @property
-    def prompt_hidden(self) -> Tensor | None: ...
-    def clock(self) -> float: ...
-    def memory(self) -> Memory: ...
-    def fits(self, rows: int, reserve: int, budget: int) -> bool: ...
+    def prompt_hidden(self) -> Tensor | None:
+        """Return the hidden states [n, d] of the last prompt, or None if none were captured."""
+
+    def clock(self) -> float:
+        """Return a time in seconds."""
+
+    def memory(self) -> Memory:
+        """Return the memory of keys and values."""
+
+    def fits(self, rows: int, reserve: int, budget: int) -> bool:
+        """Return whether `budget` bytes hold `rows` rows and one more of `reserve` positions."""
+
     def prefill(
         self,
         tokens: Sequence[int],
@@ -72,8 +89,15 @@ class Target(Protocol):
         salt: str = "",
         capture: Capture = "",
         on_logits: Callable[[Tensor], None] | None = None,
-    ) -> Iterator[int]: ...
-    def join(self, id: int, reserve: int = 0) -> None: ...
+    ) -> Iterator[int]:
+        """Run a prompt in chunks of at most `chunk` tokens, and yield the size of each.
+
+        `on_logits` is called with the logits [n, V] of each chunk.
+        """
+
+    def join(self, id: int, reserve: int = 0) -> None:
+        """Add a row for a sequence, with the last prompt and memory for `reserve` positions."""
+
     def park(
         self,
         id: int,
@@ -81,11 +105,20 @@ class Target(Protocol):
         hidden: Tensor | None = None,
         salt: str = "",
         capture: Capture = "",
-    ) -> None: ...
-    def forget_prompt(self) -> None: ...
-    def forward(
-        self, ids: Sequence[int], drafts: Sequence[Draft], capture: Capture = ""
-    ) -> Output: ...
-    def commit(self, ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None: ...
-    def drop(self, id: int) -> None: ...
-    def reset(self) -> None: ...
+    ) -> None:
+        """Save a row's committed positions in the prefix store, if any."""
+
+    def forget_prompt(self) -> None:
+        """Empty the cache of the last prompt."""
+
+    def forward(self, ids: Sequence[int], drafts: Sequence[Draft], capture: Capture = "") -> Output:
+        """Run the drafts of rows. Their keys and values are provisional until `commit`."""
+
+    def commit(self, ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Keep the keys and values of the nodes on these paths of the last forward."""
+
+    def drop(self, id: int) -> None:
+        """Remove a row, if it exists."""
+
+    def reset(self) -> None:
+        """Remove all rows, and the last prompt."""

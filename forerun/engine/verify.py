@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
+from dataclasses import replace
 from itertools import islice
 
 from torch import Tensor
@@ -10,7 +11,8 @@ from torch import Tensor
 from forerun.engine.acceptance import Verdict, accept, accept_greedy, accept_seeded
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
-from forerun.failures import UNATTRIBUTABLE
+from forerun.engine.step import RowOutcome
+from forerun.failures import UNATTRIBUTABLE, NotNumbersError
 from forerun.sampling.probabilities import best_of
 from forerun.sampling.threads import one_thread
 
@@ -18,30 +20,44 @@ from forerun.sampling.threads import one_thread
 def judge(
     seqs: abc.Sequence[Sequence], drafts: abc.Sequence[Draft], logits: abc.Sequence[Tensor]
 ) -> tuple[list[Verdict], list[Tensor]]:
-    """Return the target's verdict on each draft, from its logits [N_r, V], and the processed scores [N_r, V].
+    """Return the target's verdict on each draft, and the processed scores [N_r, V].
 
-    An exception of a sequence's processors is stored in `seq.error`, with a verdict that accepts nothing. So is a
-    ValueError for scores that are NaN.
+    An exception of a sequence's processors is stored in `seq.error`, with a verdict that accepts
+    nothing. So is a NotNumbersError for scores that are NaN.
+
+    Args:
+        seqs: the sequences of the step.
+        drafts: their drafts.
+        logits: the target's logits [N_r, V] at the nodes of each draft.
     """
-    greedy = [row for row, seq in zip(logits, seqs, strict=True) if seq.sampler.is_argmax]
-    tokens, values = best_of(greedy) if greedy else ([], [])  # one wait for a GPU
-    argmax, highest = iter(tokens), iter(values)
-    verdicts, scores = [], []
+    argmax_logits = [row for row, seq in zip(logits, seqs, strict=True) if seq.sampler.is_argmax]
+    tokens: list[int] = []
+    values: list[float] = []
+    if argmax_logits:
+        tokens, values = best_of(argmax_logits)  # of all rows at once, to wait for a GPU only once
+    argmax = iter(tokens)
+    highest = iter(values)
+    verdicts = []
+    scores = []
     for seq, draft, row in zip(seqs, drafts, logits, strict=True):
         best = None
         if seq.sampler.is_argmax:
-            best = list(islice(argmax, len(draft))), list(islice(highest, len(draft)))
-        verdict, row = _judge(seq, draft, row, best)
+            size = len(draft)
+            best = (list(islice(argmax, size)), list(islice(highest, size)))
+        verdict, row_scores = _judge_row(seq, draft, row, best)
         verdicts.append(verdict)
-        scores.append(row)
+        scores.append(row_scores)
     return verdicts, scores
 
 
-def _judge(
+def _judge_row(
     seq: Sequence, draft: Draft, logits: Tensor, best: tuple[list[int], list[float]] | None
 ) -> tuple[Verdict, Tensor]:
-    """Return one verdict and its scores. `best`: argmax and largest logit of each node, if tokens are chosen by
-    these."""
+    """Return the verdict on one draft, and its processed scores.
+
+    `best` is the argmax and the largest logit of each node if tokens are chosen by these, else
+    None.
+    """
 
     def prefix(node: int) -> list[int]:
         return seq.tokens[:-1] + [draft.tokens[i] for i in draft.path(node)]
@@ -61,7 +77,24 @@ def _judge(
         return Verdict([0], 0, 0, False), logits
 
 
+def end_drafting_of_nan(outcomes: abc.Sequence[RowOutcome]) -> list[Sequence]:
+    """Return the sequences whose scores are NaN although they had a draft, without their error.
+
+    They are decoded without drafts from now on, and the caller runs this step of theirs again. A
+    drafted token may be the cause, because in one forward it may spoil the scores before it too.
+    """
+    spoilt = []
+    for outcome in outcomes:
+        seq = outcome.sequence
+        if isinstance(seq.error, NotNumbersError) and outcome.draft.drafted:
+            seq.clear_error()
+            seq.request = replace(seq.request, plain=True)
+            spoilt.append(seq)
+    return spoilt
+
+
 def committed(draft: Draft, verdict: Verdict) -> list[int]:
+    """Return the tokens that a verdict adds: the accepted ones, and the one after them."""
     return [*(draft.tokens[node] for node in verdict.path[1:]), verdict.token]
 
 
@@ -71,7 +104,6 @@ def scores_after(scores: Tensor, verdict: Verdict, i: int) -> Tensor:
 
 
 def origins(draft: Draft, verdict: Verdict) -> tuple[str, ...]:
-    return (
-        *(draft.origins[node] for node in verdict.path[1:]),
-        "correction" if verdict.rejected else "bonus",
-    )
+    """Return the origin of each committed token."""
+    accepted = (draft.origins[node] for node in verdict.path[1:])
+    return (*accepted, "correction" if verdict.rejected else "bonus")

@@ -37,7 +37,7 @@ class QuickPreVerifier:
     def __init__(self, layer: PreVerifier) -> None:
         self.thresholds: dict[
             Any, tuple[int, float]
-        ] = {}  # computed from the traces by forerun.methods.pacer
+        ] = {}  # computed from the traces by forerun.drafters.pacer
         weights = {
             name: value.detach().float().cpu().numpy() for name, value in layer.state_dict().items()
         }

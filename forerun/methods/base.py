@@ -1,20 +1,33 @@
-"""The protocol of methods, the parts that drafters are built from, and checked settings."""
+"""What a method is: checked settings, and the parts that its drafter is built from.
+
+Nothing here imports torch, so that the command line refuses a bad setting at once.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from forerun.backends.heads import HiddenLM
-    from forerun.engine.costs import Costs
     from forerun.engine.step import Drafter
     from forerun.heads.pre_verifier import PreVerifier
-    from forerun.methods.pools import Pool
     from forerun.model.causal_lm import CausalLM
+    from forerun.planning.cost_model import Costs
     from forerun.text.vocabularies import Translation
+
+
+def build_module() -> ModuleType:
+    """Return `forerun.drafters.build`, which is imported when the first drafter is built.
+
+    This is the only late import of what runs. Drafters import torch, which takes seconds, and
+    settings are checked before that.
+    """
+    return import_module("forerun.drafters.build")
 
 
 @dataclass(frozen=True)
@@ -25,8 +38,9 @@ class Parts:
         target, draft: models, each with its own cache.
         pre_verifier, head: trained layers, for methods that need one.
         costs: the table of costs on this machine.
-        pools: {shape: pool of phrases or outputs} (`Method.phrases`); None if nothing may outlive a sequence.
-        guarded: wraps a part of a drafter in a guard of its own; None without guards.
+        pools: {shape: pool of phrases or of outputs} (`Method.phrases`), or None if nothing may
+            outlive a sequence.
+        guarded: wraps a part of a drafter in a guard for that part alone; None without guards.
         translation: for a draft model with another tokenizer.
     """
 
@@ -34,23 +48,28 @@ class Parts:
     draft: CausalLM | None = None
     pre_verifier: PreVerifier | None = None
     costs: Costs | None = None
-    pools: dict[tuple[int, int], Pool] | None = None
+    pools: dict[tuple[int, int], Any] | None = None
     head: HiddenLM | None = None
     guarded: Callable[[Drafter], Drafter] | None = None
     translation: Translation | None = None
 
     def pool(self, shape: tuple[int, int]) -> Any:
-        """Return the pool of a shape, made if need be, or None if nothing may outlive a sequence."""
-        from forerun.methods.pools import PhrasePool, SuffixMemory
+        """Return the pool of a shape, or None if nothing may outlive a sequence.
 
-        made = PhrasePool(*shape) if shape[0] else SuffixMemory(shape[1])
-        return None if self.pools is None else self.pools.setdefault(shape, made)
+        A pool is made when it is first asked for.
+        """
+        if self.pools is None:
+            return None
+        if shape not in self.pools:
+            self.pools[shape] = build_module().pool_of(shape)
+        return self.pools[shape]
 
 
 class Method:
     """A method: its settings, as a frozen dataclass, and `build`, which makes the drafter.
 
-    A subclass needs a `name` and `build`. The remaining defaults are for a method without models or layers.
+    A subclass needs a `name`, and outside the package also `build`. The other defaults suit a
+    method without models or layers.
 
     Attributes:
         name: its name for users and in results.
@@ -68,14 +87,15 @@ class Method:
     warm: bool = False
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value, allows = getattr(self, each.name), each.metadata.get("allows")
-            if (
-                allows is not None
-                and not allows(value)
-                and not (value is None and each.default is None)
-            ):
-                raise ValueError(f"{each.name} must be {each.metadata['what']}, not {value!r}")
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if value is None and setting.default is None:
+                continue
+            allows = setting.metadata.get("allows")
+            if allows is not None and not allows(value):
+                raise ValueError(
+                    f"{setting.name} must be {setting.metadata['what']}, not {value!r}"
+                )
 
     @property
     def needs_costs(self) -> bool:
@@ -89,20 +109,24 @@ class Method:
 
     @property
     def phrases(self) -> tuple[int, int] | None:
-        """Return the shape of its pool: (tokens of a phrase, most phrases after a token) for phrases, (0, most tokens)
-        for earlier outputs, or None without a pool."""
+        """Return the shape of its pool, or None without a pool.
+
+        The shape is (tokens of a phrase, most phrases after a token) for phrases, and (0, most
+        tokens) for earlier outputs.
+        """
         return None
 
     def resolve_defaults(self, draft: bool, layer: bool, head: str | None) -> Self:
-        """Return the method to use, given whether there is a draft model and its layer, and the kind of the head."""
+        """Return the method to use with what there is: a draft model, its layer, a kind of head."""
         return self
 
     def build(self, parts: Parts) -> Drafter:
         """Return the drafter of an engine."""
-        raise NotImplementedError
+        drafter: Drafter = build_module().drafter_of(self, parts)
+        return drafter
 
 
-# Settings are fields of a method, checked when it is made. A setting with a default of None may be None.
+# Settings are fields of a method, checked when it is made. One whose default is None may be None.
 
 
 def setting(default: Any, allows: Callable[[Any], bool], what: str) -> Any:
@@ -111,6 +135,7 @@ def setting(default: Any, allows: Callable[[Any], bool], what: str) -> Any:
 
 
 def integer(default: int | None, least: int = 1) -> Any:
+    """Return a setting for an integer of at least `least`."""
     return setting(
         default,
         lambda value: type(value) is int and value >= least,
@@ -119,19 +144,21 @@ def integer(default: int | None, least: int = 1) -> Any:
 
 
 def number(default: float | None, low: float, high: float) -> Any:
+    """Return a setting for a number from `low` to `high`."""
+
     def allows(value: Any) -> bool:
-        return (
-            isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-        )
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and low <= value <= high
 
     return setting(default, allows, f"a number from {low:g} to {high:g}")
 
 
 def flag(default: bool) -> Any:
+    """Return a setting that is true or false."""
     return setting(default, lambda value: isinstance(value, bool), "true or false")
 
 
 def one_of(default: str, *allowed: str) -> Any:
-    return setting(
-        default, lambda value: value in allowed, f"{', '.join(allowed[:-1])} or {allowed[-1]}"
-    )
+    """Return a setting for one of several words."""
+    words = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+    return setting(default, lambda value: value in allowed, words)

@@ -1,55 +1,27 @@
-"""Suffix drafts if they are likely to be accepted, else another method's drafts."""
+"""Settings of suffix drafts with another method beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from forerun.engine.draft import Draft
-from forerun.engine.step import Drafter, Proposal, observe_rows
-from forerun.methods.base import Method, Parts, number
-from forerun.methods.guard import Guarded
-from forerun.methods.stop import EXPECTED, MOST, best_length
-from forerun.methods.suffix import Suffix, SuffixDrafter
+from forerun.methods.base import Method, number
+from forerun.methods.lookup import METHODS, default_method, method, parse_value
+from forerun.methods.suffix import Suffix
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from forerun.engine.acceptance import Verdict
-    from forerun.engine.costs import Costs
-    from forerun.engine.sequence import Sequence
-    from forerun.model.causal_lm import CausalLM
-
-ALONE = ("ar", "suffix", "hybrid")  # not allowed as `other`
-USUAL = 6.0  # the threshold if no costs are known
-SHARES = (
-    0.3,
-    0.35,
-    0.45,
-    0.6,
-)  # of 1, 2, 3, and more tokens that counts promise: how many come true, as is expected
-WEIGHT, KEPT = (
-    4.0,
-    0.98,
-)  # what is expected counts as so many steps; a step counts `KEPT` times as much as the next
-PIECE = 2048  # most tokens of prompts that a step waits for
-FIRST, REST = (
-    0.5,
-    128,
-)  # expected: the other drafter's share of tokens, and tokens to come beside as many as there are
+NEVER_OTHER = ("ar", "suffix", "hybrid")  # not allowed as `other`
 
 
 @dataclass(frozen=True)
 class Hybrid(Suffix):
-    """Use the suffix draft if its score, its expected number of accepted tokens by counts, is at least `threshold`;
-    else a draft of the method `other`: a name, or name and settings as in "cumulative:threshold=0.2:most=8".
-    A `threshold` of None ("auto") takes what is expected to need less time a token (`Balance`), and is 6 if no costs
-    are known.
+    """Use the suffix draft if its score is at least `threshold`, else a draft of `other`.
 
-    "auto" as `other` is the default method for the head or, without one, for the draft model. With neither, suffixes
-    draft alone.
+    The score is the expected number of accepted tokens by counts. `other` is a method: a name, or a
+    name and settings as in "cumulative:threshold=0.2:most=8". A `threshold` of None ("auto") takes
+    what is expected to need less time per token (`SourceChooser`), and is 6 if no costs are known.
+
+    "auto" as `other` is the default method for the head or, without one, for the draft model. With
+    neither, suffixes draft alone.
     """
 
     threshold: float | None = number(None, 0, 1000)
@@ -60,308 +32,43 @@ class Hybrid(Suffix):
         super().__post_init__()
         if self.other == "auto":
             return
-        other = self._other()
+        other = self.other_method()
         # It needs what `other` needs. These are no settings (fields) of the class.
         for name in ("needs_draft", "layer", "head"):
             object.__setattr__(self, name, getattr(other, name))
 
     @property
     def needs_costs(self) -> bool:
-        return self.other != "auto" and (self.threshold is None or self._other().needs_costs)
+        """Return whether the threshold, or the other method, uses costs."""
+        if self.other == "auto":
+            return False
+        return self.threshold is None or self.other_method().needs_costs
 
     @property
     def any_tokenizer(self) -> bool:
-        return self.other == "auto" or self._other().any_tokenizer
+        """Return whether the other method's draft model may have another tokenizer."""
+        return self.other == "auto" or self.other_method().any_tokenizer
 
-    def _other(self) -> Method:
-        from forerun.methods import METHODS, method, parse_value
-
+    def other_method(self) -> Method:
+        """Return the method that `other` names, which is not "auto" here."""
         name, *given = str(self.other).split(":")
         if given and "=" not in given[0]:
             name += f":{given.pop(0)}"  # of another package
-        names = [each for each in METHODS if each not in ALONE]
+        names = [known for known in METHODS if known not in NEVER_OTHER]
         if name not in names and ":" not in name:
             raise ValueError(
                 f"other must be auto, {', '.join(names[:-1])} or {names[-1]}, not {name!r}"
             )
-        settings = [each.partition("=") for each in given]
-        keys = [key for key, *_ in settings]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise ValueError(f"other must give {twice[0]} once: {self.other!r}")
-        return method(name, **{key: parse_value(name, key, value) for key, _, value in settings})
+        settings: dict[str, int | float | bool | str | None] = {}
+        for text in given:
+            key, _, value = text.partition("=")
+            if key in settings:
+                raise ValueError(f"other must give {key} once: {self.other!r}")
+            settings[key] = parse_value(name, key, value)
+        return method(name, **settings)
 
     def resolve_defaults(self, draft: bool, layer: bool, head: str | None) -> Hybrid:
+        """Return the method with the default for `other`, if that is "auto"."""
         if self.other != "auto" or not (draft or head):
             return self
-        from forerun.methods import default_method
-
         return replace(self, other=head or default_method(draft, layer))
-
-    def build(self, parts: Parts) -> Drafter:
-        head = parts.head.kind if parts.head is not None else None
-        chosen = self.resolve_defaults(
-            parts.draft is not None, parts.pre_verifier is not None, head
-        )
-        suffixes = self.suffixes(parts)
-        if chosen.other == "auto":
-            return suffixes
-        method, known = chosen._other(), parts.draft if parts.translation is None else None
-        balance = (
-            Balance(parts.costs, method, known) if self.threshold is None and parts.costs else None
-        )
-        other = (
-            parts.guarded(method.build(parts)) if parts.guarded is not None else method.build(parts)
-        )
-        return HybridDrafter(
-            suffixes, other, USUAL if self.threshold is None else self.threshold, balance
-        )
-
-
-class Balance:
-    """Weigh a suffix draft, the other drafter and a plain step by expected ms, from a table of costs. Ours.
-
-    A token is worth the ms that one took lately: where suffixes draft nearly all, the other drafter must not draft
-    slowly what they would soon draft. Counts promise too much, so scores are multiplied by the share of promises of
-    their size that came true lately. Every step shows it, whoever drafted. Of the other drafter count what its steps
-    drafted, took and brought; while it is not asked, this is forgotten. Forwards that no costs tell of are free.
-
-    A draft model or a head first reads what it has not read of a text. That must be made good by this step, or by the
-    tokens to come, as many of which are its own as lately would have been.
-    """
-
-    def __init__(self, costs: Costs, other: Method, draft: CausalLM | None = None) -> None:
-        self._costs = {True: costs, False: costs.sampled}
-        self._is_head, self._is_model = (
-            bool(other.head and costs.head),
-            bool(other.needs_draft and costs.draft),
-        )
-        self._draft = draft if self._is_model else None
-        steps = [self.spent(True, 1, n, n) for n in range(MOST + 1)]
-        n = best_length(steps, [EXPECTED] * MOST)
-        # of the other drafter: its steps, tokens that they drafted, its forwards, and tokens that came
-        self._usual = [
-            WEIGHT,
-            WEIGHT * n,
-            WEIGHT * n,
-            WEIGHT * sum(EXPECTED**i for i in range(n + 1)),
-        ]
-        self._other, self._share = self._usual, FIRST
-        self._spent = [WEIGHT * steps[n], self._usual[3]]  # ms of all steps, and tokens that came
-        self._promised = [WEIGHT * size for size in range(1, len(SHARES) + 1)]
-        self._true = [
-            share * promised for share, promised in zip(SHARES, self._promised, strict=True)
-        ]
-
-    def known(self, seq: Sequence) -> int:
-        """Return how many tokens of a new sequence the draft model has kept."""
-        return (
-            self._draft.prompts.known(seq.tokens, seq.request.salt)
-            if self._draft is not None
-            else 0
-        )
-
-    def saved(
-        self, greedy: bool, draft: Draft, score: float, rows: int, context: int = 0
-    ) -> tuple[float, float]:
-        """Return the ms that a step of N rows is expected to save with suffix drafts, against a plain one, and the ms a
-        token with the other drafter, if it has read all, against the better of these. The other rows are taken to have
-        this one's context."""
-        size, (_, drafted, forwards, brought) = (
-            self._size(score),
-            [each / self._other[0] for each in self._other],
-        )
-        expected = min(score * self._true[size] / self._promised[size], draft.drafted)
-        worth, plain = self._spent[0] / self._spent[1], self.spent(greedy, rows, context=context)
-        own = worth * expected - self.spent(greedy, rows, draft.drafted, context=context) + plain
-        other = worth * (brought - 1) - self.spent(greedy, rows, drafted, forwards, context) + plain
-        return own, (other - max(own, 0.0)) / brought
-
-    def spent(
-        self, greedy: bool, rows: int, drafted: float = 0, forwards: float = 0, context: int = 0
-    ) -> float:
-        """Return ms of a step of N rows which draft so many tokens each, in so many forwards of the other
-        drafter, after `context` tokens."""
-        costs = self._costs[greedy].at(context, rows)
-        price = (
-            costs.heading(rows)
-            if self._is_head
-            else costs.drafting(rows)
-            if self._is_model
-            else 0.0
-        )
-        return forwards * price + costs.verify(rows * (drafted + 1))
-
-    def pays(self, saved: float, unread: int, left: int, rows: int, read: int = 0) -> bool:
-        """Return whether the other drafter, which saves so many ms a token, pays in a text with so many unread tokens
-        after those read, and tokens to come. The other rows are taken to be like this one."""
-        reading = self._reading(rows, read + unread / 2)
-        later = max(
-            0.0, self._share * saved - (1 - self._share) * self._reading(rows, read + unread)
-        )
-        return (
-            saved > 0 and saved * self._other[3] / self._other[0] + later * left >= reading * unread
-        )
-
-    def _reading(self, tokens: int, context: float) -> float:
-        """Return ms in which the other drafter reads so many tokens after `context` tokens."""
-        if not self._is_model and not self._is_head:
-            return 0.0
-        return self._costs[True].at(context).reading(tokens, self._is_head)
-
-    def _size(self, score: float) -> int:
-        return min(max(int(score), 1), len(SHARES)) - 1
-
-    def observe(
-        self,
-        found: Draft,
-        score: float,
-        used: Draft,
-        came: list[int],
-        forwards: int,
-        spent: float,
-        wanted: bool,
-    ) -> None:
-        """Record the tokens of a step of so many ms by the table, where this suffix draft was found and that draft was
-        used, after so many forwards of the other drafter, which was `wanted` if it had read all."""
-        if found.drafted:
-            size, pairs = self._size(score), list(zip(found.tokens[1:], came, strict=False))
-            right = next(
-                (n for n, (drafted, token) in enumerate(pairs) if drafted != token), len(pairs)
-            )
-            seen = (
-                found.drafted if right < len(pairs) else right
-            )  # what would come after the last token is not known
-            self._promised[size] = KEPT * self._promised[size] + score * seen / found.drafted
-            self._true[size] = KEPT * self._true[size] + right
-        step = [(1 - KEPT) * usual for usual in self._usual]
-        own = used is not found
-        if forwards or (own and used.drafted):  # it may have run and proposed nothing
-            step = [1, used.drafted if own else 0, forwards, len(came) if own else 1]
-        self._other = [KEPT * before + one for before, one in zip(self._other, step, strict=True)]
-        self._spent = [
-            KEPT * before + one for before, one in zip(self._spent, (spent, len(came)), strict=True)
-        ]
-        self._share += (1 - KEPT ** len(came)) * (wanted - self._share)
-
-
-class HybridDrafter(Drafter):
-    """Draft by suffixes, and call the other drafter for sequences whose suffix draft scores below `threshold`, or where
-    `balance` prefers it. If it has no draft, the suffix draft is used, unless `balance` prefers none.
-
-    The other drafter reads a prompt when it is first called: `PIECE` tokens a step for the only row, else a chunk. One
-    that wants hidden states gets them at once, and reads by itself. It may have a guard of its own, which judges it by
-    the steps in which it drafted for all rows. In a pause of that guard suffixes draft for all rows. Plain steps that
-    it measures stay plain.
-    """
-
-    def __init__(
-        self,
-        suffixes: SuffixDrafter,
-        other: Drafter,
-        threshold: float,
-        balance: Balance | None = None,
-    ) -> None:
-        self.suffixes, self.other, self.threshold, self.balance = (
-            suffixes,
-            other,
-            threshold,
-            balance,
-        )
-        self.wants_hidden, self.spread = other.wants_hidden, other.spread
-        self._asked: set[int] = (
-            set()
-        )  # sequences for which the other drafter was called in this step
-        # suffix drafts, scores, lengths of texts, and whether the other drafter would be faster
-        self._found: dict[int, tuple[Draft, float, int, bool]] = {}
-        self._forwards = 0  # of the other drafter in this step
-        self._read: dict[int, int] = {}  # tokens of each sequence that the other drafter has read
-        self._unread: dict[int, Iterator[int]] = {}  # what reads a prompt that it has not read
-        self._reading = -1  # the sequence whose prompt it reads, or has read last
-        self._chunk = PIECE  # tokens of prompts to read in a step of several rows
-
-    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
-        yield from self.suffixes.admit(seq, hidden, chunk)
-        unread = len(seq.tokens) if self.other.reads is None else self.other.reads
-        known = self.balance.known(seq) if self.balance is not None else 0
-        self._read[seq.id] = max(known, len(seq.tokens) - unread)
-        self._chunk = min(chunk, PIECE)
-        self._unread[seq.id] = iter(self.other.admit(seq, hidden, self._chunk))
-        for count in self._unread.pop(seq.id) if self.wants_hidden else ():
-            self._read[seq.id] += count
-            yield count
-
-    def propose(self, seqs: list[Sequence]) -> Proposal:
-        drafts: dict[int, Draft] = {}
-        rest, rows = [], len(seqs)
-        for seq in seqs:
-            found, score = self.suffixes.find(seq, rows)
-            drafts[seq.id], asks, saved = found, not found.drafted or score < self.threshold, 0.0
-            if self.balance is not None:
-                own, saved = self.balance.saved(seq.greedy, found, score, rows, len(seq.tokens))
-                drafts[seq.id] = found if own > 0 else Draft.root(seq.tokens[-1])
-                left = min(seq.remaining, REST + len(seq.tokens) - seq.prompt_length)
-                read = self._read[seq.id]
-                asks = self.balance.pays(saved, len(seq.tokens) - read, left, rows, read)
-            if asks:
-                rest.append(seq)
-            self._found[seq.id] = found, score, len(seq.tokens), saved > 0
-        begun = perf_counter()
-        rest = self._readers(rest, rows) if rest else []
-        reading = Proposal([], prompt_seconds=perf_counter() - begun)
-        self._asked, proposal, is_measuring = {seq.id for seq in rest}, Proposal([]), False
-        if rest and isinstance(self.other, Guarded):
-            proposal = self.other.propose(rest, rows)
-            is_measuring = self.other.is_measuring
-        elif rest:
-            proposal = self.other.propose(rest)
-        for seq, draft in zip(rest, proposal.drafts, strict=True):
-            if draft.drafted or is_measuring:
-                drafts[seq.id] = draft
-        self._forwards = proposal.forwards
-        return Proposal.together([drafts[seq.id] for seq in seqs], [proposal, reading])
-
-    def _readers(self, seqs: list[Sequence], rows: int) -> list[Sequence]:
-        """Have the other drafter read prompts, one after the other; return the sequences whose prompts are read."""
-        left = self._chunk if rows > 1 else PIECE
-        if self._reading in self._unread and self._reading not in self._found:
-            left = 0  # an error of that sequence must not end one of this step
-        for id in (self._reading, *(seq.id for seq in seqs)):
-            while id in self._unread and left > 0:
-                self._reading, count = id, next(self._unread[id], None)
-                if count is None:
-                    del self._unread[id]
-                self._read[id] += count or 0
-                left -= count or 0
-        return [seq for seq in seqs if seq.id not in self._unread]
-
-    def observe(
-        self,
-        seqs: list[Sequence],
-        drafts: list[Draft],
-        verdicts: list[Verdict],
-        hidden: list[Tensor] | None,
-    ) -> None:
-        # Hidden states come only once, so a drafter that wants them sees every step.
-        rows = [row for row, seq in enumerate(seqs) if self.wants_hidden or seq.id in self._asked]
-        observe_rows(self.other, rows, seqs, drafts, verdicts, hidden)
-        for seq, draft in zip(seqs, drafts, strict=True):
-            if (
-                self.balance is not None and seq.id in self._found
-            ):  # else a plain step that others measure
-                found, score, length, wanted = self._found[seq.id]
-                ran = self._forwards and seq.id in self._asked and not self.wants_hidden
-                is_other = ran or (draft.drafted and draft is not found)
-                forwards = self._forwards if is_other else 0
-                spent = self.balance.spent(seq.greedy, len(seqs), draft.drafted, forwards, length)
-                self.balance.observe(
-                    found, score, draft, seq.tokens[length:], forwards, spent, wanted
-                )
-                if is_other or (self.wants_hidden and seq.id in self._asked):
-                    self._read[seq.id] = len(seq.tokens)
-        self._asked, self._found = set(), {}
-
-    def drop(self, seq: Sequence) -> None:
-        for each in (self._unread, self._read):
-            each.pop(seq.id, None)
-        self.suffixes.drop(seq)
-        self.other.drop(seq)

@@ -1,4 +1,7 @@
-"""The input of a batch job: lines that are requests of OpenAI's batch format, or plain prompts. Needs no torch."""
+"""The input of a batch job: lines that are requests of OpenAI's batch format, or plain prompts.
+
+This module does not need torch.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
-LONGEST_ID = 512
-_ENVELOPE = (
-    "custom_id",
-    "method",
-    "url",
-    "body",
-)  # keys of OpenAI's format, any of which makes a line one of it
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+MAX_CUSTOM_ID = 512  # characters
+# The keys of OpenAI's format. A line that has one of them must have all of them.
+_ENVELOPE = ("custom_id", "method", "url", "body")
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,10 @@ class Line:
     """A request.
 
     Attributes:
-        number: of its line, from 1.
+        number: the number of its line, from 1.
         custom_id: its name; None for a plain prompt without one.
-        body: JSON for the server.
+        url: the path of the endpoint that answers it.
+        body: the JSON that the server gets.
     """
 
     number: int
@@ -37,7 +38,7 @@ class Line:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that is no request, and why."""
+    """A line that is not a request, and the reason."""
 
     number: int
     custom_id: str | None
@@ -50,8 +51,8 @@ class Input:
     """A file that was read once.
 
     Attributes:
-        fingerprint: of all of its bytes.
-        numbers: of the lines that are not blank.
+        fingerprint: the SHA-256 digest of all of its bytes.
+        numbers: the numbers of the lines that are not blank.
     """
 
     path: Path
@@ -59,7 +60,11 @@ class Input:
     numbers: frozenset[int]
 
     def lines(self, done: set[int], defaults: Mapping[str, Any]) -> Iterator[Line | BadLine]:
-        """Yield the lines that are not `done`, in their order. `defaults`: see `read_line`."""
+        """Yield the lines whose numbers are not in `done`, in order.
+
+        `defaults` are those of `read_line`. Lines that are done are read all the same, because no
+        later line may have the id of one of them.
+        """
         ids: dict[str, int] = {}
         with self.path.open("rb") as file:
             for number, raw in enumerate(file, 1):
@@ -71,7 +76,8 @@ class Input:
 
 def scan(path: Path) -> Input:
     """Read a file once. Raises ValueError if it cannot be read, or has no lines."""
-    digest, numbers = sha256(), set()
+    digest = sha256()
+    numbers = set()
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, 1):
@@ -88,29 +94,32 @@ def scan(path: Path) -> Input:
 def read_line(
     number: int, raw: bytes, ids: dict[str, int], defaults: Mapping[str, Any]
 ) -> Line | BadLine:
-    """Return what a line asks for. The server checks the body.
+    """Return the request of a line. The server checks its body.
 
     Args:
-        ids: lines by their custom_id, of earlier lines; this line's is added.
-        defaults: max_tokens, temperature and seed for bodies without them. The number of the line is added to the
-            seed, so that equal prompts get texts of their own.
+        number: the number of the line, from 1.
+        raw: the bytes of the line.
+        ids: the ids of earlier lines and the numbers of these lines. The id of this line is added.
+        defaults: max_tokens, temperature and seed for bodies without them. The number of the line
+            is added to the seed, so that equal prompts get different samples.
     """
     try:
-        found = json.loads(raw)
+        record = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        where = f" (column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
-        return BadLine(number, None, "invalid_json", f"the line is not JSON{where}")
+        place = f" (column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
+        return BadLine(number, None, "invalid_json", f"the line is not JSON{place}")
     custom_id = None
     try:
-        if not isinstance(found, dict):
+        if not isinstance(record, dict):
             raise ValueError("the line must be an object")
-        name = "custom_id" if any(key in found for key in _ENVELOPE) else "id"
-        if (custom_id := _id(found, name)) is not None and (
-            first := ids.setdefault(custom_id, number)
-        ) != number:
-            message = f"{name} {ascii(custom_id)[:80]} stands on line {first} already"
+        is_enveloped = any(key in record for key in _ENVELOPE)
+        name = "custom_id" if is_enveloped else "id"
+        custom_id = _id(record, name)
+        if custom_id is not None and ids.setdefault(custom_id, number) != number:
+            # The bad line gets no custom_id, because the id belongs to the earlier line's record.
+            message = f"{name} {ascii(custom_id)[:80]} was used on line {ids[custom_id]} already"
             return BadLine(number, None, f"duplicate_{name}", message)
-        url, body = _plain(found) if name == "id" else _enveloped(found)
+        url, body = _enveloped(record) if is_enveloped else _plain(record)
         if body.get("stream"):
             raise ValueError("stream is not supported in a batch")
     except ValueError as error:
@@ -118,36 +127,40 @@ def read_line(
     return Line(number, custom_id, url, json.dumps(_fill_in(body, number, defaults)).encode())
 
 
-def _id(found: dict[str, Any], name: str) -> str | None:
-    id = found.get(name)
-    if id is not None and not (isinstance(id, str) and 0 < len(id) <= LONGEST_ID):
-        raise ValueError(f"{name} must be a string of 1 to {LONGEST_ID} characters")
+def _id(record: dict[str, Any], name: str) -> str | None:
+    id = record.get(name)
+    if id is None:
+        return None
+    if not isinstance(id, str) or not 0 < len(id) <= MAX_CUSTOM_ID:
+        raise ValueError(f"{name} must be a string of 1 to {MAX_CUSTOM_ID} characters")
     return id
 
 
-def _plain(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    if ("prompt" in found) == ("messages" in found):
+def _plain(record: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the url and the body of a plain prompt. Raises ValueError."""
+    if ("prompt" in record) == ("messages" in record):
         raise ValueError(
             "the line must have prompt or messages, or custom_id, method, url and body"
         )
-    return CHAT if "messages" in found else COMPLETION, {
-        key: each for key, each in found.items() if key != "id"
-    }
+    body = {key: value for key, value in record.items() if key != "id"}
+    return CHAT if "messages" in record else COMPLETION, body
 
 
-def _enveloped(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _enveloped(record: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the url and the body of a line in OpenAI's format. Raises ValueError."""
     for key in _ENVELOPE:
-        if found.get(key) is None:
+        if record.get(key) is None:
             raise ValueError(f"{key} is missing")
     for key, allowed in (("method", ("POST",)), ("url", (CHAT, COMPLETION))):
-        if found[key] not in allowed:
-            raise ValueError(f"{key} must be {' or '.join(allowed)}, not {ascii(found[key])[:80]}")
-    if not isinstance(found["body"], dict):
+        if record[key] not in allowed:
+            raise ValueError(f"{key} must be {' or '.join(allowed)}, not {ascii(record[key])[:80]}")
+    if not isinstance(record["body"], dict):
         raise ValueError("body must be an object")
-    return found["url"], found["body"]
+    return record["url"], record["body"]
 
 
 def _fill_in(body: dict[str, Any], number: int, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a body with the defaults for what it lacks; null counts as absent."""
     given = {name for name, value in body.items() if value is not None}
     if "max_completion_tokens" in given:
         given.add("max_tokens")

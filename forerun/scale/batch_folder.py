@@ -1,4 +1,4 @@
-"""The output of a batch job: a file that only grows, so that a job which was killed goes on where it was."""
+"""The output of a batch job: a file that only grows, so that a killed job goes on where it was."""
 
 from __future__ import annotations
 
@@ -17,41 +17,54 @@ SUMS = ("answered", "refused", "bad_lines", "failed", "prompt_tokens", "completi
 
 
 def sums_of(record: dict[str, Any]) -> Counter[str]:
-    """Return what a record adds to the sums. `steps`: forwards of the target, as its answer counts them."""
+    """Return what a record adds to the sums; `steps` are the forwards of the target."""
     response = record["response"]
     if response is None:
         return Counter(bad_lines=1)
     if response["status_code"] != 200:
         return Counter(refused=1)
-    usage, metrics = response["body"]["usage"], response["body"]["metrics"]
-    found = Counter(answered=1, steps=metrics["speculative_decoding"]["num_spec_steps"])
-    return found + Counter({name: usage[name] for name in ("prompt_tokens", "completion_tokens")})
+    usage = response["body"]["usage"]
+    metrics = response["body"]["metrics"]
+    sums = Counter(answered=1, steps=metrics["speculative_decoding"]["num_spec_steps"])
+    return sums + Counter({name: usage[name] for name in ("prompt_tokens", "completion_tokens")})
+
+
+def _compact_json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 class Folder:
-    """Records of a job, one for each line of its input. Only one process at a time can have it.
+    """The records of a job, one for each line of its input. Only one process can hold it.
 
-    A record is in records.jsonl when `answer` or `refuse` returns, so killing the process loses none. At most the last
-    one is torn, if the process or the disk ends within it; the next run cuts it off. Lines that failed have none, and
-    are asked again by the next run. All methods raise ValueError if the disk takes no more.
+    A record is in records.jsonl when `answer` or `refuse` returns, so killing the process loses
+    none. At most the last one is torn, if the process or the disk fails while it is written; the
+    next run cuts it off. Lines that failed have no record, and the next run asks them again. All
+    methods raise ValueError if the disk cannot be written to, for example because it is full.
 
     Attributes:
-        done: numbers of the lines that have a record; failed: of those that failed in this run.
-        sums: of all records, by SUMS; before: as they were when this run began.
+        done: the numbers of the lines that have a record.
+        failed: the numbers of the lines that failed in this run.
+        sums: the sums over all records, by the names in SUMS.
+        sums_before: the sums when this run began.
     """
 
     def __init__(self, path: Path, source: Input, settings: dict[str, Any]) -> None:
-        """Raises ValueError if the folder belongs to another input, other settings or no job at all, if another process
-        writes to it, and if its records are damaged."""
-        self.path, self._source = path, source
-        self._job = json.loads(json.dumps({"input": source.fingerprint, "settings": settings}))
+        """Open or make a folder, and lock it.
+
+        Raises ValueError if the folder belongs to another input, to other settings or to no job at
+        all, if another process holds it, and if its records are damaged.
+        """
+        self.path = path
+        self._source = source
+        job = {"input": source.fingerprint, "settings": settings}
+        self._job = json.loads(json.dumps(job))  # as it is read back, for example with lists
         self.done: set[int] = set()
         self.failed: set[int] = set()
         self.sums = Counter[str]()
         self._file: BinaryIO | None = None
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file; the output goes into a folder")
-        self._check()
+        self._check_job()
         with self._writing():
             path.mkdir(parents=True, exist_ok=True)
             self._lock = (path / ".lock").open("ab")
@@ -59,76 +72,91 @@ class Folder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.close()
-            raise ValueError(f"another process is at this job: {path}") from None
+            raise ValueError(f"another process is working on this job: {path}") from None
         if (path / "records.jsonl").exists():
             with self._writing():
-                self._read(path / "records.jsonl")
-        self.before = self.sums.copy()
+                self._read_records(path / "records.jsonl")
+        self.sums_before = self.sums.copy()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
+        """Turn an OSError into a ValueError that names the folder."""
         try:
             yield
         except OSError as error:
             raise ValueError(f"cannot write to {self.path}: {error.strerror}") from None
 
-    def _check(self) -> None:
-        known = self.path / "job.json"
-        if not known.exists():
-            if self.path.exists() and not all(
-                each.name.startswith((".lock", "job.json")) for each in self.path.iterdir()
-            ):
-                raise ValueError(
-                    f"{self.path} is not empty, and has no job of forerun batch: give another folder"
-                )
+    def _check_job(self) -> None:
+        """Raise ValueError if the folder exists and is not that of this job."""
+        path = self.path / "job.json"
+        if not path.exists():
+            self._check_empty()
             return
         try:
-            found = json.loads(known.read_bytes())
-            then, now = found["settings"], self._job["settings"]
-            is_same = found["input"] == self._job["input"]
+            known = json.loads(path.read_bytes())
+            settings = known["settings"]
+            is_same_input = known["input"] == self._job["input"]
         except (OSError, ValueError, TypeError, KeyError):
-            raise ValueError(f"{known} is damaged: give another folder") from None
-        if not is_same:
+            raise ValueError(f"{path} is damaged; choose another folder") from None
+        if not is_same_input:
             raise ValueError(
-                f"{self.path} belongs to another input than {self._source.path}: give another folder"
+                f"{self.path} belongs to a job with another input than {self._source.path}; choose "
+                "another folder"
             )
-        for name in sorted(then.keys() | now.keys()):
-            one, other = (json.dumps(each.get(name)) for each in (then, now))
-            if one != other:
+        for name in sorted(settings.keys() | self._job["settings"].keys()):
+            then = json.dumps(settings.get(name))
+            now = json.dumps(self._job["settings"].get(name))
+            if then != now:
                 raise ValueError(
-                    f"{self.path} belongs to a job with {name} {one}, not {other}: give another folder"
+                    f"{self.path} belongs to a job with {name} {then}, not {now}; choose another "
+                    "folder"
                 )
 
-    def _read(self, path: Path) -> None:
+    def _check_empty(self) -> None:
+        """Raise ValueError if the folder has files, except those of a job that has just begun."""
+        if not self.path.exists():
+            return
+        if not all(path.name.startswith((".lock", "job.json")) for path in self.path.iterdir()):
+            raise ValueError(
+                f"{self.path} is not empty, and has no job of forerun batch; choose another folder"
+            )
+
+    def _read_records(self, path: Path) -> None:
         """Count the records of earlier runs, and cut off the last one if it is torn."""
-        whole = 0
+        size = 0  # bytes of the records that are whole
         with path.open("r+b") as file:
             for count, raw in enumerate(file, 1):
                 try:
-                    if not raw.endswith(b"\n"):
-                        raise ValueError("torn")
-                    record = json.loads(raw)
-                    number = record["line"]
-                    if number not in self._source.numbers or number in self.done:
-                        raise ValueError("not of this job, or there twice")
-                    self.sums += sums_of(record)
+                    self._count_record(raw)
                 except (ValueError, TypeError, KeyError):
-                    if file.read(1):  # more comes after it, so it is not the end of a killed run
+                    if file.read(1):  # more follows, so this is not where a run was killed
                         raise ValueError(
-                            f"{path} is damaged in line {count}: take that line out"
+                            f"{path} is damaged in line {count}: remove that line"
                         ) from None
-                    file.truncate(whole)
+                    file.truncate(size)
                     break
-                self.done.add(number)
-                whole += len(raw)
+                size += len(raw)
+
+    def _count_record(self, raw: bytes) -> None:
+        if not raw.endswith(b"\n"):
+            raise ValueError("torn")
+        record = json.loads(raw)
+        number = record["line"]
+        if number not in self._source.numbers or number in self.done:
+            raise ValueError("not of this job, or there twice")
+        self.sums += sums_of(record)
+        self.done.add(number)
 
     @property
     def ended(self) -> bool:
-        """Whether every line has its record, or has failed."""
+        """Whether every line has a record, or has failed."""
         return len(self.done) + len(self.failed) == len(self._source.numbers)
 
     def answer(self, line: Line, status: int, request_id: str, body: bytes) -> None:
-        """Keep the server's answer to a line, JSON without a line end. From status 500 on the line has failed."""
+        """Keep the server's answer to a line, which is JSON without a line end.
+
+        With a status of 500 and above the line has failed, and no record is kept.
+        """
         if status >= 500:
             self.failed.add(line.number)
             self.sums["failed"] += 1
@@ -141,7 +169,7 @@ class Folder:
         self._append(line, response, None)
 
     def refuse(self, line: BadLine) -> None:
-        """Keep what is wrong with a line."""
+        """Keep the reason why a line is not a request."""
         error = {
             "code": line.code,
             "message": f"line {line.number}: {line.message}",
@@ -151,9 +179,8 @@ class Folder:
 
     def _append(self, line: Line | BadLine, response: bytes, error: dict[str, Any] | None) -> None:
         id = f"batch_req_{self._source.fingerprint[:12]}_{line.number}"
-        head = {"id": id, "line": line.number, "custom_id": line.custom_id}
-        first, last = (json.dumps(each, separators=(",", ":")).encode() for each in (head, error))
-        record = b'%s,"response":%s,"error":%s}\n' % (first[:-1], response, last)
+        head = _compact_json({"id": id, "line": line.number, "custom_id": line.custom_id})
+        record = b'%s,"response":%s,"error":%s}\n' % (head[:-1], response, _compact_json(error))
         with self._writing():
             if self._file is None:
                 if not (self.path / "job.json").exists():
@@ -165,25 +192,26 @@ class Folder:
         self.sums += sums_of(json.loads(record))
 
     def close(self) -> None:
-        """Unlock the folder, whatever the disk says."""
+        """Unlock the folder, even if the disk cannot be written to."""
         with self._lock, self._writing():
             if self._file is not None:
                 self._file.close()
 
     def summarise(self, seconds: float) -> dict[str, Any]:
-        """Write summary.json of a job that has ended, and return it. `seconds`: of this run."""
-        new = {
-            name: self.sums[name] - self.before[name] for name in ("answered", "completion_tokens")
-        }
-        run = {"seconds": round(seconds, 3), **new}
-        found: dict[str, Any] = {
+        """Write summary.json of a job that has ended, and return it.
+
+        `seconds` is the time of this run.
+        """
+        run: dict[str, Any] = {"seconds": round(seconds, 3)}
+        for name in ("answered", "completion_tokens"):
+            run[name] = self.sums[name] - self.sums_before[name]
+        tau = self.sums["completion_tokens"] / max(1, self.sums["steps"])
+        summary: dict[str, Any] = {
             "lines": len(self._source.numbers),
             **{name: self.sums[name] for name in SUMS},
-        }
-        found |= {
-            "tau": round(self.sums["completion_tokens"] / max(1, self.sums["steps"]), 4),
+            "tau": round(tau, 4),
             "last_run": run,
         }
         with self._writing():
-            write_text(self.path / "summary.json", json.dumps(found, indent=1) + "\n")
-        return found
+            write_text(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
+        return summary

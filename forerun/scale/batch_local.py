@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message
 
@@ -16,16 +16,25 @@ from forerun.scale.batch_folder import Folder
 from forerun.server.app import Settings, create_app
 from forerun.server.worker import Worker
 
-_LOG = logging.getLogger("forerun.model.batch")
+_LOG = logging.getLogger("forerun.scale.batch")
 
-NO_LIMIT = 10.0**9  # seconds that an answer may take: a batch has no reader who goes away
-TRIES = 3  # answers of 500 and more that a line may get
+NO_LIMIT = 10.0**9  # seconds that an answer may take, because no client of a batch disconnects
+MAX_ATTEMPTS = 3  # how often a line is asked while its answers have the status 500 or above
+MAX_READ_AHEAD = 64  # lines that are read and wait for a row
 
 
-async def _post(app: ASGIApp, url: str, body: bytes) -> tuple[int, str, bytes]:
-    """Hand one request to an app, as a web server would; its reader never goes away."""
+class _Response(NamedTuple):
+    status: int
+    request_id: str
+    body: bytes
+
+
+async def _post(app: ASGIApp, url: str, body: bytes) -> _Response:
+    """Hand a request to an app, as a web server would. Its client never disconnects."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-    status, request_id, parts = 0, "", []
+    status = 0
+    request_id = ""
+    parts: list[bytes] = []
 
     async def receive() -> Message:
         return messages.pop() if messages else await asyncio.get_running_loop().create_future()
@@ -44,15 +53,18 @@ async def _post(app: ASGIApp, url: str, body: bytes) -> tuple[int, str, bytes]:
         "path": url,
         "root_path": "",
         "query_string": b"",
+        "headers": [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ],
     }
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     try:
-        await app(scope | {"headers": headers}, receive, send)
+        await app(scope, receive, send)
     except Exception:
         if not status:
             raise
         _LOG.exception("a line failed")  # as the server's log would say after its 500
-    return status, request_id, b"".join(parts)
+    return _Response(status, request_id, b"".join(parts))
 
 
 async def run(
@@ -63,44 +75,54 @@ async def run(
     folder: Folder,
     on_record: Callable[[], object],
 ) -> float:
-    """Answer lines by the server's app, asked without a socket: checks, answers and errors are the server's. Return the
-    seconds without loading.
+    """Answer lines by the server's app, and return the seconds that took, without loading.
 
-    A line at which the server fails is asked again, alone among such lines: what failed may have been another's. Raises
-    what `make` raises, and what ends the engine's thread.
+    The app is asked without a socket, so checks, answers and errors are the server's. A line at
+    which the server fails is asked again, one such line at a time, because another line may have
+    been the cause. Raises what `make` raises, and what ends the engine's thread.
 
     Args:
-        make: loads the decoder in the thread that computes.
-        model: its name in answers.
+        make: loads the decoder, in the thread that computes.
+        model: the name of the model in answers.
+        max_rows: the number of rows of the decoder.
+        lines: the lines to answer.
+        folder: where the records go.
         on_record: called after each line.
     """
-    worker, again = Worker(make), asyncio.Lock()
+    worker = Worker(make)
+    retrying = asyncio.Lock()
     app = create_app(worker, Settings(model=model, max_seconds=NO_LIMIT))
 
+    async def answered(line: Line) -> _Response:
+        response = await _post(app, line.url, line.body)
+        attempts = 1
+        while response.status >= 500 and worker.failed is None and attempts < MAX_ATTEMPTS:
+            async with retrying:
+                response = await _post(app, line.url, line.body)
+            attempts += 1
+        if worker.failed is not None:
+            raise worker.failed
+        return response
+
     async def work() -> None:
-        for line in lines:  # all take from the same lines
+        for line in lines:  # all tasks take from the same iterator
             if isinstance(line, BadLine):
                 folder.refuse(line)
             else:
-                found, tries = await _post(app, line.url, line.body), 1
-                while found[0] >= 500 and worker.failed is None and tries < TRIES:
-                    async with again:
-                        found, tries = await _post(app, line.url, line.body), tries + 1
-                if worker.failed is not None:
-                    raise worker.failed
-                if found[0] >= 500:
-                    _LOG.error("line %d has no answer: %s", line.number, found[2].decode())
-                folder.answer(line, *found)
+                response = await answered(line)
+                if response.status >= 500:
+                    _LOG.error("line %d has no answer: %s", line.number, response.body.decode())
+                folder.answer(line, *response)
             on_record()
 
     async with app.router.lifespan_context(app):
         await worker.until_ready()
-        begun = perf_counter()
-        # Those that have a row, and some that are read and wait for one.
-        tasks = [asyncio.ensure_future(work()) for _ in range(max_rows + min(max_rows, 64))]
+        started_at = perf_counter()
+        count = max_rows + min(max_rows, MAX_READ_AHEAD)
+        tasks = [asyncio.ensure_future(work()) for _ in range(count)]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        return perf_counter() - begun
+        return perf_counter() - started_at

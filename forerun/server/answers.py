@@ -10,20 +10,27 @@ from uuid import uuid4
 from forerun.engine.engine import Step
 from forerun.engine.sequence import Request
 from forerun.server.errors import ApiError, timed_out
-from forerun.server.job import Job
+from forerun.server.job import Job, TimedStep
 from forerun.server.logprobs import LogprobsJson, TokenTexts, as_json
 from forerun.server.metrics import AnswerCounts
 from forerun.server.requests import Prepared
 from forerun.server.schemas import ChatBody, SamplingBody, StreamOptions
 from forerun.text.stop_strings import TextStream
-from forerun.text.tool_calls import ToolCall, ToolForm
+from forerun.text.tool_calls import ToolCall, ToolForm, ToolStream
 from forerun.text.tools import Tools
 
-KEEP_ALIVE = 15.0  # seconds without a chunk
+KEEP_ALIVE = 15.0  # seconds without a chunk, after which a comment keeps the connection open
 
 
 class _Choice:
-    """One of an answer's texts, with its log probabilities if the request asks for them."""
+    """One of an answer's texts, with its log probabilities if the request asks for them.
+
+    Attributes:
+        stream: turns tokens into text.
+        tools: separates the text into text and calls; None if the request has no tools to call.
+        text, calls: of a stream, what no chunk has carried yet; otherwise all.
+        has_started: whether a step of it was taken.
+    """
 
     def __init__(
         self,
@@ -33,168 +40,180 @@ class _Choice:
         is_chat: bool,
         tools: Tools,
     ) -> None:
-        self.request, self.stream = (
-            request,
-            TextStream(texts.tokenizer, request.tokens, stop, tools.shown),
-        )
+        self.request = request
+        self.stream = TextStream(texts.tokenizer, request.tokens, stop, tools.shown)
         self.logprobs = None if request.logprobs is None else LogprobsJson(texts, is_chat)
         self.tools = tools.stream()
-        self.calls: list[ToolCall] = []  # that no chunk has had
-        self.text = ""  # likewise
-        self.begun = False
+        self.calls: list[ToolCall] = []
+        self.text = ""
+        self.has_started = False
         self.finish_reason: str | None = None
 
 
 class Answer:
-    """Takes the steps of a body's job and writes JSON.
+    """The JSON that answers a body, written from the steps of its job.
 
     Attributes:
-        counts: of all choices.
-        ended_by: the finish reason of choices without their own: "abort" if the reader has gone.
+        counts: the sums over the steps of all choices.
+        ended_by: the finish reason of choices that have none: "abort" if the client has
+            disconnected, otherwise "timeout" or "error".
     """
 
     def __init__(
         self, body: SamplingBody, prepared: Prepared, job: Job, texts: TokenTexts, model: str
     ) -> None:
-        requests, self._echo = prepared.requests, prepared.echo
-        self.body, self.job, self._texts = body, job, texts
-        prompt_tokens = sum(len(each.tokens) for each in requests[:: body.n or 1])
-        self._is_chat = isinstance(self.body, ChatBody)
-        self.counts = AnswerCounts(begun=job.begun, queued=job.queued, prompt_tokens=prompt_tokens)
+        self.body = body
+        self.job = job
+        self._texts = texts
+        self._echo = prepared.echo
+        self._copies = body.n or 1
+        self._is_chat = isinstance(body, ChatBody)
+        requests = prepared.requests
+        self.counts = AnswerCounts(
+            started_at=job.started_at,
+            queued_at=job.queued_at,
+            prompt_tokens=sum(len(request.tokens) for request in requests[:: self._copies]),
+        )
         self.ended_by = "abort"
         self.choices = [
-            _Choice(each, self.body.stop, texts, self._is_chat, prepared.tools) for each in requests
+            _Choice(request, body.stop, texts, self._is_chat, prepared.tools)
+            for request in requests
         ]
         self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid4().hex}"
         kind = "text_completion"
         if self._is_chat:
-            kind = "chat.completion.chunk" if self.body.stream else "chat.completion"
-        self._head = as_json(
-            {"object": kind, "id": self.id, "created": int(time()), "model": model}
-        )[:-1]
+            kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        head = {"object": kind, "id": self.id, "created": int(time()), "model": model}
+        self._head = as_json(head)[:-1]  # without the closing brace: `_object` adds the choices
         options = body.stream_options or StreamOptions()
-        self._usage_at_end, self._usage_always = (
-            options.include_usage,
-            options.continuous_usage_stats,
-        )
+        self._usage_at_end = options.include_usage
+        self._usage_always = options.continuous_usage_stats
 
     async def whole(self, until: float) -> bytes:
-        """Return all of it. Raises the ApiError that ends the job, or that of `until` (perf_counter)."""
+        """Return the whole answer when its last step has come.
+
+        Raises the ApiError that ends the job, or ApiError (504) at `until`, a time of perf_counter.
+        """
         try:
             async for steps in _steps(self.job, until):
                 for index, step, at in steps:
                     await self._take(index, step, at)
         except Exception as error:
-            self._failed(error)
+            self._note_failure(error)
             raise
-        return self._whole()
+        return self._whole_json()
 
-    def _whole(self) -> bytes:
+    def _whole_json(self) -> bytes:
         choices = []
         for index, choice in enumerate(self.choices):
-            message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-            if choice.tools is not None and choice.calls:
-                message |= {
-                    "content": choice.text or None,
-                    "tool_calls": _tool_calls(choice.calls, choice.tools.form),
-                }
-            choices.append(
-                self._choice(
-                    index, {"message": message} if self._is_chat else {"text": choice.text}
-                )
-            )
-        return self._json(choices, {"usage": self.counts.usage(), **self.counts.statistics()})
+            content: dict[str, Any] = {"text": choice.text}
+            if self._is_chat:
+                content = {"message": _message(choice)}
+            choices.append(self._choice_json(index, content))
+        return self._object(choices, {"usage": self.counts.usage(), **self.counts.statistics()})
 
     async def chunks(self, until: float) -> AsyncIterator[bytes]:
-        """Yield server-sent events. An error is one of them."""
+        """Yield the answer as server-sent events. An ApiError is one of the events."""
         try:
-            for event in self._begin():
+            for event in self._first_events():
                 yield event
             async for steps in _steps(self.job, until):
                 if not steps:
                     yield b": keep-alive\n\n"
                 for index, step, at in steps:
-                    for event in await self._chunks(index, step, at):
+                    for event in await self._step_events(index, step, at):
                         yield event
-            ending = self._end()
+            ending = self._last_events()
         except Exception as error:
-            self._failed(error)
+            self._note_failure(error)
             if not isinstance(error, ApiError):
                 raise
-            ending = self._end(error)
+            ending = self._last_events(error)
         for event in ending:
             yield event
 
-    def _begin(self) -> list[bytes]:
+    def _first_events(self) -> list[bytes]:
+        """Return the events before the first step."""
         return []
 
-    def _end(self, error: ApiError | None = None) -> list[bytes]:
-        """Return the events after the last step's, or after an error. [DONE] is the last one."""
-        found = [] if error is None else [as_json(error.body())]
-        if error is None and self._usage_at_end:
-            found.append(self._json([], {"usage": self.counts.usage(), **self.counts.statistics()}))
-        return [_event(each) for each in (*found, b"[DONE]")]
+    def _last_events(self, error: ApiError | None = None) -> list[bytes]:
+        """Return the events after the last step, or after an error. The last one is [DONE]."""
+        events = []
+        if error is not None:
+            events.append(_event(as_json(error.body())))
+        elif self._usage_at_end:
+            ending = {"usage": self.counts.usage(), **self.counts.statistics()}
+            events.append(_event(self._object([], ending)))
+        return [*events, _event(b"[DONE]")]
 
-    def _failed(self, error: Exception) -> None:
-        self.ended_by = (
-            "timeout" if isinstance(error, ApiError) and error.status == 504 else "error"
-        )
+    def _note_failure(self, error: Exception) -> None:
+        is_timeout = isinstance(error, ApiError) and error.status == 504
+        self.ended_by = "timeout" if is_timeout else "error"
 
     async def _take(self, index: int, step: Step, at: float) -> list[tuple[str, str]]:
-        """Add a step to its choice; return the new pieces of text."""
+        """Add a step to its choice. Return the new pieces of text, each with its origin."""
         choice = self.choices[index]
         self.counts.add(index, step, at)
         choice.finish_reason = step.finish_reason
-        if not choice.begun:
-            choice.begun = True
-            if self._echo is not None:
-                choice.text = self._echo[index // (self.body.n or 1)]
-                if choice.logprobs is not None and step.prompt_logprobs is not None:
-                    await choice.logprobs.add([choice.request.tokens[0], *step.prompt_logprobs])
+        if not choice.has_started:
+            choice.has_started = True
+            await self._start_with_prompt(index, step)
         if choice.logprobs is not None:
             await choice.logprobs.add(step.logprobs)
         pieces = choice.stream.push(step.tokens, step.origins, step.finish_reason is not None)
-        if pieces and step.tokens and (end := step.tokens[-1]) in choice.request.eos:
+        if pieces and step.tokens and step.tokens[-1] in choice.request.eos:
             # An end token that is not marked as special has a text, which is no part of the answer.
-            pieces[-1] = pieces[-1][0].removesuffix(self._texts.text(end)), pieces[-1][1]
+            text, origin = pieces[-1]
+            pieces[-1] = (text.removesuffix(self._texts.text(step.tokens[-1])), origin)
         text = "".join(text for text, _ in pieces)
         if choice.tools is None:
             choice.text += text
-            return pieces
-        for each in choice.tools.push(text, step.finish_reason is not None):
-            if isinstance(each, ToolCall):
-                choice.calls.append(each)
-            else:
-                choice.text += each
-        if step.finish_reason is not None:
-            self.counts.calls.update(
-                tool_calls=len(choice.tools.calls), unparsed_tool_calls=choice.tools.broken
-            )
-            if choice.tools.calls and step.finish_reason == "stop":
-                choice.finish_reason = "tool_calls"
+        else:
+            self._separate_calls(choice, choice.tools, text)
         return pieces
 
-    async def _chunks(self, index: int, step: Step, at: float) -> list[bytes]:
-        """Return the events of a step: none if its text is held back, unless the request asks for steps."""
-        choice, found = self.choices[index], []
-        if self._is_chat and not choice.begun:
+    async def _start_with_prompt(self, index: int, step: Step) -> None:
+        """Let a choice begin with its prompt, if the request asks for that (`echo`)."""
+        if self._echo is None:
+            return
+        choice = self.choices[index]
+        choice.text = self._echo[index // self._copies]
+        if choice.logprobs is not None and step.prompt_logprobs is not None:
+            await choice.logprobs.add([choice.request.tokens[0], *step.prompt_logprobs])
+
+    def _separate_calls(self, choice: _Choice, tools: ToolStream, text: str) -> None:
+        """Add new text to a choice that may call tools."""
+        has_ended = choice.finish_reason is not None
+        for part in tools.push(text, has_ended):
+            if isinstance(part, ToolCall):
+                choice.calls.append(part)
+            else:
+                choice.text += part
+        if has_ended:
+            self.counts.calls.update(tool_calls=len(tools.calls), unparsed_tool_calls=tools.broken)
+            if tools.calls and choice.finish_reason == "stop":
+                choice.finish_reason = "tool_calls"
+
+    async def _step_events(self, index: int, step: Step, at: float) -> list[bytes]:
+        """Return the events of a step.
+
+        There are none if all of its text is held back, for example because it may begin a stop
+        string, unless the request asks for every step (`forerun`) or for log probabilities.
+        """
+        choice = self.choices[index]
+        events = []
+        if self._is_chat and not choice.has_started:
             role = {"delta": {"role": "assistant", "content": ""}}
-            found.append(_event(self._json([self._choice(index, role, False)], {})))
+            events.append(_event(self._object([self._choice_json(index, role, False)], {})))
         pieces = await self._take(index, step, at)
-        text, calls, choice.text, choice.calls = choice.text, choice.calls, "", []
-        if not (text or calls or self.body.forerun or choice.logprobs or choice.finish_reason):
-            return found
-        content: dict[str, Any] = {"text": text}
+        has_news = bool(choice.text or choice.calls or choice.logprobs or choice.finish_reason)
+        if not (has_news or self.body.forerun):
+            return events
+        content: dict[str, Any] = {"text": choice.text}
         if self._is_chat:
-            content = {
-                "delta": {"content": text} if text or not (calls or choice.finish_reason) else {}
-            }
-            if calls and choice.tools is not None:
-                first = len(choice.tools.calls) - len(calls)
-                told = _tool_calls(calls, choice.tools.form)
-                content["delta"]["tool_calls"] = [
-                    {"index": at} | each for at, each in enumerate(told, first)
-                ]
+            content = {"delta": _delta(choice)}
+        choice.text = ""
+        choice.calls = []
         more: dict[str, Any] = {}
         if self.body.forerun:
             more["forerun"] = {
@@ -205,29 +224,35 @@ class Answer:
                 "rests": step.rests,
                 "rejected": [self._texts.text(token) for token in step.rejected],
             }
-        if not self._usage_at_end and all(each.finish_reason for each in self.choices):
+        if not self._usage_at_end and all(choice.finish_reason for choice in self.choices):
             more |= self.counts.statistics()
-        return [*found, _event(self._json([self._choice(index, content)], more))]
+        events.append(_event(self._object([self._choice_json(index, content)], more)))
+        return events
 
-    def _choice(self, index: int, content: dict[str, Any], has_logprobs: bool = True) -> bytes:
-        """Return a choice, with the log probabilities that no chunk has had."""
+    def _choice_json(self, index: int, content: dict[str, Any], has_logprobs: bool = True) -> bytes:
+        """Return a choice with its content and the log probabilities that no chunk has had."""
         choice = self.choices[index]
-        logprobs = (
-            choice.logprobs.take() if choice.logprobs is not None and has_logprobs else b"null"
-        )
-        found = as_json({"index": index, **content, "finish_reason": choice.finish_reason})
-        return found[:-1] + b',"logprobs":' + logprobs + b"}"
+        logprobs = b"null"
+        if choice.logprobs is not None and has_logprobs:
+            logprobs = choice.logprobs.take()
+        members = as_json({"index": index, **content, "finish_reason": choice.finish_reason})
+        return members[:-1] + b',"logprobs":' + logprobs + b"}"
 
-    def _json(self, choices: list[bytes], more: dict[str, Any]) -> bytes:
-        """Return an answer or a chunk. Choices may be large, so they are not encoded again."""
-        if self._usage_always or self._usage_at_end:
-            more = {"usage": self.counts.usage() if self._usage_always else None} | more
+    def _object(self, choices: list[bytes], more: dict[str, Any]) -> bytes:
+        """Return an answer or a chunk with choices and further members.
+
+        The choices are JSON already, because they may be too large to be encoded at once.
+        """
+        if self._usage_always:
+            more = {"usage": self.counts.usage()} | more
+        elif self._usage_at_end:
+            more = {"usage": None} | more
         rest = b"," + as_json(more)[1:] if more else b"}"
         return b"".join((self._head, b',"choices":[', b",".join(choices), b"]", rest))
 
 
 def call_id(form: ToolForm) -> str:
-    """Return a new id for a call."""
+    """Return a new id for a call, in the shape that the form of calls expects."""
     prefix, length = form.id
     return (prefix + uuid4().hex)[:length]
 
@@ -236,13 +261,36 @@ def _tool_calls(calls: list[ToolCall], form: ToolForm) -> list[dict[str, Any]]:
     return [{"id": call_id(form), "type": "function", "function": vars(call)} for call in calls]
 
 
-async def _steps(job: Job, until: float) -> AsyncIterator[list[tuple[int, Step, float]]]:
-    """Yield a job's steps as they come, and an empty list after `KEEP_ALIVE` seconds without any."""
+def _message(choice: _Choice) -> dict[str, Any]:
+    """Return a choice of a chat as OpenAI's message."""
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.tools is not None and choice.calls:
+        message["content"] = choice.text or None
+        message["tool_calls"] = _tool_calls(choice.calls, choice.tools.form)
+    return message
+
+
+def _delta(choice: _Choice) -> dict[str, Any]:
+    """Return OpenAI's delta with the text and the calls of a choice."""
+    delta: dict[str, Any] = {}
+    if choice.text or not (choice.calls or choice.finish_reason):
+        delta["content"] = choice.text
+    if choice.calls and choice.tools is not None:
+        first = len(choice.tools.calls) - len(choice.calls)
+        calls = _tool_calls(choice.calls, choice.tools.form)
+        delta["tool_calls"] = [{"index": at} | call for at, call in enumerate(calls, first)]
+    return delta
+
+
+async def _steps(job: Job, until: float) -> AsyncIterator[list[TimedStep]]:
+    """Yield a job's steps as they come, and an empty list after `KEEP_ALIVE` seconds without any.
+
+    Raises ApiError (504) if the job goes on at `until`, a time of perf_counter. Steps that came in
+    time are yielded however late they are read.
+    """
     while not job.ended:
         yield await job.wait(max(0.0, min(KEEP_ALIVE, until - perf_counter())))
-        if (
-            job.open and perf_counter() >= until
-        ):  # what came in time is given out, however late it is read
+        if job.open and perf_counter() >= until:
             raise timed_out()
 
 

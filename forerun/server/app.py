@@ -34,7 +34,9 @@ _T = TypeVar("_T")
 
 STATIC = Path(__file__).parent / "static"
 PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
+    "Content-Security-Policy": (
+        "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
+    ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
@@ -46,11 +48,16 @@ class Settings:
     """How to serve.
 
     Attributes:
-        model: its name for clients.
-        max_body: bytes of a body; body_seconds: seconds until all of it must have come.
-        max_seconds: of a request, from its headers to its last token.
-        sends_ids: answers have the header x-request-id, which Serve's proxies add for replicas.
-        tool_parser: the form of tool calls, one of `forerun.text.tool_calls.FORMS`; None: as the chat template shows.
+        model: the name by which clients know the model.
+        api_key: the key that clients must send, or None if everyone may ask.
+        allow_origin: the sites whose pages may send requests (CORS).
+        max_body: the largest number of bytes of a body.
+        body_seconds: seconds within which the whole body must come.
+        max_seconds: the longest time of a request, from its headers to its last token.
+        sends_ids: whether responses have the header x-request-id. Replicas leave it out, because
+            the proxies of Ray Serve add it.
+        tool_parser: the form of tool calls, one of `forerun.text.tool_calls.FORMS`; None for the
+            form that the chat template shows.
     """
 
     model: str
@@ -64,7 +71,7 @@ class Settings:
 
 
 class _Stream(StreamingResponse):
-    """A stream whose end is noticed, even if it never began."""
+    """A stream that calls a function at its end, even if the stream never began."""
 
     def __init__(self, content: AsyncIterator[bytes], at_end: Callable[[], None]) -> None:
         super().__init__(
@@ -83,21 +90,24 @@ class Service:
     """The state of an app.
 
     Attributes:
-        draining: no more requests are taken.
-        open: bodies that are being answered.
+        draining: whether new requests are refused because the server is about to end.
+        open: the number of bodies that are being answered.
+        created: when the server started, in seconds since 1970.
     """
 
     def __init__(self, worker: Worker, settings: Settings) -> None:
-        self.worker, self.settings, self.readers = worker, settings, Readers()
+        self.worker = worker
+        self.settings = settings
+        self.readers = Readers()
         self.draining = False
         self.open = 0
-        self.began = int(time())
+        self.created = int(time())
         self.metrics = Metrics(worker)
-        worker.on_step = self.metrics.step
+        worker.on_step = self.metrics.count_step
         self._texts: TokenTexts | None = None
 
     def decoder(self) -> Decoder:
-        """Return the worker's decoder. Raises ApiError while no request can be taken."""
+        """Return the worker's decoder. Raises ApiError while no requests are accepted."""
         if self.draining:
             raise shutting_down()
         if self.worker.decoder is None or not self.worker.ready.is_set():
@@ -105,25 +115,30 @@ class Service:
         return self.worker.decoder
 
     def check_model(self, name: str | None) -> None:
+        """Raise ApiError if a request names another model."""
         if name is not None and name != self.settings.model:
             raise ApiError(
-                404, f"there is no model {name[:100]!r} here", "model", "model_not_found"
+                404, f"the model {name[:100]!r} does not exist here", "model", "model_not_found"
             )
 
     async def read(self, request: Request, function: Callable[..., _T], body: schemas.Body) -> _T:
-        """Call a function with a body and the decoder in a reader's thread. Raises ApiError, also for a body of another
-        model and for unsupported fields."""
+        """Return `function(body, decoder)`, called in a reader's thread.
+
+        Raises ApiError, also if the body names another model or has unsupported fields.
+        """
         decoder = self.decoder()
         self.check_model(body.model)
-        if unknown := body.unknown():
+        unknown = body.unknown()
+        if unknown:
             names = ", ".join(ascii(name[:40]) for name in unknown[:10])
             _LOG.info("request %s: unknown fields: %s", request.state.request_id, names)
         if decoder.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer", "model")
         seconds = max(0.0, self._until(request) - perf_counter())
-        return await _unless_gone(request, self.readers.call(function, body, decoder), seconds)
+        return await _while_connected(request, self.readers.call(function, body, decoder), seconds)
 
     def _until(self, request: Request) -> float:
+        """Return when the time of a request is over."""
         return float(request.state.arrived) + self.settings.max_seconds
 
     async def answer(
@@ -133,32 +148,34 @@ class Service:
         prepare: Callable[..., requests.Prepared],
         kind: type[Answer] = Answer,
     ) -> Response:
+        """Answer a body, which `prepare` turns into requests. `kind` writes the answer."""
         prepared = await self.read(request, prepare, body)
-        tokenizer = (
-            self.decoder().tokenizer
-        )  # raises if the server has begun to shut down meanwhile
+        # This raises ApiError if the server has begun to shut down while the body was read.
+        tokenizer = self.decoder().tokenizer
         assert tokenizer is not None
-        self._texts = self._texts or TokenTexts(tokenizer)
+        if self._texts is None:
+            self._texts = TokenTexts(tokenizer)
         job = self.worker.submit(prepared.requests, request.state.arrived)
         answer = kind(body, prepared, job, self._texts, self.settings.model)
         self.open += 1
         self.metrics.prompt_tokens.inc(answer.counts.prompt_tokens)
-        at_end, until = partial(self._end, answer, request), self._until(request)
+        at_end = partial(self._end, answer, request)
+        until = self._until(request)
         if body.stream:
             return _Stream(answer.chunks(until), at_end)
         try:
-            return Response(
-                await _unless_gone(request, answer.whole(until)), media_type="application/json"
-            )
+            content = await _while_connected(request, answer.whole(until))
+            return Response(content, media_type="application/json")
         finally:
             at_end()
 
     def _end(self, answer: Answer, request: Request) -> None:
+        """Count and log an answer that has ended, and abort what its job still runs."""
         self.open -= 1
         answer.job.close()
         reasons = [choice.finish_reason or answer.ended_by for choice in answer.choices]
         counts = answer.counts
-        self.metrics.answer(counts, reasons)
+        self.metrics.count_answer(counts, reasons)
         line: dict[str, Any] = {
             "id": answer.id,
             "request": request.state.request_id,
@@ -169,49 +186,55 @@ class Service:
             "tau": round(counts.tau, 2),
             "queue_ms": round(1000 * counts.waited, 1),
             "first_ms": round(1000 * counts.to_first, 1),
-            "total_ms": round(1000 * (perf_counter() - counts.begun), 1),
+            "total_ms": round(1000 * (perf_counter() - counts.started_at), 1),
             "reason": ",".join(sorted(set(reasons))),
         }
         _LOG.info(" ".join(f"{key}={value!r}" for key, value in line.items()))
 
 
-async def _unless_gone(
-    request: Request, wanted: Coroutine[Any, Any, _T], seconds: float | None = None
+async def _while_connected(
+    request: Request, work: Coroutine[Any, Any, _T], seconds: float | None = None
 ) -> _T:
-    """Return a result.
+    """Return the result of some work, which is cancelled if the client disconnects.
 
-    Raises ApiError: 499 if the reader has gone (nobody sees it), 504 after `seconds`.
+    Raises ApiError: 499, which nobody receives, if the client disconnects; 504 after `seconds`.
     """
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    found, left = asyncio.ensure_future(wanted), asyncio.ensure_future(gone())
+    result = asyncio.ensure_future(work)
+    disconnection = asyncio.ensure_future(disconnected())
     try:
-        await asyncio.wait([found, left], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if found.done():
-            return found.result()
-        raise ApiError(499, "the reader has gone") if left.done() else timed_out()
+        await asyncio.wait(
+            [result, disconnection], timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        if result.done():
+            return result.result()
+        if disconnection.done():
+            raise ApiError(499, "the client has disconnected")
+        raise timed_out()
     finally:
-        for task in (found, left):
-            task.cancel()
-        await asyncio.gather(found, left, return_exceptions=True)
+        result.cancel()
+        disconnection.cancel()
+        await asyncio.gather(result, disconnection, return_exceptions=True)
 
 
 def create_app(worker: Worker, settings: Settings) -> FastAPI:
-    """Return the app; its lifespan starts and stops the worker."""
+    """Return the app. Its lifespan starts and stops the worker."""
     service = Service(worker, settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        if not worker.ready.is_set():  # a replica has loaded its model before
+        if not worker.ready.is_set():  # a replica starts its worker before it makes its app
             worker.start()
         yield
         await worker.stop()
 
     errors: dict[int | str, dict[str, Any]] = {
-        each: {"model": schemas.ErrorBody} for each in ("4XX", "5XX")
+        "4XX": {"model": schemas.ErrorBody},
+        "5XX": {"model": schemas.ErrorBody},
     }
     app = FastAPI(
         title="forerun",
@@ -223,7 +246,15 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     )
     app.state.service = service
     add_handlers(app)
-    _add_api(app, service)
+    _add_answers(app, service)
+    _add_facts(app, service)
+    page_paths = _add_page(app)
+    _add_middleware(app, service, page_paths)
+    return app
+
+
+def _add_page(app: FastAPI) -> list[str]:
+    """Add the page, and return the paths of its files."""
     page = {f"/{path.name}": path for path in sorted(STATIC.glob("*.*"))}
     page["/"] = STATIC / "index.html"
 
@@ -232,10 +263,17 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
 
     for path in page:
         app.add_route(path, page_file, include_in_schema=False)
+    return list(page)
+
+
+def _add_middleware(app: FastAPI, service: Service, page_paths: list[str]) -> None:
+    """Add the middleware; a request passes through the last one first."""
+    settings = service.settings
     app.add_middleware(BodyLimit, limit=settings.max_body, seconds=settings.body_seconds)
     if settings.api_key is not None:
-        app.add_middleware(ApiKey, key=settings.api_key, open_paths=frozenset(["/health", *page]))
-    app.add_middleware(RequestIds, on_status=service.metrics.status, sends=settings.sends_ids)
+        open_paths = frozenset(["/health", *page_paths])
+        app.add_middleware(ApiKey, key=settings.api_key, open_paths=open_paths)
+    app.add_middleware(RequestIds, on_status=service.metrics.count_status, sends=settings.sends_ids)
     if settings.allow_origin:
         app.add_middleware(
             CORSMiddleware,
@@ -244,36 +282,41 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id", "Retry-After"],
         )
-    return app
 
 
-def _add_api(app: FastAPI, service: Service) -> None:
-    streams: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+def _add_answers(app: FastAPI, service: Service) -> None:
+    """Add the endpoints that decode."""
     parser = service.settings.tool_parser
+    event_stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
-    @app.post("/v1/chat/completions", responses=streams)
+    @app.post("/v1/chat/completions", responses=event_stream)
     async def chat_completions(body: schemas.ChatBody, request: Request) -> Response:
         return await service.answer(body, request, partial(requests.prepare_chat, parser=parser))
 
-    @app.post("/v1/completions", responses=streams)
+    @app.post("/v1/completions", responses=event_stream)
     async def completions(body: schemas.CompletionBody, request: Request) -> Response:
         return await service.answer(body, request, requests.prepare_completion)
 
-    @app.post("/v1/responses", responses=streams)
+    @app.post("/v1/responses", responses=event_stream)
     async def responses(body: schemas.ResponsesBody, request: Request) -> Response:
         return await service.answer(
             body, request, partial(prepare_response, parser=parser), ResponseAnswer
         )
 
+
+def _add_facts(app: FastAPI, service: Service) -> None:
+    """Add the endpoints that decode nothing."""
+
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
-        about = {
-            "created": service.began,
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
             "owned_by": "forerun",
             "max_model_len": service.decoder().target.context,
         }
-        return {"id": name, "object": "model", **about}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them, with short texts."""
+"""Errors in the shape that OpenAI's clients read, with short messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from forerun.sampling.grammar import FormError
 
-LONGEST = 300  # characters of a message
+MAX_MESSAGE = 300  # characters
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 _CODES = {
@@ -22,7 +22,8 @@ _CODES = {
     405: "method_not_allowed",
     413: "body_too_large",
 }
-# OpenAI's clients try twice more; what gave 500 or 504 would go wrong again.
+# OpenAI's clients retry every error of 500 and above twice. They are told not to after 500 and 504,
+# because the same request would fail again.
 _HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
     500: {"x-should-retry": "false"},
@@ -32,17 +33,20 @@ _HEADERS = {
 
 
 class ApiError(Exception):
-    """An error that a client gets in place of an answer."""
+    """An error that a client receives in place of an answer."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param = status, bounded(message), param
+        self.status = status
+        self.message = bounded(message)
+        self.param = param
         self.code = code or _CODES.get(status)
         self.type = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
 
     def body(self) -> dict[str, Any]:
+        """Return the JSON object that describes the error."""
         return {
             "error": {
                 "message": self.message,
@@ -53,45 +57,63 @@ class ApiError(Exception):
         }
 
     def response(self, **headers: str) -> Response:
+        """Return the error as a response, with the headers of its status and those given."""
         return JSONResponse(self.body(), self.status, _HEADERS.get(self.status, {}) | headers)
 
 
 def loading() -> ApiError:
+    """Return the error for requests that arrive before the model is loaded."""
     return ApiError(503, "the model is being loaded", code="loading")
 
 
 def shutting_down() -> ApiError:
+    """Return the error for requests that the server can no longer answer."""
     return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
 def timed_out() -> ApiError:
+    """Return the error for answers that exceed the time limit."""
     return ApiError(504, "the answer took too long", code="timeout")
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """Return what a client gets for an error of its request's steps."""
+    """Return the error that a client receives when a step of its request has failed."""
     if isinstance(error, FormError):
         return ApiError(400, str(error), "response_format")
     return ApiError(500, f"decoding failed: {type(error).__name__}", code="decoding")
 
 
 def bounded(text: str) -> str:
-    """Return one line of at most `LONGEST` characters that every encoding can hold."""
-    line = " ".join(text[: 4 * LONGEST].split()).encode("utf-8", "replace").decode()
-    return line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."
+    """Return a text as one line of at most `MAX_MESSAGE` characters that UTF-8 can encode."""
+    line = " ".join(text[: 4 * MAX_MESSAGE].split()).encode("utf-8", "replace").decode()
+    if len(line) <= MAX_MESSAGE:
+        return line
+    return line[: MAX_MESSAGE - 3] + "..."
 
 
 @contextmanager
 def blame(param: str | None) -> Iterator[None]:
-    """Turn a ValueError into status 400 for a field of the request."""
+    """Turn a ValueError into an ApiError of status 400 that names a field of the request."""
     try:
         yield
     except ValueError as error:
         raise ApiError(400, str(error), param) from None
 
 
+def _validation_error(error: RequestValidationError) -> ApiError:
+    """Describe the first mistake that pydantic found, without the input, which it would echo."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body is not valid JSON", "body", "invalid_json")
+    # The location is "body" and then names and list indices; a param consists of names only.
+    names = [str(part)[:40] for part in first["loc"][1:4] if not isinstance(part, int)]
+    param = ".".join(names) or "body"
+    message = str(first["msg"]).removeprefix("Value error, ")
+    return ApiError(400, f"{param}: {message}", param)
+
+
 def add_handlers(app: FastAPI) -> None:
-    """Give all errors the one shape. No response has status 422."""
+    """Give all errors of an app the same shape. Status 422 becomes 400."""
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
@@ -99,16 +121,7 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]  # told without the input that pydantic would echo
-        if first["type"] == "json_invalid":
-            return ApiError(400, "the body is not JSON", "body", "invalid_json").response()
-        param = (
-            ".".join(str(each)[:40] for each in first["loc"][1:4] if not isinstance(each, int))
-            or "body"
-        )
-        return ApiError(
-            400, f"{param}: {str(first['msg']).removeprefix('Value error, ')}", param
-        ).response()
+        return _validation_error(error).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -117,6 +130,6 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
-        return ApiError(500, "the server failed; its log says why").response(
-            Connection="close"
-        )  # as uvicorn does
+        # The connection is closed, as uvicorn closes it after an exception.
+        failure = ApiError(500, "the server failed; its log has the reason")
+        return failure.response(Connection="close")

@@ -1,4 +1,7 @@
-"""What the server opens before anything long begins: its log and its socket. Needs no torch."""
+"""The log and the socket, which the server opens before it imports or loads anything slow.
+
+This module does not need torch.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,29 @@ import socket
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens. Raises ValueError if the address is not free or not this machine's."""
+    """Return a listening socket.
+
+    Raises ValueError if the port is taken, or if the address is not one of this machine.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        found = socket.create_server(address, family=family, backlog=1024)
+        server = socket.create_server(address, family=family, backlog=1024)
     except (OSError, OverflowError) as error:
-        raise ValueError(
-            f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}"
-        ) from None
-    found.setblocking(False)
-    return found
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot listen on {host}:{port}: {reason}") from None
+    server.setblocking(False)
+    return server
 
 
 def set_up_log(level: str) -> None:
-    """Log our lines and uvicorn's on stderr."""
+    """Write the logs of forerun and uvicorn to stderr; of uvicorn's, only warnings and errors."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     for name in ("forerun", "uvicorn"):
         logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
+        logger.handlers = [handler]
+        logger.propagate = False
         logger.setLevel(level.upper())
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger("forerun").level))

@@ -1,4 +1,4 @@
-"""Counts of steps: in an answer's JSON, in the shapes that clients know, and for Prometheus."""
+"""Counts of steps: as JSON in the shapes that clients know, and as metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from forerun.engine.engine import Step
 from forerun.engine.target import Memory
 from forerun.server.worker import Worker
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_TOKEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+# Upper bounds of histogram buckets, in seconds.
+_REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+Family = GaugeMetricFamily | CounterMetricFamily
 
 
 @dataclass(kw_only=True)
 class Counts:
     """Sums over steps.
 
-    tokens = accepted + steps, less what was cut off after an end.
+    `tokens` is `accepted` + `steps`, less the tokens that were cut off after an end.
 
     Attributes:
-        kept: accepted tokens that are part of the answer: those after an end are cut.
-        widest: drafted tokens of the largest draft.
+        kept: accepted tokens that are part of the answer; those after an end are not.
+        longest_draft: the number of tokens of the largest draft.
         histogram: index j counts the steps that accepted exactly j tokens.
     """
 
@@ -37,62 +40,72 @@ class Counts:
     tested: int = 0
     accepted: int = 0
     kept: int = 0
-    widest: int = 0
+    longest_draft: int = 0
     histogram: Counter[int] = field(default_factory=Counter)
 
     def count(self, step: Step) -> None:
+        """Add a step."""
         self.tokens += len(step.tokens)
         self.steps += 1
         self.drafted += step.drafted
         self.tested += step.tested
         self.accepted += step.accepted
         self.kept += min(step.accepted, len(step.tokens))
-        self.widest = max(self.widest, step.drafted)
+        self.longest_draft = max(self.longest_draft, step.drafted)
         self.histogram[step.accepted] += 1
 
     @property
     def tau(self) -> float:
+        """The tokens per step."""
         return self.tokens / max(1, self.steps)
 
 
 @dataclass(kw_only=True)
 class AnswerCounts(Counts):
-    """Sums over the steps of one answer, with all its choices. Times are seconds of a monotonic clock.
+    """Sums over the steps of one answer, with all its choices.
+
+    Times are seconds of a monotonic clock.
 
     Attributes:
-        begun, queued: when its request came, and when it was put into the engine's queue.
-        first, decoding, last: when the first tokens came, when their step began, when the last tokens came.
+        started_at: when the request came.
+        queued_at: when it was put into the engine's queue.
+        decoding_at: when the step began that gave the first tokens.
+        first_at: when the first tokens came, or None before that.
+        last_at: when the last tokens came.
         waited: seconds in the queue, of the choice that waited longest.
-        gaps: seconds a token, of each step after a choice's first.
-        calls: tool calls that were read, and those that could not be; nothing without tools.
+        gaps: for each step after a choice's first, the seconds per token.
+        calls: how many tool calls could be read and how many could not; empty without tools.
     """
 
-    begun: float
-    queued: float
+    started_at: float
+    queued_at: float
     prompt_tokens: int
     waited: float = 0.0
-    first: float | None = None
-    decoding: float = 0.0
-    last: float = 0.0
+    first_at: float | None = None
+    decoding_at: float = 0.0
+    last_at: float = 0.0
     gaps: list[float] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
-    _latest: dict[int, float] = field(default_factory=dict)
+    _latest: dict[int, float] = field(default_factory=dict)  # when each choice had its last step
 
     def add(self, choice: int, step: Step, at: float) -> None:
-        """Count a step of a choice that came at `at`."""
-        if not step.rows:  # it ended without a step
+        """Count a step of a choice that came at the time `at`."""
+        if not step.rows:  # the request ended without a step of the target
             return
-        if self.first is None:
-            self.first, self.decoding = at, max(self.queued, at - step.seconds)
+        if self.first_at is None:
+            self.first_at = at
+            self.decoding_at = max(self.queued_at, at - step.seconds)
         if choice in self._latest:
             self.gaps.append((at - self._latest[choice]) / max(1, len(step.tokens)))
-        self.last = self._latest[choice] = at
+        self._latest[choice] = at
+        self.last_at = at
         self.waited = max(self.waited, step.waited)
         self.count(step)
 
     @property
     def to_first(self) -> float:
-        return 0.0 if self.first is None else self.first - self.begun
+        """The seconds from the request to its first tokens; 0 before they have come."""
+        return 0.0 if self.first_at is None else self.first_at - self.started_at
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's `usage`."""
@@ -109,30 +122,21 @@ class AnswerCounts(Counts):
 
     def statistics(self) -> dict[str, Any]:
         """Return vLLM's `metrics` and llama.cpp's `timings`."""
-        seconds = self.last - self.decoding
-        between = 0.0 if self.first is None else self.last - self.first
-        prefill = 0.0 if self.first is None else max(0.0, self.decoding - self.queued - self.waited)
+        seconds = self.last_at - self.decoding_at
+        after_first = 0.0
+        prefill = 0.0
+        if self.first_at is not None:
+            after_first = self.last_at - self.first_at
+            prefill = max(0.0, self.decoding_at - self.queued_at - self.waited)
         return {
             "metrics": {
                 **self.calls,
                 "time_to_first_token_ms": _ms(self.to_first),
                 "queue_time_ms": _ms(self.waited),
                 "generation_time_ms": _ms(seconds),
-                "mean_itl_ms": _ms(between / max(1, self.tokens - 1)),
+                "mean_itl_ms": _ms(after_first / max(1, self.tokens - 1)),
                 "tokens_per_second": _rate(self.tokens, seconds),
-                "speculative_decoding": {
-                    "mean_acceptance_length": 1 + self.accepted / max(1, self.steps),
-                    "draft_acceptance_rate": self.accepted / max(1, self.drafted),
-                    "tested_acceptance_rate": self.accepted / max(1, self.tested),
-                    "acceptance_histogram": [
-                        self.histogram[j] for j in range(max(self.histogram, default=0) + 1)
-                    ],
-                    "num_spec_steps": self.steps,
-                    "num_draft_tokens": self.drafted,
-                    "num_tested_draft_tokens": self.tested,
-                    "num_accepted_draft_tokens": self.accepted,
-                    "num_spec_tokens": self.widest,
-                },
+                "speculative_decoding": self._speculative_decoding(),
             },
             "timings": {
                 "prompt_n": self.prompt_tokens,
@@ -146,6 +150,21 @@ class AnswerCounts(Counts):
             },
         }
 
+    def _speculative_decoding(self) -> dict[str, Any]:
+        """Return vLLM's statistics of drafts, and our alpha beside its acceptance rate."""
+        lengths = range(max(self.histogram, default=0) + 1)
+        return {
+            "mean_acceptance_length": 1 + self.accepted / max(1, self.steps),
+            "draft_acceptance_rate": self.accepted / max(1, self.drafted),
+            "tested_acceptance_rate": self.accepted / max(1, self.tested),
+            "acceptance_histogram": [self.histogram[length] for length in lengths],
+            "num_spec_steps": self.steps,
+            "num_draft_tokens": self.drafted,
+            "num_tested_draft_tokens": self.tested,
+            "num_accepted_draft_tokens": self.accepted,
+            "num_spec_tokens": self.longest_draft,
+        }
+
 
 def _ms(seconds: float) -> float:
     return round(1000 * seconds, 3)
@@ -156,11 +175,16 @@ def _rate(tokens: int, seconds: float) -> float:
 
 
 class Metrics:
-    """Figures for Prometheus, in the app's own registry. The engine is asked when they are read."""
+    """The server's metrics for Prometheus, in a registry of the app.
+
+    Counts of steps are kept as plain numbers, because a server makes hundreds of steps a second.
+    They, and the state of the engine, become metrics when Prometheus reads them (`collect`).
+    """
 
     def __init__(self, worker: Worker) -> None:
-        self.registry, self._worker = prometheus.CollectorRegistry(), worker
-        self._counts = Counts()  # plain numbers, as a server has hundreds of steps a second
+        self.registry = prometheus.CollectorRegistry()
+        self._worker = worker
+        self._counts = Counts()
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> prometheus.Histogram:
             return prometheus.Histogram(
@@ -172,92 +196,113 @@ class Metrics:
 
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self._ended = counter(
-            "request_success", "Answers that have ended, by how.", "finished_reason"
+            "request_success", "Choices that have ended, by finish reason.", "finished_reason"
         )
         self._calls = {
             "tool_calls": counter("tool_calls", "Tool calls in answers."),
             "unparsed_tool_calls": counter(
-                "unparsed_tool_calls", "Those that could not be read, and stayed text."
+                "unparsed_tool_calls", "Tool calls that could not be read and stayed text."
             ),
         }
         self._refused = counter("request_errors", "Requests answered with an error.", "status")
         self._first = histogram(
-            "time_to_first_token_seconds", "From a request to its first token.", _SECONDS
+            "time_to_first_token_seconds", "From a request to its first token.", _REQUEST_BUCKETS
         )
-        self._between = histogram(
-            "inter_token_latency_seconds", "A step's time divided by its tokens.", _TOKEN
+        self._per_token = histogram(
+            "inter_token_latency_seconds", "A step's time divided by its tokens.", _TOKEN_BUCKETS
         )
-        self._whole = histogram(
-            "e2e_request_latency_seconds", "From a request to its last token.", _SECONDS
+        self._total = histogram(
+            "e2e_request_latency_seconds", "From a request to its last token.", _REQUEST_BUCKETS
         )
         self._queued = histogram(
-            "request_queue_time_seconds", "From a request to its prefill.", _SECONDS
+            "request_queue_time_seconds", "From a request to its prefill.", _REQUEST_BUCKETS
         )
         self.registry.register(self)  # type: ignore[arg-type]
 
-    def step(self, step: Step, at: float) -> None:
-        """Count a step of the engine, whether or not its reader is still there."""
-        if step.rows:  # else a request ended without one
+    def count_step(self, step: Step, at: float) -> None:
+        """Count a step of the engine, whether or not its client is still connected."""
+        if step.rows:  # otherwise a request ended without a step of the target
             self._counts.count(step)
 
-    def status(self, status: int) -> None:
-        """Count a response."""
+    def count_status(self, status: int) -> None:
+        """Count a response by its status, if it is an error."""
         if status >= 400:
             self._refused.labels(status=str(status)).inc()
 
-    def answer(self, counts: AnswerCounts, reasons: list[str]) -> None:
-        """Count an answer that has ended."""
+    def count_answer(self, counts: AnswerCounts, reasons: list[str]) -> None:
+        """Count an answer that has ended, with the finish reasons of its choices."""
         for reason in reasons:
             self._ended.labels(finished_reason=reason).inc()
         for name, count in counts.calls.items():
             self._calls[name].inc(count)
         for gap in counts.gaps:
-            self._between.observe(gap)
-        if counts.first is not None:
+            self._per_token.observe(gap)
+        if counts.first_at is not None:
             self._first.observe(counts.to_first)
-            self._whole.observe(counts.last - counts.begun)
+            self._total.observe(counts.last_at - counts.started_at)
             self._queued.observe(counts.waited)
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        counts, running, waiting, used, memory = self._counts, 0, 0, 0.0, Memory(0, 0, 0)
+    def collect(self) -> Iterator[Family]:
+        """Yield the metrics that are computed when they are read, as `prometheus_client` asks."""
+        yield from self._engine_state()
+        yield CounterMetricFamily(
+            "forerun:generation_tokens", "Tokens generated.", self._counts.tokens
+        )
+        yield from self._speculation("forerun:spec_decode_num")
+        # The same under vLLM's names, because its benchmark reads them.
+        yield from self._speculation("vllm:spec_decode_num")
+
+    def _engine_state(self) -> Iterator[Family]:
+        running = 0
+        waiting = 0
+        used = 0.0
+        memory = Memory(0, 0, 0)
         if self._worker.ready.is_set():
-            engine, memory = self._worker.engine, self._worker.engine.target.memory()
-            running, waiting = len(engine.running) + engine.prefilling, len(engine.waiting)
+            engine = self._worker.engine
+            memory = engine.target.memory()
+            running = len(engine.running) + engine.prefilling
+            waiting = len(engine.waiting)
             used = memory.used / max(1, engine.kv_memory or memory.allocated)
         yield GaugeMetricFamily(
             "forerun:num_requests_running", "Sequences that have a row.", running
         )
         yield GaugeMetricFamily("forerun:num_requests_waiting", "Sequences in the queue.", waiting)
         yield GaugeMetricFamily(
-            "forerun:kv_cache_usage_perc", "Share of the memory for keys and values in use.", used
+            "forerun:kv_cache_usage_perc",
+            "Fraction of the memory for keys and values that is in use.",
+            used,
         )
-        text = "Prompt tokens that were not computed again."
-        yield CounterMetricFamily("forerun:prefix_cache_hits", text, memory.hits)
-        text = "Those of them that were read from the prompt cache on disk."
-        yield CounterMetricFamily("forerun:prompt_cache_hits", text, memory.read)
+        yield CounterMetricFamily(
+            "forerun:prefix_cache_hits", "Prompt tokens that were not computed again.", memory.hits
+        )
+        yield CounterMetricFamily(
+            "forerun:prompt_cache_hits",
+            "Prompt tokens that were read from the prompt cache on disk instead.",
+            memory.read,
+        )
         yield GaugeMetricFamily(
             "forerun:prompt_cache_bytes", "Bytes of the prompt cache on disk.", memory.disk
         )
-        yield CounterMetricFamily("forerun:generation_tokens", "Tokens generated.", counts.tokens)
-        for prefix in (
-            "forerun:spec_decode_num",
-            "vllm:spec_decode_num",
-        ):  # vLLM's bench reads its own names
-            yield CounterMetricFamily(
-                f"{prefix}_drafts", "Steps of the target, with or without a draft.", counts.steps
-            )
-            yield CounterMetricFamily(f"{prefix}_draft_tokens", "Tokens drafted.", counts.drafted)
-            yield CounterMetricFamily(
-                f"{prefix}_accepted_tokens", "Drafted tokens accepted.", counts.accepted
-            )
-            text = "Accepted tokens by their position in the draft."
-            accepted = CounterMetricFamily(
-                f"{prefix}_accepted_tokens_per_pos", text, labels=["position"]
-            )
-            for position in range(max(counts.histogram, default=0)):
-                reached = sum(count for j, count in counts.histogram.items() if j > position)
-                accepted.add_metric([str(position)], reached)
-            yield accepted
+
+    def _speculation(self, prefix: str) -> Iterator[Family]:
+        counts = self._counts
+        yield CounterMetricFamily(
+            f"{prefix}_drafts", "Steps of the target, with or without a draft.", counts.steps
+        )
+        yield CounterMetricFamily(f"{prefix}_draft_tokens", "Tokens drafted.", counts.drafted)
+        yield CounterMetricFamily(
+            f"{prefix}_accepted_tokens", "Drafted tokens accepted.", counts.accepted
+        )
+        accepted = CounterMetricFamily(
+            f"{prefix}_accepted_tokens_per_pos",
+            "Accepted tokens by their position in the draft.",
+            labels=["position"],
+        )
+        for position in range(max(counts.histogram, default=0)):
+            reached = sum(count for length, count in counts.histogram.items() if length > position)
+            accepted.add_metric([str(position)], reached)
+        yield accepted
 
     def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -1,5 +1,8 @@
-"""Plain ASGI middleware: ids of requests, the key, and bodies of bounded size. Middleware that wraps responses, as
-`@app.middleware("http")` does, would hide that a reader has gone."""
+"""Plain ASGI middleware: ids of requests, the API key, and the limits on bodies.
+
+Middleware that wraps responses, as `@app.middleware("http")` does, would hide that a client has
+disconnected.
+"""
 
 from __future__ import annotations
 
@@ -15,70 +18,90 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.server.errors import ApiError
 
+MAX_REQUEST_ID = 128  # characters of an x-request-id
+
 
 class RequestIds:
-    """Reads x-request-id, or makes one, `sends` it back, and notes when the request came. `on_status` gets each
-    status."""
+    """Gives each request an id, and notes when it came.
+
+    The id is the client's x-request-id, or a new one. It comes back in the same header if `sends`.
+    `on_status` is called with the status of each response.
+    """
 
     def __init__(self, app: ASGIApp, on_status: Callable[[int], None], sends: bool) -> None:
-        self.app, self.on_status, self.sends = app, on_status, sends
+        self.app = app
+        self.on_status = on_status
+        self.sends = sends
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request, as ASGI asks."""
         if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+            await self.app(scope, receive, send)
+            return
         given = Headers(scope=scope).get("x-request-id", "")
-        name = (
-            given
-            if 0 < len(given) <= 128 and given.isascii() and given.isprintable()
-            else uuid4().hex
-        )
-        scope.setdefault("state", {}).update(request_id=name, arrived=perf_counter())
+        is_valid = 0 < len(given) <= MAX_REQUEST_ID and given.isascii() and given.isprintable()
+        request_id = given if is_valid else uuid4().hex
+        scope.setdefault("state", {}).update(request_id=request_id, arrived=perf_counter())
 
-        async def send_named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 if self.sends:
-                    MutableHeaders(scope=message)["x-request-id"] = name
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
                 self.on_status(message["status"])
             await send(message)
 
-        await self.app(scope, receive, send_named)
+        await self.app(scope, receive, send_with_id)
 
 
 class ApiKey:
-    """Refuses requests without the key. The time that takes says nothing about the key."""
+    """Refuses requests without the API key.
+
+    Digests are compared in constant time, so that the time of a refusal says nothing about the key.
+    """
 
     def __init__(self, app: ASGIApp, key: str, open_paths: frozenset[str]) -> None:
-        self.app, self.open_paths = app, open_paths
+        self.app = app
+        self.open_paths = open_paths
         self._digest = sha256(key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self.open_paths:
-            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            digest = sha256(key.strip().encode("latin-1", "replace")).digest()
-            if not hmac.compare_digest(digest, self._digest) or scheme.lower() != "bearer":
-                return await ApiError(401, "a valid API key is needed").response()(
-                    scope, receive, send
-                )
+        """Handle a request, as ASGI asks."""
+        needs_key = scope["type"] == "http" and scope["path"] not in self.open_paths
+        if needs_key and not self._has_key(scope):
+            error = ApiError(401, "a valid API key is required")
+            await error.response()(scope, receive, send)
+            return
         await self.app(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        digest = sha256(key.strip().encode("latin-1", "replace")).digest()
+        return hmac.compare_digest(digest, self._digest) and scheme.lower() == "bearer"
 
 
 class BodyLimit:
-    """Reads a body to its end before the app is called. Refuses bodies that are too large or take too long."""
+    """Reads the whole body before the app is called.
+
+    Refuses bodies of more than `limit` bytes, and those that take more than `seconds` to arrive.
+    """
 
     def __init__(self, app: ASGIApp, limit: int, seconds: float) -> None:
-        self.app, self.limit, self.seconds = app, limit, seconds
+        self.app = app
+        self.limit = limit
+        self.seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request, as ASGI asks."""
         if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+            await self.app(scope, receive, send)
+            return
+        length = Headers(scope=scope).get("content-length", "")
         try:
-            async with asyncio.timeout(self.seconds):
-                body = await self._read(Headers(scope=scope).get("content-length", ""), receive)
-        except TimeoutError:
-            error = ApiError(408, f"the body did not end within {self.seconds:g} seconds")
-            return await error.response(Connection="close")(scope, receive, send)
-        except ApiError as error:  # the rest of the body is not read
-            return await error.response(Connection="close")(scope, receive, send)
+            body = await self._read_in_time(length, receive)
+        except ApiError as error:
+            # The connection is closed, because the rest of the body was not read.
+            await error.response(Connection="close")(scope, receive, send)
+            return
         if body is None:
             return
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -88,18 +111,32 @@ class BodyLimit:
 
         await self.app(scope, receive_body, send)
 
+    async def _read_in_time(self, length: str, receive: Receive) -> bytes | None:
+        try:
+            async with asyncio.timeout(self.seconds):
+                return await self._read(length, receive)
+        except TimeoutError:
+            message = f"the body did not arrive completely within {self.seconds:g} seconds"
+            raise ApiError(408, message) from None
+
     async def _read(self, length: str, receive: Receive) -> bytes | None:
-        body, more = bytearray(), True
-        while (
-            more
-            and len(body) <= self.limit
-            and not (length.isdecimal() and int(length[:18]) > self.limit)
-        ):
+        """Return the body, or None if the client disconnects before its end.
+
+        Raises ApiError as soon as the body, or the length that its header announces, is too large.
+        """
+        body = bytearray()
+        if length.isdecimal() and int(length[:18]) > self.limit:
+            raise self._too_large()
+        has_more = True
+        while has_more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             body += message.get("body", b"")
-            more = message.get("more_body", False)
-        if more or len(body) > self.limit:
-            raise ApiError(413, f"a body may have {self.limit} bytes")
+            has_more = message.get("more_body", False)
+            if len(body) > self.limit:
+                raise self._too_large()
         return bytes(body)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self.limit} bytes")

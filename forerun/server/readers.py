@@ -1,4 +1,4 @@
-"""Threads that turn bodies into requests: a long text or a large schema does not hold up the event loop."""
+"""Threads that turn bodies into requests, so that a long text does not block the event loop."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from forerun.failures import UNATTRIBUTABLE
 from forerun.server.errors import ApiError
 
-MOST_CALLS = 256  # calls that run or wait
-READERS = 4
+MAX_CALLS = 256  # calls that run or wait
+READERS = 4  # threads
 
 _T = TypeVar("_T")
 
@@ -20,7 +20,7 @@ class Readers:
     """A pool of threads with a bounded queue.
 
     Attributes:
-        calls: how many are awaited.
+        calls: how many calls are awaited.
     """
 
     def __init__(self) -> None:
@@ -28,23 +28,28 @@ class Readers:
         self._pool = ThreadPoolExecutor(READERS, "forerun-reader")
 
     async def call(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Call a function in one of the threads; if the caller is cancelled before that, do not. Raises ApiError if too
-        many calls wait."""
-        if self.calls >= MOST_CALLS:
+        """Call a function in one of the threads.
+
+        The function is not called if the caller is cancelled before a thread is free. Raises
+        ApiError (503) if too many calls wait.
+        """
+        if self.calls >= MAX_CALLS:
             raise ApiError(
                 503, "too many requests are being read; try again later", code="queue_full"
             )
         self.calls += 1
+        loop = asyncio.get_running_loop()
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._pool, _contain, function, *args
-            )
+            return await loop.run_in_executor(self._pool, _contain, function, *args)
         finally:
             self.calls -= 1
 
 
 def _contain(function: Callable[..., _T], *args: Any) -> _T:
-    """Call a function. A panic of a Rust library, which `except Exception` would not catch, becomes a RuntimeError."""
+    """Call a function, and turn a panic of a Rust library into a RuntimeError.
+
+    Such a panic derives from BaseException, so that `except Exception` would not catch it.
+    """
     try:
         return function(*args)
     except (Exception, *UNATTRIBUTABLE):

@@ -1,4 +1,7 @@
-"""/v1/responses without state: a body is that of a chat in other words, and its answer is told as items and events."""
+"""/v1/responses without state.
+
+A body is read as that of a chat under other names, and its answer is written as items and events.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,27 @@ from forerun.server.requests import Prepared, prepare_chat
 from forerun.server.schemas import ChatBody, ResponsesBody
 from forerun.text.tool_calls import ToolCall
 
-# Fields of a chat's body that have the same name here, and those that have another one.
-_SAME = "temperature top_p top_k min_p seed ignore_eos cache_salt forerun_method chat_template_kwargs stream"
-_SAME += " parallel_tool_calls"
-_NAMES = {
+# Fields that a chat's body has under the same name.
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "ignore_eos",
+    "cache_salt",
+    "forerun_method",
+    "chat_template_kwargs",
+    "stream",
+    "parallel_tool_calls",
+)
+# Names of a chat's fields, and the names that they have here.
+_OTHER_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
 }
-_TEXTS = ("input_text", "output_text", "text")
+_TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def prepare_response(body: ResponsesBody, decoder: Decoder, parser: str | None = None) -> Prepared:
@@ -37,14 +52,17 @@ def prepare_response(body: ResponsesBody, decoder: Decoder, parser: str | None =
 
 
 def _renamed(error: ApiError) -> ApiError:
-    return ApiError(
-        error.status, error.message, _NAMES.get(error.param or "", error.param), error.code
-    )
+    """Return an error of a chat with the name that its field has here."""
+    param = _OTHER_NAMES.get(error.param or "", error.param)
+    return ApiError(error.status, error.message, param, error.code)
 
 
 def _chat_body(body: ResponsesBody) -> ChatBody:
-    """Return the same as a chat's body, whose fields `prepare_chat` checks. Raises ApiError."""
-    fields: dict[str, Any] = {name: vars(body)[name] for name in _SAME.split()}
+    """Return a chat's body that asks for the same; `prepare_chat` checks its fields.
+
+    Raises ApiError.
+    """
+    fields: dict[str, Any] = {name: vars(body)[name] for name in _SAME_NAME}
     with blame("instructions"):
         _check_json(body.instructions)
     with blame("input"):
@@ -55,18 +73,16 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
         form = body.text.format if body.text is not None else None
         _check_json(form)
         if form is not None and form.get("type") == "json_schema":
-            form = {
-                "type": "json_schema",
-                "json_schema": {key: form[key] for key in form if key != "type"},
-            }
+            schema = {key: value for key, value in form.items() if key != "type"}
+            form = {"type": "json_schema", "json_schema": schema}
     with blame("tools"):
         _check_json(body.tools)
-        fields["tools"] = [
-            _tool(number, tool) for number, tool in enumerate(_listed(body.tools or [], "tools"), 1)
-        ]
+        tools = body.tools or []
+        _check_list(tools, "tools must be a list")
+        fields["tools"] = [_tool(number, tool) for number, tool in enumerate(tools, 1)]
     with blame("tool_choice"):
         _check_json(body.tool_choice)
-        fields["tool_choice"] = _choice(body.tool_choice)
+        fields["tool_choice"] = _tool_choice(body.tool_choice)
     return ChatBody.model_construct(
         **fields, max_completion_tokens=body.max_output_tokens, response_format=form
     )
@@ -77,64 +93,84 @@ def _check_json(value: Any) -> None:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise ValueError(
-            "it has a number or a character that JSON lacks, or is nested too deeply"
+            "it has a number or a character that JSON does not allow, or is nested too deeply"
         ) from None
 
 
-def _listed(value: Any, name: str) -> list[Any]:
+def _check_list(value: Any, message: str) -> None:
     if not isinstance(value, list):
-        raise ValueError(f"{name} must be a list")
-    return value
+        raise ValueError(message)
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
-    """Return the messages of an input; calls become part of the assistant's message before them. Raises ValueError."""
+    """Return the messages of a chat for an input. Raises ValueError."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
-    found: list[dict[str, Any]] = []
-    for number, item in enumerate(_listed(given, "input, unless it is text,"), 1):
-        kind = item.get("type") or "message" if isinstance(item, dict) else None
-        if kind == "message" and item.get("role") != "tool":
-            found.append({"role": item.get("role"), "content": _content(item.get("content"))})
-        elif kind == "function_call":
-            call = {"name": item.get("name"), "arguments": item.get("arguments")}
-            if not found or found[-1]["role"] != "assistant":
-                found.append({"role": "assistant", "content": ""})
-            calls = found[-1].setdefault("tool_calls", [])
-            calls.append({"id": item.get("call_id"), "type": "function", "function": call})
-        elif kind == "function_call_output":
-            content = _content(item.get("output"))
-            found.append(
-                {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content}
-            )
-        else:
+    _check_list(given, "input must be a text or a list of items")
+    messages: list[dict[str, Any]] = []
+    for number, item in enumerate(given, 1):
+        _add_item(messages, number, item)
+    return messages
+
+
+def _add_item(messages: list[dict[str, Any]], number: int, item: Any) -> None:
+    """Add an item of an input. A call becomes part of the assistant's message before it."""
+    kind = None
+    if isinstance(item, dict):
+        kind = item.get("type") or "message"
+    if kind == "message":
+        if item.get("role") == "tool":
             raise ValueError(
-                f"input item {number} has the type {str(kind)[:40]!r}; there are message, function_call and "
+                f"input item {number} has the role 'tool'; the result of a tool is an item of type "
                 "function_call_output"
             )
-    return found
+        messages.append({"role": item.get("role"), "content": _content(item.get("content"))})
+    elif kind == "function_call":
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        call = {"name": item.get("name"), "arguments": item.get("arguments")}
+        calls = messages[-1].setdefault("tool_calls", [])
+        calls.append({"id": item.get("call_id"), "type": "function", "function": call})
+    elif kind == "function_call_output":
+        messages.append(
+            {
+                "role": "tool",
+                "tool_call_id": str(item.get("call_id")),
+                "content": _content(item.get("output")),
+            }
+        )
+    else:
+        raise ValueError(
+            f"input item {number} has the type {str(kind)[:40]!r}; the types message, "
+            "function_call and function_call_output are supported"
+        )
 
 
 def _content(content: Any) -> Any:
-    # What has another form is passed on as it is: a chat's checks say what is wrong with it.
+    """Return a content with parts of text as a chat names them.
+
+    Anything else is passed on as it is, because a chat's checks say what is wrong with it.
+    """
     if not isinstance(content, list):
         return content
-    texts = [isinstance(part, dict) and part.get("type") in _TEXTS for part in content]
-    return [
-        {**part, "type": "text"} if is_text else part
-        for part, is_text in zip(content, texts, strict=True)
-    ]
+    parts = []
+    for part in content:
+        is_text = isinstance(part, dict) and part.get("type") in _TEXT_PARTS
+        parts.append({**part, "type": "text"} if is_text else part)
+    return parts
 
 
 def _tool(number: int, tool: Any) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, dict) else tool
     if kind != "function":
-        raise ValueError(f"tool {number} has the type {str(kind)[:40]!r}; there are functions only")
+        raise ValueError(
+            f"tool {number} has the type {str(kind)[:40]!r}; only functions are supported"
+        )
     names = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in names if name in tool}}
 
 
-def _choice(choice: Any) -> Any:
+def _tool_choice(choice: Any) -> Any:
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
@@ -145,153 +181,176 @@ def _choice(choice: Any) -> Any:
 
 
 class ResponseAnswer(Answer):
-    """An answer as a response: one text or several calls, each an item; streamed as events."""
+    """An answer as a response: texts and calls are its items; a stream tells them as events.
+
+    The events have sequence numbers, so they must be made in the order in which they are sent.
+    """
 
     def __init__(
         self, body: ResponsesBody, prepared: Prepared, job: Job, texts: TokenTexts, model: str
     ) -> None:
-        super().__init__(
-            ChatBody.model_construct(messages=[], stream=body.stream), prepared, job, texts, model
-        )
+        chat_body = ChatBody.model_construct(messages=[], stream=body.stream)
+        super().__init__(chat_body, prepared, job, texts, model)
         self.id = f"resp_{uuid4().hex}"
         self._about = {
             "id": self.id,
             "object": "response",
             "created_at": int(time()),
             "model": model,
-        } | _echo(body)
+        } | _echoed_fields(body)
         self._items: list[dict[str, Any]] = []
-        self._is_open = False  # whether the last item is text that goes on
-        self._number = 0
+        self._is_text_open = False  # whether the last item is a text that may go on
+        self._sequence_number = 0  # of the next event
 
     async def whole(self, until: float) -> bytes:
+        """Return the whole response. Raises as `Answer.whole`, with the names of fields here."""
         try:
             return await super().whole(until)
         except ApiError as error:
             raise _renamed(error) from None
 
-    def _whole(self) -> bytes:
-        self._told()
-        self._last()
-        return as_json(self._response(self._status, True))
+    def _whole_json(self) -> bytes:
+        self._new_events()
+        self._ending_events()
+        return as_json(self._ended_response())
 
-    def _told(self) -> list[bytes]:
-        (choice,) = self.choices
-        pieces: list[str | ToolCall] = [*([choice.text] if choice.text else []), *choice.calls]
-        choice.text, choice.calls = "", []
-        return [event for piece in pieces for event in self._add(piece)]
-
-    def _begin(self) -> list[bytes]:
+    def _first_events(self) -> list[bytes]:
         about = self._response("in_progress")
         return [
-            self._event(f"response.{name}", response=about) for name in ("created", "in_progress")
+            self._event("response.created", response=about),
+            self._event("response.in_progress", response=about),
         ]
 
-    async def _chunks(self, index: int, step: Step, at: float) -> list[bytes]:
+    async def _step_events(self, index: int, step: Step, at: float) -> list[bytes]:
         await self._take(index, step, at)
-        return self._told()
+        return self._new_events()
 
-    def _end(self, error: ApiError | None = None) -> list[bytes]:
+    def _last_events(self, error: ApiError | None = None) -> list[bytes]:
         if error is not None:
-            told = self._response("failed") | {
-                "error": {"code": "server_error", "message": error.message}
-            }
-            return [self._event("response.failed", response=told)]
-        found = self._last()
-        return [
-            *found,
-            self._event(f"response.{self._status}", response=self._response(self._status, True)),
-        ]
+            response = self._response("failed")
+            response["error"] = {"code": "server_error", "message": error.message}
+            return [self._event("response.failed", response=response)]
+        events = self._ending_events()
+        events.append(self._event(f"response.{self._status}", response=self._ended_response()))
+        return events
 
     @property
     def _status(self) -> str:
         return "incomplete" if self.choices[0].finish_reason == "length" else "completed"
 
-    def _response(self, status: str, has_ended: bool = False) -> dict[str, Any]:
-        found = self._about | {
+    def _response(self, status: str) -> dict[str, Any]:
+        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return self._about | {
             "status": status,
             "output": self._items,
             "error": None,
             "usage": None,
+            "incomplete_details": reason,
         }
-        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        found["incomplete_details"] = reason
-        return (
-            found | {"usage": _usage(self.counts.usage()), **self.counts.statistics()}
-            if has_ended
-            else found
-        )
 
-    def _add(self, piece: str | ToolCall) -> list[bytes]:
-        """Return the events of a call, or of text: of the item that is open, or of a new one."""
-        if isinstance(piece, ToolCall):
-            return [*self._close("completed"), *self._call(piece)]
-        found = list[bytes]()
-        if not self._is_open:
-            self._is_open = True
-            item = {
-                "type": "message",
-                "id": f"msg_{uuid4().hex}",
-                "role": "assistant",
-                "content": [],
-            }
-            found = [self._new(item)]
+    def _ended_response(self) -> dict[str, Any]:
+        usage = _usage(self.counts.usage())
+        return self._response(self._status) | {"usage": usage, **self.counts.statistics()}
+
+    def _new_events(self) -> list[bytes]:
+        """Return the events of the text and the calls that have come since the last call."""
+        (choice,) = self.choices
+        pieces: list[str | ToolCall] = []
+        if choice.text:
+            pieces.append(choice.text)
+        pieces += choice.calls
+        choice.text = ""
+        choice.calls = []
+        events: list[bytes] = []
+        for piece in pieces:
+            if isinstance(piece, ToolCall):
+                events += self._close_text("completed")
+                events += self._call_events(piece)
+            else:
+                events += self._text_events(piece)
+        return events
+
+    def _text_events(self, text: str) -> list[bytes]:
+        """Return the events of a text, which continues the open item or begins a new one."""
+        events = []
+        if not self._is_text_open:
+            self._is_text_open = True
+            events.append(
+                self._open_item(
+                    {
+                        "type": "message",
+                        "id": f"msg_{uuid4().hex}",
+                        "role": "assistant",
+                        "content": [],
+                    }
+                )
+            )
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             self._items[-1]["content"] = [part]
-            found.append(self._event("response.content_part.added", **self._text, part=part))
-        self._items[-1]["content"][0]["text"] += piece
-        return [
-            *found,
-            self._event("response.output_text.delta", **self._text, delta=piece, logprobs=[]),
-        ]
+            events.append(self._event("response.content_part.added", **self._text_place, part=part))
+        self._items[-1]["content"][0]["text"] += text
+        events.append(
+            self._event("response.output_text.delta", **self._text_place, delta=text, logprobs=[])
+        )
+        return events
 
-    def _call(self, call: ToolCall) -> list[bytes]:
-        stream, kind = self.choices[0].tools, "response.function_call_arguments"
-        assert stream is not None
-        item = {"type": "function_call", "id": f"fc_{uuid4().hex}", "call_id": call_id(stream.form)}
-        begun = self._new(item | {"name": call.name, "arguments": ""})
-        item, where = self._items[-1], {"item_id": item["id"], "output_index": len(self._items) - 1}
+    def _call_events(self, call: ToolCall) -> list[bytes]:
+        """Return the events of a call, which is one item and comes whole."""
+        tools = self.choices[0].tools
+        assert tools is not None
+        opening = self._open_item(
+            {
+                "type": "function_call",
+                "id": f"fc_{uuid4().hex}",
+                "call_id": call_id(tools.form),
+                "name": call.name,
+                "arguments": "",
+            }
+        )
+        item = self._items[-1]
         item |= {"arguments": call.arguments, "status": "completed"}
+        place = {"item_id": item["id"], "output_index": len(self._items) - 1}
+        kind = "response.function_call_arguments"
         return [
-            begun,
-            self._event(f"{kind}.delta", **where, delta=call.arguments),
-            self._event(f"{kind}.done", **where, **vars(call)),
-            self._done(),
+            opening,
+            self._event(f"{kind}.delta", **place, delta=call.arguments),
+            self._event(f"{kind}.done", **place, **vars(call)),
+            self._close_item(),
         ]
 
-    def _new(self, item: dict[str, Any]) -> bytes:
+    def _open_item(self, item: dict[str, Any]) -> bytes:
+        """Add an item, and return the event that says so."""
         self._items.append(item | {"status": "in_progress"})
-        return self._event(
-            "response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1]
-        )
+        return self._item_event("response.output_item.added")
 
-    def _done(self) -> bytes:
-        return self._event(
-            "response.output_item.done", output_index=len(self._items) - 1, item=self._items[-1]
-        )
+    def _close_item(self) -> bytes:
+        return self._item_event("response.output_item.done")
 
-    def _close(self, status: str) -> list[bytes]:
-        if not self._is_open:
+    def _item_event(self, kind: str) -> bytes:
+        return self._event(kind, output_index=len(self._items) - 1, item=self._items[-1])
+
+    def _close_text(self, status: str) -> list[bytes]:
+        """Return the events that end the text of the last item, if it is open."""
+        if not self._is_text_open:
             return []
-        self._is_open, item = False, self._items[-1]
+        self._is_text_open = False
+        item = self._items[-1]
         item["status"] = status
         (part,) = item["content"]
-        found = [
-            self._event("response.output_text.done", **self._text, text=part["text"], logprobs=[])
-        ]
+        place = self._text_place
         return [
-            *found,
-            self._event("response.content_part.done", **self._text, part=part),
-            self._done(),
+            self._event("response.output_text.done", **place, text=part["text"], logprobs=[]),
+            self._event("response.content_part.done", **place, part=part),
+            self._close_item(),
         ]
 
-    def _last(self) -> list[bytes]:
-        """Return the events that end the last item. An answer has one, be it empty."""
-        found = [] if self._items else self._add("")
-        return [*found, *self._close(self._status)]
+    def _ending_events(self) -> list[bytes]:
+        """Return the events that end the last item. A response without items gets an empty text."""
+        events = [] if self._items else self._text_events("")
+        return [*events, *self._close_text(self._status)]
 
     @property
-    def _text(self) -> dict[str, Any]:
+    def _text_place(self) -> dict[str, Any]:
         return {
             "item_id": self._items[-1]["id"],
             "output_index": len(self._items) - 1,
@@ -299,15 +358,17 @@ class ResponseAnswer(Answer):
         }
 
     def _event(self, kind: str, **content: Any) -> bytes:
-        number, self._number = self._number, self._number + 1
-        return b"event: %s\ndata: %s\n\n" % (
-            kind.encode(),
-            as_json({"type": kind, "sequence_number": number, **content}),
-        )
+        number = self._sequence_number
+        self._sequence_number += 1
+        data = as_json({"type": kind, "sequence_number": number, **content})
+        return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
 
 
-def _echo(body: ResponsesBody) -> dict[str, Any]:
-    """Return the fields of a request that its response has. Nothing is stored, whatever was asked for."""
+def _echoed_fields(body: ResponsesBody) -> dict[str, Any]:
+    """Return the fields of a request that come back in its response.
+
+    Nothing is stored, even if `store` was true.
+    """
     form = body.text.format if body.text is not None else None
     same = ("instructions", "max_output_tokens", "user", "prompt_cache_key", "safety_identifier")
     return {name: vars(body)[name] for name in same} | {
@@ -327,7 +388,10 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """Return a chat's usage in the shape of responses. Which tokens of the prompt were cached is not counted."""
+    """Return a chat's usage in the shape of responses.
+
+    `cached_tokens` is always 0, because the server does not count them by request.
+    """
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},

@@ -1,4 +1,4 @@
-"""The process: the socket, signals, and the end."""
+"""The process: its connections, its signals, and its end."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from time import perf_counter
 from types import FrameType
 
@@ -22,64 +23,86 @@ from forerun.server.worker import Worker
 
 _LOG = logging.getLogger("forerun.server")
 
-IDLE = 15  # seconds of a connection without a request
-STALLED = 60.0  # seconds that a reader may take nothing while its buffers are full
-FLUSH = 5  # seconds for the last bytes at the end
-SWITCH = 0.0002  # seconds until the engine's thread and the loop's give way to each other; 0.005 is Python's
+IDLE_SECONDS = 15  # how long a connection may stay open without a request
+STALLED_SECONDS = 60.0  # how long a client may read nothing while its buffers are full
+FLUSH_SECONDS = 5  # how long the last bytes may take when the server ends
+# How soon the engine's thread and the event loop's give way to each other. With Python's default of
+# 0.005 seconds each event would wait longer for its turn.
+SWITCH_SECONDS = 0.0002
 
 
 class Protocol(H11Protocol):
-    """uvicorn's own. It also closes connections without a request, connections whose headers never end, and those of
-    readers that have stopped reading."""
+    """uvicorn's protocol, which also closes connections that do nothing.
+
+    These are connections without a request, connections whose headers do not end, and those of
+    clients that have stopped reading.
+    """
 
     _timer: asyncio.TimerHandle | None = None
 
     def _abort_after(self, seconds: float | None) -> None:
-        """Close the connection after some time, unless this is called again before; None is never."""
+        """Close the connection after some seconds, or never (None).
+
+        Each call replaces the one before it.
+        """
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = (
-            None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
-        )
+            self._timer = None
+        if seconds is not None:
+            self._timer = self.loop.call_later(seconds, self.transport.abort)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request."""
         super().connection_made(transport)
         self._abort_after(self.timeout_keep_alive)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer."""
         self._abort_after(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Read data. Headers that come in parts do not restart the timer."""
         super().data_received(data)
-        if (
+        are_headers_incomplete = (
             self.conn.their_state is h11.IDLE and not self.transport.is_closing()
-        ):  # headers are incomplete
+        )
+        if are_headers_incomplete:
             if self._timer is None:
                 self._abort_after(self.timeout_keep_alive)
         elif not self.flow.write_paused:
             self._abort_after(None)
 
     def pause_writing(self) -> None:
+        """Begin to wait for a client whose buffers are full."""
         super().pause_writing()
-        self._abort_after(STALLED)
+        self._abort_after(STALLED_SECONDS)
 
     def resume_writing(self) -> None:
+        """Stop the timer, because the client reads again."""
         self._abort_after(None)
         super().resume_writing()
 
 
 class Server(uvicorn.Server):
-    """The first signal begins to drain, the second ends at once."""
+    """uvicorn's server. The first signal lets running requests end, the second ends it at once."""
+
+    should_exit: bool  # both are made by uvicorn's server, which looks at them in its loop
+    force_exit: bool
 
     def __init__(
         self, config: uvicorn.Config, service: Service, drain: float, on_ready: Callable[[], None]
     ) -> None:
         super().__init__(config)
-        self.service, self.drain, self.on_ready = service, drain, on_ready
+        self.service = service
+        self.drain = drain
+        self.on_ready = on_ready
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: Future[None] | None = None
         service.worker.on_failure = self._stop
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until the end. `on_ready` is called when the model is loaded."""
         self._loop = asyncio.get_running_loop()
         waiting = self._loop.create_task(self.service.worker.ready.wait())
         waiting.add_done_callback(lambda task: None if task.cancelled() else self.on_ready())
@@ -87,10 +110,13 @@ class Server(uvicorn.Server):
         waiting.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handle a signal to end."""
         if self.service.draining:
-            self.force_exit = self.should_exit = True
+            self.should_exit = True
+            self.force_exit = True
             return
         self.service.draining = True
+        assert self._loop is not None
         self._draining = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
 
     async def _drain(self) -> None:
@@ -108,13 +134,20 @@ class Server(uvicorn.Server):
 
 
 def serve(
-    worker: Worker, settings: Settings, listening: socket.socket, *, begun: float, drain: float
+    worker: Worker, settings: Settings, listening: socket.socket, *, started_at: float, drain: float
 ) -> None:
-    """Serve on a socket until a signal ends it. The worker loads its models after the first answers of /health.
+    """Serve on a socket until a signal ends it.
 
-    `begun`: when the command did, by `perf_counter`. Raises what the worker fails with.
+    /health is answered before the worker has loaded its models. Raises what ends the worker.
+
+    Args:
+        worker: the engine, not yet started.
+        settings: how to serve.
+        listening: the socket, which listens already.
+        started_at: when the command started, as a time of `perf_counter`.
+        drain: seconds for running requests after the first signal.
     """
-    sys.setswitchinterval(SWITCH)
+    sys.setswitchinterval(SWITCH_SECONDS)
     app = create_app(worker, settings)
     config = uvicorn.Config(
         app,
@@ -124,24 +157,26 @@ def serve(
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=IDLE,
-        timeout_graceful_shutdown=FLUSH,
+        timeout_keep_alive=IDLE_SECONDS,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
     )
     address = listening.getsockname()
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     url = f"http://{host}:{address[1]}"
+
+    def on_ready() -> None:
+        _LOG.info("ready in %.1f s: %s", perf_counter() - started_at, url)
+
     _LOG.info("%s answers 503 until the model is loaded", url)
-    Server(
-        config,
-        app.state.service,
-        drain,
-        lambda: _LOG.info("ready in %.1f s: %s", perf_counter() - begun, url),
-    ).run(sockets=[listening])
+    Server(config, app.state.service, drain, on_ready).run(sockets=[listening])
     if worker.failed is not None:
         raise worker.failed
 
 
 def leave() -> None:
-    """End the process at once: for a thread in a long step, or one that loads or reads, Python would wait, or crash."""
+    """End the process at once, after what atexit runs.
+
+    A thread may be in a long step, or load or read something. Python would wait for it, or crash.
+    """
     atexit._run_exitfuncs()
     os._exit(0)

@@ -19,15 +19,19 @@ from pydantic import (
 
 from forerun.server.errors import ApiError
 
-MOST_STOPS, LONGEST_STOP = 16, 1000
-LONGEST_SALT = 256
-MOST_BIASES = 1024
-MOST_COPIES = 128
-MOST_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1000  # characters
+MAX_SALT_LENGTH = 256  # characters
+MAX_BIASES = 1024
+MAX_COPIES = 128
+MAX_LOGPROBS = 20
 
-_NO_VALUE = (
-    "audio prediction web_search_options prompt_logprobs truncate_prompt_tokens chat_template structured_outputs "
-    "guided_json guided_regex guided_choice guided_grammar grammar json_schema n_predict"
+# Known fields that are not supported, by the values that ask for nothing and so are accepted. Any
+# other value is refused, because output that silently is not what was asked for would be worse.
+_NEVER = (
+    "audio prediction web_search_options prompt_logprobs truncate_prompt_tokens chat_template "
+    "structured_outputs guided_json guided_regex guided_choice guided_grammar grammar json_schema "
+    "n_predict"
 )
 _EMPTY = "functions stop_token_ids bad_words allowed_token_ids documents logits_processors"
 _ZERO = "min_tokens dry_multiplier xtc_probability mirostat"
@@ -36,10 +40,8 @@ _FALSE = (
     "use_beam_search include_stop_str_in_output continue_final_message return_tokens_as_token_ids"
 )
 _TRUE = "skip_special_tokens add_generation_prompt add_special_tokens"
-# Known fields that are not supported, each with the values that ask for nothing. Any other value is refused: output
-# that is silently not what was asked for would be worse.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(_NO_VALUE.split(), ()),
+    **dict.fromkeys(_NEVER.split(), ()),
     **dict.fromkeys(_EMPTY.split(), ([],)),
     **dict.fromkeys(_ZERO.split(), (0,)),
     **dict.fromkeys(_ONE.split(), (1,)),
@@ -47,9 +49,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_TRUE.split(), (True,)),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "suffix": ("",),  # of chats; a plain prompt may have one
+    "suffix": ("",),  # of chats: a plain prompt may have one
 }
-# Those of /v1/responses: what needs state, hosted tools or reasoning, and what is called otherwise there.
+# The unsupported fields of /v1/responses: those that need state, hosted tools or reasoning, and a
+# chat's fields that have another name there.
 UNSUPPORTED_RESPONSES: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED,
     **dict.fromkeys(
@@ -76,13 +79,13 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _bias(value: Any) -> Any:
-    """Turn keys into token ids; SamplingParams check the values."""
+    """Turn keys into token ids. SamplingParams checks the values."""
     if value is None:
         return {}
-    if not isinstance(value, dict) or len(value) > MOST_BIASES:
-        raise ValueError(f"must be an object of at most {MOST_BIASES} numbers by token id")
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise ValueError(f"must be an object of at most {MAX_BIASES} token ids with their biases")
     if not all(key.isascii() and key.isdecimal() and len(key) < 10 for key in value):
-        raise ValueError("its keys must be token ids")
+        raise ValueError("the keys must be token ids")
     return {int(key): bias for key, bias in value.items()}
 
 
@@ -90,11 +93,18 @@ def _encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("has half of a surrogate pair, which is no character") from None
+        raise ValueError("has half of a surrogate pair, which is not a character") from None
     return text
 
 
+def _is_same(value: Any, other: Any) -> bool:
+    """Return whether two JSON values are equal. In Python, but not in JSON, true equals 1."""
+    return (type(value) is bool) == (type(other) is bool) and bool(value == other)
+
+
 class Function(BaseModel):
+    """A function that the model may call."""
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -102,11 +112,15 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
+    """A tool of a chat. Functions are the only type."""
+
     type: Literal["function"]
     function: Function
 
 
 class ChatMessage(BaseModel):
+    """A message of a chat."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[dict[str, Any]] | None = None
@@ -115,25 +129,28 @@ class ChatMessage(BaseModel):
 
 Token = Annotated[int, Field(ge=0)]
 StopString = Annotated[
-    str, Field(min_length=1, max_length=LONGEST_STOP), AfterValidator(_encodable)
+    str, Field(min_length=1, max_length=MAX_STOP_LENGTH), AfterValidator(_encodable)
 ]
 Stop = Annotated[
     tuple[StopString, ...],
-    Field(max_length=MOST_STOPS),
+    Field(max_length=MAX_STOPS),
     BeforeValidator(_as_tuple, json_schema_input_type=str | list[str] | None),
 ]
 Bias = Annotated[Any, PlainValidator(_bias, json_schema_input_type=dict[str, float] | None)]
-# `forerun.server.requests`, `responses` and `forerun.text.tools` check these; their messages are clearer.
+# Pydantic only describes these. `requests`, `responses` and `forerun.text.tools` check them,
+# because their messages are clearer.
 Prompt = SkipValidation[str | list[str] | list[Token] | list[list[Token]]]
 Messages = SkipValidation[Annotated[list[ChatMessage], Field(min_length=1)]]
 GivenTools = SkipValidation[list[Tool] | None]
 ToolChoice = SkipValidation[Literal["none", "auto", "required"] | Tool | None]
-Salt = Annotated[str, Field(min_length=1, max_length=LONGEST_SALT), AfterValidator(_encodable)]
+CacheSalt = Annotated[
+    str, Field(min_length=1, max_length=MAX_SALT_LENGTH), AfterValidator(_encodable)
+]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class Body(BaseModel):
-    """Fields that all bodies have."""
+    """The fields that all bodies have."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -142,18 +159,21 @@ class Body(BaseModel):
     model: Annotated[str, Field(max_length=500)] | None = None
 
     def unknown(self) -> list[str]:
-        """Return the names of unknown fields. Raises ApiError for known ones that are not supported."""
+        """Return the names of unknown fields.
+
+        Raises ApiError for known fields that are not supported.
+        """
         extra = self.model_extra or {}
         for name, harmless in self.unsupported.items():
             value = extra.get(name)
-            if value is not None and (type(value) is bool, value) not in [
-                (type(x) is bool, x) for x in harmless
-            ]:
+            if value is not None and not any(_is_same(value, other) for other in harmless):
                 raise ApiError(400, f"{name} is not supported", name, "unsupported_parameter")
         return sorted(name for name in extra if name not in self.unsupported)
 
 
 class StreamOptions(BaseModel):
+    """What a stream tells beside its text."""
+
     model_config = ConfigDict(extra="allow", strict=True)
 
     include_usage: bool | None = None
@@ -161,7 +181,7 @@ class StreamOptions(BaseModel):
 
 
 class AnsweredBody(Body):
-    """Fields of all bodies that the model answers. SamplingParams check the other bounds."""
+    """The fields of all bodies that the model answers."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -171,17 +191,17 @@ class AnsweredBody(Body):
     ignore_eos: bool | None = None
     stream: bool | None = None
     user: str | None = None
-    cache_salt: Salt | None = None
+    cache_salt: CacheSalt | None = None
     forerun_method: Literal["ar"] | None = None
 
 
 class SamplingBody(AnsweredBody):
-    """Fields that chats and plain prompts share."""
+    """The fields that chats and plain prompts share."""
 
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     stop: Stop = ()
-    n: Annotated[int, Field(ge=1, le=MOST_COPIES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_COPIES)] | None = None
     logit_bias: Bias = {}
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -193,9 +213,11 @@ class SamplingBody(AnsweredBody):
 
 
 class ChatBody(SamplingBody):
+    """A chat that the model continues."""
+
     messages: Messages
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: GivenTools = None
     tool_choice: ToolChoice = None
@@ -203,13 +225,17 @@ class ChatBody(SamplingBody):
 
 
 class CompletionBody(SamplingBody):
+    """Plain prompts that the model continues."""
+
     prompt: Prompt
     suffix: str | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 
 
 class InputItem(BaseModel):
+    """An item of the input of /v1/responses: a message, a call, or the output of a call."""
+
     type: Literal["message", "function_call", "function_call_output"] | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[dict[str, Any]] | None = None
@@ -220,10 +246,14 @@ class InputItem(BaseModel):
 
 
 class FlatTool(Function):
+    """A tool of /v1/responses. Functions are the only type."""
+
     type: Literal["function"]
 
 
 class TextOptions(BaseModel):
+    """The form of a response's text."""
+
     model_config = ConfigDict(extra="allow", strict=True)
 
     format: dict[str, Any] | None = None
@@ -231,7 +261,7 @@ class TextOptions(BaseModel):
 
 
 class ResponsesBody(AnsweredBody):
-    """`forerun.server.responses` checks `input` and what concerns tools."""
+    """What the model answers as a response."""
 
     unsupported = UNSUPPORTED_RESPONSES
 
@@ -251,12 +281,16 @@ class ResponsesBody(AnsweredBody):
 
 
 class TokenizeBody(Body):
+    """A text or a chat to turn into tokens."""
+
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
 
 
 class DetokenizeBody(Body):
+    """Tokens to turn into text."""
+
     tokens: SkipValidation[list[Token]]
 
 
@@ -264,6 +298,8 @@ class ErrorBody(BaseModel):
     """The shape of every error."""
 
     class Detail(BaseModel):
+        """The error."""
+
         message: str
         type: str
         param: str | None

@@ -19,9 +19,14 @@ from forerun.server.memory import default_kv_memory
 
 _LOG = logging.getLogger("forerun.server")
 
+JOIN_SECONDS = 4  # for the engine's thread at the end, because a step may be long
+
 
 def loaded(target: str, method: Any, options: Mapping[str, Any], threads: int | None) -> Decoder:
-    """Load a decoder in the thread, or on the node, that computes with that many of torch's threads."""
+    """Load a decoder in the thread, or on the node, that is to compute.
+
+    `threads` is the number of torch's threads there; None leaves it to torch.
+    """
     import torch
 
     from forerun.api.load import load
@@ -32,65 +37,76 @@ def loaded(target: str, method: Any, options: Mapping[str, Any], threads: int | 
 
 
 class Worker:
-    """An engine and its thread. All calls are made in the event loop's thread.
+    """An engine and its thread.
+
+    All methods are called in the event loop's thread, except those that say otherwise.
 
     Attributes:
         decoder: reads bodies; None until it is loaded.
-        ready: set when it can decode.
-        failed: what loading raised, or what ended decoding for good.
-        on_step: called with every step, and when it came, before its job gets it.
+        ready: set when the decoder is loaded and has decoded something.
+        failed: what loading raised, or what ended decoding for good; otherwise None.
+        on_step: called with every step and the time when it came, before its job gets it.
         on_failure: called when `failed` is set.
     """
 
     def __init__(self, make: Callable[[], Decoder]) -> None:
-        """`make` loads the decoder in the worker's thread."""
+        """`make` loads the decoder. It is called in the worker's thread."""
         self._make = make
         self.decoder: Decoder | None = None
         self.failed: BaseException | None = None
         self.ready = asyncio.Event()
         self.on_step: Callable[[Step, float], None] = lambda step, at: None
         self.on_failure: Callable[[], None] = lambda: None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._session: Session | None = None
         self._thread = Thread(target=self._run, name="forerun-engine", daemon=True)
 
     def start(self) -> None:
+        """Begin to load, in the worker's thread."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def until_ready(self) -> None:
-        """Wait until it can decode. Raises what loading raised."""
+        """Wait until the worker can decode. Raises what loading raised."""
         while not self.ready.is_set():
             if self.failed is not None:
                 raise self.failed
             await asyncio.sleep(0.05)
 
     async def stop(self) -> None:
-        """End all jobs with an error, then decoding."""
+        """End all jobs with an error, then stop decoding."""
         self.give_up(shutting_down())
         if self._session is not None:
             self._session.stop()
-        await asyncio.to_thread(
-            self._thread.join, 4 if self.ready.is_set() else 0
-        )  # seconds; a step may be long
+        # A thread that still loads is not waited for.
+        await asyncio.to_thread(self._thread.join, JOIN_SECONDS if self.ready.is_set() else 0)
 
     @property
     def session(self) -> Session:
+        """The session that the worker drives. Raises ApiError until there is one."""
         if self._session is None:
             raise loading()
         return self._session
 
     @property
     def engine(self) -> Engine:
+        """The engine. Raises ApiError until there is one."""
         return self.session.engine
 
-    def submit(self, requests: Sequence[Request], begun: float) -> Job:
-        """Queue all requests of a body that came at `begun`, or none. Raises ApiError if the queue is full, or could
-        never hold them."""
-        job, engine = Job(begun), self.engine
+    def submit(self, requests: Sequence[Request], started_at: float) -> Job:
+        """Queue all requests of a body, or none of them.
+
+        `started_at` is when the body's HTTP request came. Raises ApiError if the queue is full, or
+        if it could never hold so many requests or so many tokens.
+        """
+        engine = self.engine
+        job = Job(started_at)
         capacity = None if engine.max_queue is None else engine.max_rows + engine.max_queue
         if capacity is not None and len(requests) > capacity:
             raise ApiError(
-                400, f"{len(requests)} answers at once; this server holds {capacity}", "n"
+                400,
+                f"{len(requests)} answers were asked for; this server can hold {capacity} at once",
+                "n",
             )
         try:
             self.session.add(requests, job)
@@ -102,11 +118,14 @@ class Worker:
 
     def give_up(self, error: ApiError) -> None:
         """End all jobs with an error."""
-        for run in self._session.runs() if self._session is not None else ():
+        if self._session is None:
+            return
+        for run in self._session.runs():
             if isinstance(run, Job):
                 run.fail(error)
 
     def _deliver(self, steps: list[tuple[Run | None, Step]], at: float) -> None:
+        """Hand the steps of a forward, which came at the time `at`, to their jobs."""
         for run, step in steps:
             self.on_step(step, at)
             if not isinstance(run, Job):
@@ -118,37 +137,45 @@ class Worker:
                     _LOG.error("a request failed: %r", taken.error)
                     run.fail(to_api_error(taken.error))
 
-    # In the thread.
+    # The methods below run in the worker's thread.
 
     def _post(self, function: Callable[..., None], *args: Any) -> None:
+        """Have the event loop call a function."""
+        assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *args)
 
     def _run(self) -> None:
+        """Load, then drive the session until it is stopped."""
         try:
-            decoder = self._make()
-            kv_memory = decoder.options.kv_memory
-            if (
-                kv_memory is None
-            ):  # measured now, as the models have their memory; no client may take the rest
-                kv_memory = default_kv_memory(decoder.target.device)
-                decoder = decoder.replace(kv_memory=kv_memory)
-            if kv_memory is not None:
-                _LOG.info("keys and values may take %.2f GiB", kv_memory / 2**30)
-            session = decoder.session  # its first steps try out and build what later ones use
-            session.add([decoder.request([0] * 4, max_new_tokens=8, ignore_eos=True)]).collect()
-            assert (
-                session.engine.target.position_bytes
-            )  # known before `add` asks for it in another thread
-            self._session, self.decoder = session, decoder
+            session = self._load()
             self._post(self.ready.set)
             session.drive(
                 lambda steps: self._post(self._deliver, steps, perf_counter()),
                 lambda error: self._post(self.give_up, to_api_error(error)),
             )
-        except (
-            BaseException
-        ) as error:  # SystemExit too: without its thread the server could only keep clients waiting
+        except BaseException as error:
+            # SystemExit too: without its thread the server could only keep its clients waiting.
             self.failed = error
             self._post(self.give_up, to_api_error(error))
             self._post(self.on_failure)
+
+    def _load(self) -> Session:
+        """Load the decoder, and return its session after a first request."""
+        decoder = self._make()
+        kv_memory = decoder.options.kv_memory
+        if kv_memory is None:
+            # The free memory is measured now, because the models have theirs already. Without a
+            # bound one client could take all of the rest.
+            kv_memory = default_kv_memory(decoder.target.device)
+            decoder = decoder.replace(kv_memory=kv_memory)
+        if kv_memory is not None:
+            _LOG.info("keys and values may take %.2f GiB", kv_memory / 2**30)
+        session = decoder.session
+        # The first steps of an engine measure and build what later ones use.
+        session.add([decoder.request([0] * 4, max_new_tokens=8, ignore_eos=True)]).collect()
+        # `Session.add` asks for this in the event loop's thread, so it must be known by now.
+        assert session.engine.target.position_bytes
+        self._session = session
+        self.decoder = decoder
+        return session

@@ -1,4 +1,4 @@
-// The page: a conversation with the server that it came from. What the model writes goes in as text, never as HTML.
+// The page: a conversation with the server that serves it. What the model writes is inserted as text, never as HTML.
 
 const ORIGINS = {
   draft: "by the draft model or a head",
@@ -9,8 +9,8 @@ const ORIGINS = {
   correction: "the model's own, after a rejected one",
   bonus: "the model's own, after all were kept",
 };
-const MOST_MARKS = 12; // rejected tokens that a step's column shows; the line below the strip has them all
-const LONGEST_ERROR = 600;
+const MAX_MARKS = 12; // rejected tokens that a step's column shows; the text below the strip has all of them
+const MAX_ERROR = 600; // characters
 const RESTS = "drafts rest: they were slower";
 
 const $ = (id) => document.getElementById(id);
@@ -18,11 +18,11 @@ const [log, steps, question] = [$("log"), $("steps"), $("question")];
 
 let model = null; // its name, once the server is ready
 let connecting = false;
-let exchanges = []; // the conversation, here and nowhere else
+let exchanges = []; // the conversation, which is kept nowhere else
 let chosen = null; // the answer whose figures and steps are shown
-let walked = null; // the step that the user went to; null follows the last
+let walked = null; // the number of the step that the user chose; null shows the last one
 
-/** A new element with a class and a text. */
+/** Returns a new element with a class and a text. */
 function element(tag, className = "", text = "") {
   const made = document.createElement(tag);
   made.className = className;
@@ -36,13 +36,13 @@ function button(text, act) {
   return made;
 }
 
-/** One piece of text, marked by its origin, which hovering explains. */
+/** Returns a piece of text that is marked by its origin; hovering explains the mark. */
 function piece(text, origin) {
   if (!Object.hasOwn(ORIGINS, origin)) return element("span", "piece", text);
   return Object.assign(element("span", `piece ${origin}`, text), { title: `${origin}: ${ORIGINS[origin]}` });
 }
 
-/** A token as it can be seen: line breaks and tabs have signs, and no text has words. */
+/** Returns a text in which line breaks and tabs can be seen, and words in place of an empty one. */
 const visible = (text) => text.replaceAll("\n", "↵").replaceAll("\t", "⇥") || "(no text)";
 const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 const milliseconds = (time) => (time < 10_000 ? `${Math.round(time)} ms` : `${(time / 1000).toFixed(1)} s`);
@@ -55,7 +55,7 @@ function headers() {
   return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
 }
 
-/** What an answer that is no success says, in one line or a few. */
+/** Returns what a response with an error says, for the user to read. */
 async function complaint(response) {
   const body = await response.text().catch(() => "");
   let text = body.trimStart().startsWith("<") ? "" : body;
@@ -63,13 +63,13 @@ async function complaint(response) {
     const { error } = JSON.parse(body);
     text = error.message + (error.param ? ` (${error.param})` : "");
   } catch {
-    // no error of the API's shape: its text is all there is
+    // The body is not an error of the API, for example that of a proxy: its text is shown.
   }
-  text = (text || response.statusText).slice(0, LONGEST_ERROR);
+  text = (text || response.statusText).slice(0, MAX_ERROR);
   return `${response.status}: ${text}${/[.!?]$/.test(text) ? "" : "."}`;
 }
 
-/** Waits until the server is ready, says meanwhile what it waits for, and gets the model's name. */
+/** Waits until the server is ready, tells the user what it waits for, and gets the model's name. */
 async function connect() {
   model = null;
   refresh();
@@ -100,12 +100,12 @@ async function connect() {
   }
 }
 
-/** A live region speaks whenever it is written to, so the same text is not written twice. */
+/** Shows a status. Screen readers speak whenever it is written, so the same text is not written twice. */
 function say(text) {
   if ($("status").textContent !== text) $("status").textContent = text;
 }
 
-/** The objects of a stream of server-sent events, up to [DONE]. */
+/** Yields the objects of a stream of server-sent events, up to [DONE]. */
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
@@ -129,7 +129,7 @@ async function* events(response) {
 
 // ------------------------------------------------------------------------------------------------------------- answers
 
-/** What is asked: the conversation before `exchange`, its question, and the settings. */
+/** Returns a request: the conversation before `exchange`, its question, and the settings. */
 function request(exchange, plain) {
   const before = exchanges.slice(0, exchanges.indexOf(exchange)).filter((each) => each.answers[0].text);
   const messages = before.flatMap((each) => [
@@ -144,16 +144,17 @@ function request(exchange, plain) {
     stream_options: { include_usage: true },
     forerun: true,
     ...(plain && { forerun_method: "ar" }),
-    // Salted, the second of two answers finds nothing that the first has left, and both read the whole prompt.
+    // With different salts the second of two answers cannot reuse the keys and values of the first, so that both
+    // read the whole prompt.
     ...(exchange.both && { cache_salt: `${Date.now()} ${plain}` }),
     ...exchange.settings,
   };
 }
 
-/** An answer that waits for its turn, with its place in the page. */
+/** Returns a waiting answer with its elements, which the caller adds to the page. */
 function newAnswer(exchange, plain) {
   const answer = {
-    exchange, plain, state: "waiting", text: "", error: "", steps: [], fresh: [], begun: 0, first: null, time: 0,
+    exchange, plain, state: "waiting", text: "", error: "", steps: [], fresh: [], startedAt: 0, first: null, time: 0,
     drafted: 0, tested: 0, accepted: 0, rests: 0, origins: {}, tokens: 0, finish: null, controller: new AbortController(),
     box: element("div", "answer"), body: element("div", "text"), facts: element("p", "facts"),
     problem: element("p", "error"), tools: element("div", "tools"),
@@ -170,14 +171,14 @@ function newAnswer(exchange, plain) {
   return answer;
 }
 
-/** Adds what a chunk brings; `draw` shows it. A chunk with the field `forerun` is a step of the engine. */
+/** Adds a chunk to an answer; `draw` shows it. A chunk with the field `forerun` is a step of the engine. */
 function take(answer, chunk) {
-  if (chunk.error) throw new Error(String(chunk.error.message).slice(0, LONGEST_ERROR));
+  if (chunk.error) throw new Error(String(chunk.error.message).slice(0, MAX_ERROR));
   const choice = chunk.choices?.[0];
   const content = choice?.delta?.content ?? "";
   const step = chunk.forerun;
   answer.finish = choice?.finish_reason ?? answer.finish;
-  answer.time = performance.now() - answer.begun;
+  answer.time = performance.now() - answer.startedAt;
   answer.text += content;
   if (step || content) answer.first ??= answer.time;
   const spans = (step?.pieces ?? (content ? [[content, null]] : [])).map(([text, origin]) => piece(text, origin));
@@ -186,12 +187,12 @@ function take(answer, chunk) {
     answer.steps.push({ ...step, spans });
     for (const key of ["drafted", "tested", "accepted", "rests"]) answer[key] += step[key];
     for (const [, origin] of step.pieces) answer.origins[origin] = (answer.origins[origin] ?? 0) + 1;
-    answer.tokens = answer.accepted + answer.steps.length; // each step adds a token of the model's own
+    answer.tokens = answer.accepted + answer.steps.length; // each step adds a token that the model chose itself
   }
-  answer.tokens = chunk.usage?.completion_tokens ?? answer.tokens; // the end may have cut the last step
+  answer.tokens = chunk.usage?.completion_tokens ?? answer.tokens; // fewer if the end cut the last step
 }
 
-/** Shows what came since the last time: once a frame, as chunks may come faster than a page can be laid out. */
+/** Shows what came since the last call: once per frame, because chunks may come faster than the page is laid out. */
 function draw(answer) {
   following(() => {
     answer.body.append(...answer.fresh.splice(0));
@@ -199,9 +200,10 @@ function draw(answer) {
   });
 }
 
-/** Asks, and takes the answer as it comes, to whatever end. */
+/** Sends a request, and shows the answer as it comes until it ends, fails or is stopped. */
 async function fetchAnswer(answer) {
-  [answer.state, answer.begun] = ["running", performance.now()];
+  answer.state = "running";
+  answer.startedAt = performance.now();
   refresh();
   let frame = 0;
   try {
@@ -226,16 +228,16 @@ async function fetchAnswer(answer) {
   } catch (error) {
     answer.state = answer.controller.signal.aborted ? "stopped" : "failed";
     if (answer.state === "stopped") return;
-    const isLost = error instanceof TypeError; // what fetch raises
+    const isLost = error instanceof TypeError; // which fetch throws
     answer.error = isLost ? "The server does not answer, or the connection broke." : error.message;
-    connect(); // it may be closing, or another one by now
+    connect(); // the server may be shutting down, or may have been replaced
   } finally {
     cancelAnimationFrame(frame);
     draw(answer);
   }
 }
 
-/** A line of figures below an answer. */
+/** Returns the line of figures below an answer. */
 function facts(answer) {
   if (isOpen(answer) || (answer.state === "failed" && !answer.tokens)) return "";
   const ends = { stopped: "stopped", failed: "", done: answer.finish === "length" ? "cut at max tokens" : "" };
@@ -246,10 +248,10 @@ function facts(answer) {
 const isOpen = (answer) => answer.state === "waiting" || answer.state === "running";
 const seconds = (answer) => `${(answer.time / 1000).toFixed(2)} s`;
 const speed = (answer) => (answer.time ? (answer.tokens / (answer.time / 1000)).toFixed(1) : "–");
-/** Whether the guard left drafts out of most steps. */
+/** Returns whether the guard left drafts out in most steps. */
 const rests = (answer) => 2 * answer.rests > answer.steps.length;
 
-/** Whether both answers of an exchange are equal, and how their times compare. */
+/** Returns a sentence on whether both answers of an exchange are equal, and how their times compare. */
 function verdict([fast, plain], temperature) {
   if (fast.state !== "done" || plain.state !== "done") return "Not compared: not both answers came to their end.";
   const ratio = `${((fast.tokens / fast.time) * (plain.time / plain.tokens)).toFixed(2)} times the tokens/s`;
@@ -264,7 +266,7 @@ function verdict([fast, plain], temperature) {
 
 // -------------------------------------------------------------------------------------------------------- conversation
 
-/** Writes, and scrolls along where the reader was at the end. */
+/** Changes the conversation, and scrolls to its end if the end was in view. */
 function following(write) {
   const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 120;
   write();
@@ -273,7 +275,7 @@ function following(write) {
 
 const isRunning = () => exchanges.some((each) => each.answers.some(isOpen));
 
-/** Brings everything that depends on states in line with them. */
+/** Updates everything on the page that depends on the states of answers. */
 function refresh() {
   const running = isRunning();
   log.setAttribute("aria-busy", String(running));
@@ -310,7 +312,7 @@ async function ask(text, settings, system, both) {
   refresh();
 }
 
-/** Takes the exchange out of the conversation and asks its question again, as it was asked. */
+/** Removes an exchange from the conversation, and asks its question again with the same settings. */
 function sendAgain(exchange) {
   exchanges = exchanges.filter((each) => each !== exchange);
   exchange.box.remove();
@@ -343,7 +345,7 @@ function clear() {
 
 async function copy(answer, from) {
   try {
-    await navigator.clipboard.writeText(answer.text); // only there on 127.0.0.1 and over HTTPS
+    await navigator.clipboard.writeText(answer.text); // exists only on 127.0.0.1 and over HTTPS
     from.textContent = "Copied";
   } catch {
     getSelection().selectAllChildren(answer.body);
@@ -355,7 +357,7 @@ async function copy(answer, from) {
 
 // --------------------------------------------------------------------------------------------------- figures and steps
 
-/** Shows the figures and steps of an answer, at a step or at its last one. */
+/** Shows the figures and steps of an answer, with the step of number `at` or the last one. */
 function choose(answer, at = null) {
   if (answer !== chosen) {
     chosen = answer;
@@ -367,7 +369,7 @@ function choose(answer, at = null) {
   refresh();
 }
 
-/** The figures of the chosen answer, and its steps up to the last. */
+/** Shows the figures of the chosen answer, and the steps that are not in the strip yet. */
 function showFigures() {
   const answer = chosen;
   const put = (id, is, text) => { $(id).textContent = is ? text() : "–"; };
@@ -386,7 +388,7 @@ function showFigures() {
   if (walked === null) showStep();
 }
 
-/** A step in the strip: a box a kept piece, from below, and a dashed line a rejected token. */
+/** Returns a step's column in the strip: from below, a box per kept piece and a dashed line per rejected token. */
 function column(step, number) {
   const made = element("li");
   made.id = `step-${number}`;
@@ -394,7 +396,7 @@ function column(step, number) {
   made.setAttribute("aria-label", `Step ${number + 1}: ${summary(step)}`);
   made.setAttribute("aria-selected", "false");
   made.append(...step.spans.map((span) => element("i", span.className.replace("piece", ""))));
-  made.append(...step.rejected.slice(0, MOST_MARKS).map(() => element("i", "rejected")));
+  made.append(...step.rejected.slice(0, MAX_MARKS).map(() => element("i", "rejected")));
   return made;
 }
 
@@ -403,7 +405,7 @@ const summary = (step) =>
     ? `${step.drafted} drafted, ${step.tested} tested, ${step.accepted} accepted, ${step.rejected.length} rejected`
     : `nothing drafted${step.rests ? ": drafts rest" : ""}`;
 
-/** Marks a step in the strip and in the answer, and writes it out below. */
+/** Marks the current step in the strip and in the answer, and describes it below. */
 function showStep() {
   for (const marked of document.querySelectorAll("#log .here")) marked.classList.remove("here");
   $(steps.getAttribute("aria-activedescendant"))?.setAttribute("aria-selected", "false");
@@ -466,12 +468,12 @@ steps.addEventListener("click", (event) => {
 question.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
-  $("ask").requestSubmit(); // which says what is wrong with the settings, where something is
+  $("ask").requestSubmit(); // which also tells the user what is wrong with the settings
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && isRunning()) stop();
 });
-// A setting that is wrong must be seen to be mended.
+// An invalid setting is shown, because the user must see it to correct it.
 const settings = $("settings").parentElement;
 $("settings").addEventListener("invalid", () => { settings.open = true; }, true);
 settings.addEventListener("toggle", () => settings.open && settings.scrollIntoView({ block: "nearest" }));

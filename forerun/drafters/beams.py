@@ -15,7 +15,7 @@ from torch import Tensor
 from forerun.engine.draft import Draft
 
 if TYPE_CHECKING:
-    from forerun.methods.budget import Budget
+    from forerun.planning.tree_plan import TreePlan
 
 # (depth k from 0, tokens of the beams [B, w], index of each beam's parent among the beams before [B, w]) -> logits
 # [B, w, S] of the tokens after the beams.
@@ -36,22 +36,22 @@ def grow(
     limits: abc.Sequence[int],
     width: int,
     nodes: int,
-    budget: Budget | None = None,
+    plan: TreePlan | None = None,
     origin: str = "draft",
 ) -> list[Draft]:
     """Return a tree of point masses for each row, at most `limits[r]` deep.
 
-    It holds the `nodes` most probable paths that `search` finds with `width` beams; one beam gives a chain. A `budget`
+    It holds the `nodes` most probable paths that `search` finds with `width` beams; one beam gives a chain. A `plan`
     may end paths sooner.
     """
     depth = max(limits)
     if depth < 1:
         return [Draft.root(root) for root in roots]
-    tokens, parents, values = _paths(roots, search, depth, limits, width, budget)
+    tokens, parents, values = _paths(roots, search, depth, limits, width, plan)
     order = np.argsort(-values, axis=-1, kind="stable")[:, :nodes]
     counts = np.isfinite(np.take_along_axis(values, order, -1)).sum(-1).tolist()
-    if budget is not None:
-        counts = [min(pair) for pair in zip(counts, budget.sizes(), strict=True)]
+    if plan is not None:
+        counts = [min(pair) for pair in zip(counts, plan.sizes(), strict=True)]
     drafts = []
     for row, (root, size) in enumerate(zip(roots, counts, strict=True)):
         kept = np.sort(order[row, :size])  # parents first
@@ -68,7 +68,7 @@ def _paths(
     depth: int,
     limits: abc.Sequence[int],
     width: int,
-    budget: Budget | None,
+    plan: TreePlan | None,
 ) -> tuple[Array, Array, Array]:
     """Return tokens, parents and values [B, n] of all paths that are found, depth by depth. Parent 0 is the root,
     parent i is path i - 1."""
@@ -87,8 +87,8 @@ def _paths(
         tokens, values, at = token[:, :width], best[:, :width], parent[:, :width]
         beams = np.broadcast_to(np.arange(count, count + tokens.shape[1]), tokens.shape)
         count += token.shape[1]
-        if budget is not None:
-            going = budget.deeper(k, best)
+        if plan is not None:
+            going = plan.deeper(k, best)
             if not any(going):
                 break
             ends = np.where(going, ends, np.minimum(ends, k + 1))
@@ -97,9 +97,9 @@ def _paths(
 
 
 def searching(
-    logits: Logits, hot: Tensor, width: int, nodes: int, budget: Budget | None = None
+    logits: Logits, hot: Tensor, width: int, nodes: int, plan: TreePlan | None = None
 ) -> Search:
-    """Return a search by `logits` for the tokens `hot` [S], with probabilities that a `budget` calibrates."""
+    """Return a search by `logits` for the tokens `hot` [S], with probabilities that a `plan` calibrates."""
     wanted = nodes if width > 1 else 1
 
     def search(
@@ -111,8 +111,8 @@ def searching(
         ).float()
         top, which = here.topk(min(wanted, len(hot)))  # [B, w, m]
         gains = (top - here.logsumexp(-1, keepdim=True)).cpu().numpy()
-        if budget is not None:
-            gains = budget.gains(k, gains)
+        if plan is not None:
+            gains = plan.gains(k, gains)
         total = (gains + values[..., None] - _CLOSER).reshape(len(tokens), -1)
         place = np.argsort(-total, axis=-1, kind="stable")[:, :wanted]
         best = np.take_along_axis(total, place, -1)

@@ -4,53 +4,36 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from forerun.engine.costs import Costs, rounded
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.backends import quantised_heads
+from forerun.drafters import beams
+from forerun.drafters.beams import Array
 from forerun.engine.draft import Draft
-from forerun.engine.step import Drafter, Proposal
-from forerun.methods.base import Method, integer
-from forerun.methods.later import beams, budget, np, quantised_heads, threads, torch
+from forerun.engine.step import Proposal
+from forerun.methods.head import Heads, Paced
+from forerun.planning.cost_model import Costs
+from forerun.planning.forecast import PlannedDrafter
+from forerun.planning.tree_plan import TreePlan, TreePlanner
+from forerun.sampling import threads
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from forerun.backends.heads import HiddenLM
     from forerun.backends.quantised_heads import Growth
-    from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
-    from forerun.methods.beams import Array
+    from forerun.engine.step import RowOutcome
 
 PIECE = 2048  # a step reads prompts until it has read so many tokens
 # Costs of the embedded target, if none were measured.
 USUAL = Costs({1: 3.9, 8: 5.8, 32: 10.6}, {}, head={1: 0.4, 16: 0.8})
 
 
-@dataclass(frozen=True)
-class Heads(Method):
-    """Draft up to `depth` places ahead with `width` beams: the best `nodes` tokens that they find, or a chain for a
-    `width` of 1. Drafted tokens are the most probable ones, for sampled sequences too.
-    """
-
-    depth: int = integer(8)
-    width: int = integer(1)
-    nodes: int = integer(12)
-
-
-class Paced(Heads):
-    """Choose each step's depth and number of nodes by costs and calibration (`Budget`), with `depth` and `nodes` as
-    limits. States are drafted in blocks of `block`."""
-
-    block: int
-
-    @property
-    def needs_costs(self) -> bool:
-        return True
-
-
-class HeadDrafter(Drafter):
+class HeadDrafter(PlannedDrafter):
     """Draft point masses with a head by the settings of its method.
 
     Attributes:
@@ -72,10 +55,10 @@ class HeadDrafter(Drafter):
         self.features: dict[int, list[Tensor]] = {}
         self.unread: dict[int, Iterator[int]] = {}
         self.seconds, self.forwards = 0.0, 0
-        self.budgets: budget.Budgets | None = None
+        self.planner: TreePlanner | None = None
         if isinstance(settings, Paced):
             known = costs if costs is not None and costs.head else USUAL
-            self.budgets = budget.Budgets(head, known, settings.block, self.nodes, beams)
+            self.planner = TreePlanner(head, known, settings.block, self.nodes, beams)
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
         head = self.head
@@ -92,9 +75,6 @@ class HeadDrafter(Drafter):
         ]  # the token after each state but the last
         self.unread[seq.id] = head.prefill(seq.id, hidden[:-1], after, chunk, most)
         return ()
-
-    def pays(self, rows: int, unread: Sequence | None = None, context: float = 0.0) -> bool:
-        return self.budgets is None or self.budgets.pays(rows, rounded(context))
 
     def drop(self, seq: Sequence) -> None:
         self.features.pop(seq.id, None)
@@ -179,12 +159,12 @@ class HeadDrafter(Drafter):
             for row, (draft, own) in enumerate(zip(drafts, deep, strict=True))
         ]
 
-    def plan(self, seqs: list[Sequence], limits: list[int]) -> budget.Budget | None:
-        """Return the budget of a step in which all states are new, if steps have one."""
+    def plan(self, seqs: list[Sequence], limits: list[int]) -> TreePlan | None:
+        """Return the plan of a step in which all states are new, if steps have one."""
         rows = range(len(seqs))
         return (
-            self.budgets.of(seqs, limits, list(rows), [0 for _ in rows])
-            if self.budgets is not None
+            self.planner.plan(seqs, limits, list(rows), [0 for _ in rows])
+            if self.planner is not None
             else None
         )
 
@@ -193,7 +173,7 @@ class HeadDrafter(Drafter):
         seqs: list[Sequence],
         logits: beams.Logits,
         limits: list[int],
-        plan: budget.Budget | None,
+        plan: TreePlan | None,
         origin: str = "",
     ) -> list[Draft]:
         """Return drafts of `beams.grow` by this drafter's settings and by logits that Python computes."""
@@ -201,15 +181,9 @@ class HeadDrafter(Drafter):
         search = beams.searching(logits, self.head.hot, self.width, self.nodes, plan)
         return beams.grow(roots, search, limits, self.width, self.nodes, plan, origin or "draft")
 
-    def observe(
-        self,
-        seqs: list[Sequence],
-        drafts: list[Draft],
-        verdicts: list[Verdict],
-        hidden: list[Tensor] | None,
-    ) -> None:
-        assert hidden is not None
-        for seq, verdict, states in zip(seqs, verdicts, hidden, strict=True):
-            self.features[seq.id].append(
-                states[verdict.path]
-            )  # a copy, as a view would keep all rows' states
+    def observe(self, outcomes: abc.Sequence[RowOutcome], memo: Any) -> None:
+        for outcome in outcomes:
+            assert outcome.hidden is not None
+            # Indexing copies. A view would keep the states of all rows.
+            states = outcome.hidden[outcome.verdict.path]
+            self.features[outcome.sequence.id].append(states)

@@ -5,44 +5,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 from threading import RLock
 
-from forerun.methods.automaton import Automaton
+from forerun.drafters.automaton import Automaton
 
 KEYS = 16384  # the most tokens with phrases
 
 
 class PhrasePool:
-    """Phrases that followed a token before (Ouroboros, arXiv 2402.13720, section 3): the last `most` phrases of `span`
-    tokens, for each of the last KEYS tokens.
+    """Phrases that followed a token before (Ouroboros, arXiv 2402.13720, section 3).
 
-    A phrase that is added again becomes the newest. Not safe to share between threads.
+    Of each of the last KEYS tokens it has the last `most` phrases of `span` tokens. A phrase that
+    is added again becomes the newest. A pool is not safe to share between threads.
     """
 
     def __init__(self, span: int, most: int) -> None:
         assert min(span, most) > 0
-        self.span, self.most = span, most
-        self._phrases: dict[int, dict[tuple[int, ...], None]] = {}  # both in the order of additions
+        self.span = span
+        self.most = most
+        # {token: phrases}, both in the order of additions
+        self._phrases: dict[int, dict[tuple[int, ...], None]] = {}
 
     def __len__(self) -> int:
         """Return the number of phrases."""
         return sum(map(len, self._phrases.values()))
 
     def clear(self) -> None:
+        """Forget all phrases."""
         self._phrases.clear()
 
     def add(self, key: int, phrase: Sequence[int]) -> None:
         """Add a phrase of `span` tokens after the token `key`."""
         assert len(phrase) == self.span
-        own = self._phrases.pop(key, None)
-        if own is None:
-            own = {}
+        phrases = self._phrases.pop(key, None)
+        if phrases is None:
+            phrases = {}
             if len(self._phrases) == KEYS:
                 del self._phrases[next(iter(self._phrases))]
-        self._phrases[key] = own
+        self._phrases[key] = phrases
         kept = tuple(phrase)
-        own.pop(kept, None)
-        own[kept] = None
-        if len(own) > self.most:
-            del own[next(iter(own))]
+        phrases.pop(kept, None)
+        phrases[kept] = None
+        if len(phrases) > self.most:
+            del phrases[next(iter(phrases))]
 
     def drop(self, key: int, phrase: Sequence[int]) -> None:
         """Remove a phrase, if it is there."""
@@ -53,7 +56,10 @@ class PhrasePool:
         return list(reversed(self._phrases.get(key, {})))[:count]
 
     def learn(self, tokens: Sequence[int], start: int = 0) -> int:
-        """Add every phrase of a text from `start` on; return the `start` for when the text has grown."""
+        """Add every phrase of a text from `start` on.
+
+        Return the `start` for the next call, when the text has grown.
+        """
         end = len(tokens) - self.span
         for at in range(start, end):
             self.add(tokens[at], tokens[at + 1 : at + 1 + self.span])
@@ -63,13 +69,17 @@ class PhrasePool:
 class SuffixMemory:
     """The newest texts, of at most `most` tokens in all, and the automaton of their suffixes.
 
-    A text that is added again is kept once, as the newest. Readers of the automaton must hold `lock`.
+    A text that is added again is kept once, as the newest. Readers of the automaton must hold
+    `lock`.
     """
 
     def __init__(self, most: int) -> None:
         assert most > 0
-        self.most, self.lock = most, RLock()
-        self.clear()
+        self.most = most
+        self.lock = RLock()
+        self._texts: dict[tuple[int, ...], None] = {}
+        # None during a change, which an exception may break off
+        self._automaton: Automaton | None = Automaton()
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -81,36 +91,40 @@ class SuffixMemory:
         return list(self._texts)
 
     def clear(self) -> None:
+        """Forget all texts."""
         with self.lock:
-            self._automaton: Automaton | None = (
-                Automaton()
-            )  # None during a change, which an exception may break off
-            self._texts: dict[tuple[int, ...], None] = {}
+            self._automaton = Automaton()
+            self._texts = {}
 
     @property
     def automaton(self) -> Automaton:
         """Return the automaton of all texts' suffixes."""
         if self._automaton is None:
-            found = Automaton()
+            automaton = Automaton()
             for text in self._texts:
-                _read(found, text)
-            self._automaton = found
+                _read(automaton, text)
+            self._automaton = automaton
         return self._automaton
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add the last `most` tokens of a text. If texts have more than `most` tokens, the oldest are forgotten, down
-        to half of that, as the automaton is built anew then."""
+        """Add the last `most` tokens of a text.
+
+        If the texts have more than `most` tokens then, the oldest are forgotten, down to half of
+        that, because the automaton is built anew in this case.
+        """
         text = tuple(tokens[-self.most :])
         with self.lock:
             if text in self._texts:
                 self._texts[text] = self._texts.pop(text)
             if not text or text in self._texts:
                 return
-            found, self._automaton, size = self.automaton, None, len(self) + len(text)
+            automaton = self.automaton
+            size = len(self) + len(text)
+            self._automaton = None
             self._texts[text] = None
             if size <= self.most:
-                _read(found, text)
-                self._automaton = found
+                _read(automaton, text)
+                self._automaton = automaton
                 return
             while size > self.most // 2 and len(self._texts) > 1:
                 oldest = next(iter(self._texts))

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from forerun.engine.costs import Costs
+from forerun.drafters.model_chain import Chain, ChainDrafter
 from forerun.engine.sequence import Sequence
-from forerun.methods.chain import Chain, ChainDrafter
-from forerun.methods.stop import LengthPolicy, StopRule
 from forerun.model.causal_lm import CausalLM
 from forerun.model.prefix_store import common
+from forerun.planning.cost_model import Costs
+from forerun.planning.stop_rules import LengthPolicy, StopRule
 from forerun.text.vocabularies import Translation
 
 

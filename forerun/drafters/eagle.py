@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from forerun.drafters.head import HeadDrafter
 from forerun.engine.draft import Draft
-from forerun.engine.step import Drafter
-from forerun.methods.base import Parts, integer
-from forerun.methods.hidden import HeadDrafter, Heads, Paced
-from forerun.methods.later import torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from forerun.engine.sequence import Sequence
-
-
-@dataclass(frozen=True)
-class Eagle(Heads):
-    """Draft with an EAGLE-like head (arXiv 2401.15077), with one forward of the head on all beams for each depth."""
-
-    name: ClassVar[str] = "eagle"
-    head: ClassVar[str | None] = "eagle"
-
-    def build(self, parts: Parts) -> Drafter:
-        assert parts.head is not None
-        return EagleDrafter(self, parts.head.fresh(), parts.costs, self.width)
-
-
-@dataclass(frozen=True)
-class PacerEagle(Paced, Eagle):
-    """The EAGLE-like head with the rule of `pacer-lyanna`, which decides every `block` depths whether to go on."""
-
-    depth: int = integer(16)
-    nodes: int = integer(16)
-    block: int = integer(1)
-    name: ClassVar[str] = "pacer-eagle"
 
 
 class EagleDrafter(HeadDrafter):

@@ -11,109 +11,68 @@ from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from forerun.engine.costs import mean_context
+from forerun.drafters.model_chain import Chain, ChainDrafter
+from forerun.drafters.pools import PhrasePool
 from forerun.engine.draft import Draft, Tree
-from forerun.engine.step import Drafter, Proposal
-from forerun.methods.base import Parts, flag, integer, number
-from forerun.methods.chain import Chain, ChainDrafter, Drafting
-from forerun.methods.later import pools, probabilities, sampling
-from forerun.methods.pacer import Pacer
-from forerun.methods.stop import DraftState, FixedLength, LengthPolicy, StopRule
+from forerun.engine.step import Proposal
+from forerun.methods.phrases import PacerOuroboros, Phrases
+from forerun.planning.cost_model import mean_context
+from forerun.planning.forecast import StepSituation
+from forerun.planning.source_chooser import PhraseChooser
+from forerun.planning.stop_rules import DraftState, LengthPolicy, StopRule
+from forerun.sampling import probabilities
+from forerun.sampling import sampler as sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.engine.acceptance import Verdict
-    from forerun.engine.costs import Costs
-    from forerun.engine.sequence import Mode, Sequence
-    from forerun.methods.pools import PhrasePool
+    from forerun.engine.sequence import Sequence
+    from forerun.engine.step import RowOutcome
     from forerun.model.causal_lm import CausalLM
-
-MEMORY = 0.9  # the weight of what forwards gave so far, beside one more
-AGAIN = 32  # steps without phrases after which they are tried again
-
-
-@dataclass(frozen=True)
-class Phrases(Drafting):
-    """Settings of drafting by phrases: at most `guesses` phrases of `ngram` - 1 tokens in a draft forward, and at most
-    `suffixes` phrases as branches after the draft, which cost the draft model nothing. Phrases are those of the text,
-    and the target's tokens in place of rejected ones and of phrases after a draft.
-
-    If `warm`, phrases of greedy output outlive their sequence. Sampled sequences have a pool each, as phrases after a
-    draft consume random numbers."""
-
-    guesses: int = integer(1, 0)
-    ngram: int = integer(5, 2)
-    suffixes: int = integer(1, 0)
-    warm: bool = flag(True)
-
-    @property
-    def any_tokenizer(self) -> bool:
-        return False  # phrases need one vocabulary for target and draft
-
-    @property
-    def phrases(self) -> tuple[int, int]:
-        return self.ngram - 1, max(self.guesses, self.suffixes, 1)
-
-    def build(self, parts: Parts) -> Drafter:
-        assert parts.draft is not None
-        pool = parts.pool(self.phrases) if self.warm else None
-        return OuroborosDrafter(
-            self, parts.draft, self.policy(parts), parts.target.vocab_size, pool, parts.costs
-        )
-
-
-@dataclass(frozen=True)
-class Ouroboros(Phrases):
-    """Draft `gamma` tokens, several a forward if phrases have them (arXiv 2402.13720)."""
-
-    gamma: int = integer(10)
-    name: ClassVar[str] = "ouroboros"
-
-    def policy(self, parts: Parts) -> LengthPolicy:
-        return FixedLength(self.gamma)
-
-
-@dataclass(frozen=True)
-class PacerOuroboros(Phrases, Pacer):
-    """Pacer's rule on drafts by phrases. Its costs assume `share` forwards a drafted token."""
-
-    ngram: int = integer(9, 2)
-    suffixes: int = integer(0, 0)  # a draft that the layer ended is hardly ever accepted whole
-    share: float = number(0.3, 0, 1)
-    name: ClassVar[str] = "pacer-ouroboros"
-
-    def costs(self, parts: Parts, mode: Mode, rows: int) -> Costs | None:
-        return self._by_phrases(parts.costs) if parts.costs is not None else None
-
-    def _by_phrases(self, costs: Costs) -> Costs:
-        ms = self.share * costs.drafting(1 + self.guesses * (self.ngram - 1))
-        far = self._by_phrases(costs.far) if costs.far is not None else None
-        return replace(costs, draft={1: ms}, chained=0.0, chained_sampled=0.0, far=far)
+    from forerun.planning.cost_model import Costs
 
 
 @dataclass
 class _Row:
-    """The state of one sequence.
-
-    Attributes:
-        read: length of its text that is in the pool.
-        chain: number of the present draft's tokens from the draft model; None if it was made without phrases.
-        suffixes: phrases after the chain, and their nodes.
-    """
+    """The state of one sequence: its pool, and the length of its text that is in the pool."""
 
     pool: PhrasePool
     read: int
-    chain: int | None = None
-    suffixes: list[tuple[tuple[int, ...], list[int]]] = field(default_factory=list)
 
 
 @dataclass
 class _Phrased(Chain):
+    """A chain in the making by phrases.
+
+    Attributes:
+        suffixes: phrases after the chain, and their nodes.
+    """
+
     rule: StopRule | None = None
     policy_seconds: float = 0.0
+    suffixes: list[tuple[tuple[int, ...], list[int]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PhraseNote:
+    """What is kept of a chain that was made with phrases.
+
+    Attributes:
+        count: the number of its tokens, without those of phrases after it.
+        suffixes: the phrases after it, and their nodes.
+    """
+
+    count: int
+    suffixes: list[tuple[tuple[int, ...], list[int]]]
+
+
+@dataclass(frozen=True)
+class PhraseMemo:
+    """What a drafter by phrases keeps of a step until it observes it: notes by sequence."""
+
+    notes: dict[int, PhraseNote]
 
 
 class OuroborosDrafter(ChainDrafter):
@@ -131,16 +90,16 @@ class OuroborosDrafter(ChainDrafter):
         """Take over a draft model. `pool`: the phrases that greedy sequences share. `costs`, if known, tell where
         plain chains draft more tokens a ms than forwards with phrases."""
         super().__init__(model, policy, vocab_size)
-        self.table, self._found, self._without = costs, 1.0 + settings.phrases[0], 0
         self.settings, self.pool = settings, pool
         self.span = settings.phrases[0]
+        self.chooser = PhraseChooser(costs, self.span, settings.guesses)
         self.slack, self.spread = settings.guesses * self.span, settings.suffixes * self.span
         self.rows: dict[int, _Row] = {}
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         yield from super().admit(seq, hidden, chunk)
         shared = self.pool if seq.greedy and seq.shares else None
-        pool = shared if shared is not None else pools.PhrasePool(*self.settings.phrases)
+        pool = shared if shared is not None else PhrasePool(*self.settings.phrases)
         self.rows[seq.id] = _Row(pool, pool.learn(seq.tokens))
 
     def drop(self, seq: Sequence) -> None:
@@ -149,9 +108,8 @@ class OuroborosDrafter(ChainDrafter):
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
         greedy = sum(seq.greedy for seq in seqs)
-        wide = not self._phrases_pay(max(1, greedy), mean_context(seqs))
-        for seq in seqs:
-            self.rows[seq.id].chain, self.rows[seq.id].suffixes = None, []
+        situation = StepSituation(max(1, greedy), mean_context(seqs))
+        wide = not self.chooser.tries_phrases(situation)
         plain = [Chain(seq, self._depth(seq)) for seq in seqs if wide and seq.greedy]
         phrased = [_Phrased(seq, self._depth(seq)) for seq in seqs if not (wide and seq.greedy)]
         proposals = [self._grow(plain, greedy)] if plain else []
@@ -163,18 +121,10 @@ class OuroborosDrafter(ChainDrafter):
                 [*plain, *phrased], [d for each in proposals for d in each.drafts], strict=True
             )
         }
-        return Proposal.together([drafts[seq.id] for seq in seqs], proposals)
-
-    def _phrases_pay(self, rows: int, context: float = 0.0) -> bool:
-        """Return whether forwards with phrases draft more tokens a ms than plain ones, by what they gave so far. If
-        not, they are tried again from time to time. The rule is ours."""
-        if self.table is None:
-            return True
-        size, table = 1 + self.span * self.settings.guesses, self.table.at(context, rows)
-        if self._found * table.drafting(rows) > table.drafting(rows * size):
-            return True
-        self._without = (self._without + 1) % AGAIN
-        return not self._without
+        memo = PhraseMemo(
+            {chain.seq.id: PhraseNote(len(chain.tokens), chain.suffixes) for chain in phrased}
+        )
+        return Proposal.together([drafts[seq.id] for seq in seqs], proposals, memo)
 
     def _grow_by_phrases(self, chains: list[_Phrased]) -> Proposal:
         going = [chain for chain in chains if chain.depth > 0]
@@ -199,7 +149,7 @@ class OuroborosDrafter(ChainDrafter):
             self.model.commit(ids, [path for _, path in walks])
             for chain, tree, before in zip(going, trees, drafted, strict=True):
                 if "phrase" in tree.origins:
-                    self._found += (1 - MEMORY) * (len(chain.tokens) - before - self._found)
+                    self.chooser.observe(len(chain.tokens) - before)
             going = [chain for chain, (on, _) in zip(going, walks, strict=True) if on]
         drafts = [self._with_suffixes(chain) for chain in chains]
         return Proposal(drafts, forwards, seconds, sum(chain.policy_seconds for chain in chains))
@@ -254,45 +204,45 @@ class OuroborosDrafter(ChainDrafter):
 
     def _with_suffixes(self, chain: _Phrased) -> Draft:
         draft, row, count = chain.draft(), self.rows[chain.seq.id], len(chain.tokens)
-        row.chain = count
         remaining = chain.seq.remaining - 1 - count
         is_over = remaining < 1 or draft.tokens[-1] in chain.seq.eos or chain.seq.error is not None
         if is_over or not self.settings.suffixes:
             return draft
         tree = Tree(draft)
         for phrase in row.pool.get(draft.tokens[-1], self.settings.suffixes):
-            row.suffixes.append((phrase, tree.branch(count, phrase[:remaining], "phrase")))
+            chain.suffixes.append((phrase, tree.branch(count, phrase[:remaining], "phrase")))
         return tree.draft()
 
-    def observe(
-        self,
-        seqs: list[Sequence],
-        drafts: list[Draft],
-        verdicts: list[Verdict],
-        hidden: list[Tensor] | None,
-    ) -> None:
+    def observe(self, outcomes: abc.Sequence[RowOutcome], memo: PhraseMemo | None) -> None:
         of_chains = []
-        for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True):
+        for outcome in outcomes:
+            seq, draft, verdict = outcome.sequence, outcome.draft, outcome.verdict
             row = self.rows[seq.id]
-            count = draft.drafted if row.chain is None else row.chain
+            note = memo.notes.get(seq.id) if memo is not None else None
+            count = draft.drafted if note is None else note.count
             # The policy observes the chain, not the phrases after it.
-            of_chains.append(
-                replace(verdict, rejected=verdict.rejected and verdict.accepted < count)
-            )
-            if row.chain is None or not verdict.argmax:  # empty if a processor raised
+            is_rejected = verdict.rejected and verdict.accepted < count
+            of_chains.append(replace(outcome, verdict=replace(verdict, rejected=is_rejected)))
+            if note is None or not verdict.argmax:  # empty if a processor raised
                 continue
             # Phrases after the chain give way to the target's tokens there, even if it was rejected before (unlike the
             # original); after each of its tokens from a rejected one on the target's are phrases too.
-            for phrase, nodes in row.suffixes:
+            for phrase, nodes in note.suffixes:
                 if len(nodes) == self.span:
-                    row.pool.drop(draft.tokens[row.chain], phrase)
+                    row.pool.drop(draft.tokens[count], phrase)
                     row.pool.add(
-                        draft.tokens[row.chain],
-                        [verdict.argmax[node] for node in (row.chain, *nodes[:-1])],
+                        draft.tokens[count],
+                        [verdict.argmax[node] for node in (count, *nodes[:-1])],
                     )
-            for node in range(verdict.accepted + 1, row.chain - self.span + 2):
+            for node in range(verdict.accepted + 1, count - self.span + 2):
                 row.pool.add(draft.tokens[node], verdict.argmax[node : node + self.span])
             row.read = row.pool.learn(seq.tokens, row.read)
-            row.chain, row.suffixes = None, []  # the next step may have no draft
-        self.policy.observe(seqs, drafts, of_chains)
-        self._crop(seqs)
+        self.policy.observe(of_chains)
+        self._crop([outcome.sequence for outcome in outcomes])
+
+
+def costs_by_phrases(settings: PacerOuroboros, costs: Costs) -> Costs:
+    """Return the costs of chains that are drafted in `settings.share` forwards with phrases per token."""
+    ms = settings.share * costs.drafting(1 + settings.guesses * (settings.ngram - 1))
+    far = costs_by_phrases(settings, costs.far) if costs.far is not None else None
+    return replace(costs, draft={1: ms}, chained=0.0, chained_sampled=0.0, far=far)

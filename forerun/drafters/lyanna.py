@@ -7,65 +7,21 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from forerun.drafters.head import HeadDrafter
 from forerun.engine.draft import Draft
-from forerun.engine.step import Drafter
-from forerun.methods.base import Parts, integer, number, one_of
-from forerun.methods.hidden import HeadDrafter, Heads, Paced
-from forerun.methods.later import threads, torch
+from forerun.methods.head import Lyanna
+from forerun.sampling import threads
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from forerun.backends.heads import HiddenLM
-    from forerun.engine.acceptance import Verdict
-    from forerun.engine.costs import Costs
     from forerun.engine.sequence import Sequence
-
-
-@dataclass(frozen=True)
-class Lyanna(Heads):
-    """Draft `depth` hidden states with a trained head (arXiv 2602.21224). With a `width` of 1 the tokens are a chain,
-    else the best `nodes` of a tree of `width` beams (2 in the paper's Figure 6).
-
-    `reuse` of old logits, those that an earlier step drafted for places after a rejected token:
-        "add": add them to the fresh logits, times `weight` (mode A, ours). Their tokens count as reused.
-        "both": draft branches from them beside the fresh draft, at most `nodes` more, verified in the same target
-            forward (mode B, the paper's verification fusion).
-        "free": draft from them alone, without the head, if at least `least` places are left (Figure 6; mode D, or mode
-            C for a `least` of 1). Token information is that of the new tokens, from the root on. Greedy sequences do so
-            only if all of a step can, as otherwise the head runs anyway.
-        "off": drop them.
-    """
-
-    reuse: str = one_of("add", "off", "add", "both", "free")
-    weight: float = number(0.25, 0, 10)
-    least: int = integer(2)
-    name: ClassVar[str] = "lyanna"
-    head: ClassVar[str | None] = "lyanna"
-
-    def build(self, parts: Parts) -> Drafter:
-        assert parts.head is not None
-        return LyannaDrafter(self, parts.head.fresh(), parts.costs)
-
-
-@dataclass(frozen=True)
-class PacerLyanna(Paced, Lyanna):
-    """Lyanna with `depth` and `nodes` as limits. Each step chooses its depth, in blocks of `block` states, and its
-    number of nodes by the head's calibration and the table of costs."""
-
-    depth: int = integer(16)
-    nodes: int = integer(16)
-    block: int = integer(4)
-    name: ClassVar[str] = "pacer-lyanna"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.reuse == "both":
-            raise ValueError(
-                "pacer-lyanna cannot value a second draft: reuse must be off, add or free, not 'both'"
-            )
+    from forerun.engine.step import RowOutcome
+    from forerun.planning.cost_model import Costs
 
 
 @dataclass(frozen=True)
@@ -190,8 +146,8 @@ class LyannaDrafter(HeadDrafter):
             )
 
         plan = (
-            self.budgets.of(seqs, limits, [], [each.ahead for each in old])
-            if self.budgets is not None
+            self.planner.plan(seqs, limits, [], [each.ahead for each in old])
+            if self.planner is not None
             else None
         )
         return self.grow(seqs, logits, limits, plan, "reused")
@@ -224,16 +180,10 @@ class LyannaDrafter(HeadDrafter):
             free = [is_free and not seq.greedy for is_free, seq in zip(free, seqs, strict=True)]
         return free
 
-    def observe(
-        self,
-        seqs: list[Sequence],
-        drafts: list[Draft],
-        verdicts: list[Verdict],
-        hidden: list[Tensor] | None,
-    ) -> None:
-        super().observe(seqs, drafts, verdicts, hidden)
-        for seq, verdict in zip(seqs, verdicts, strict=True):
-            old = self.old.pop(seq.id, None)
-            left = old.after(len(verdict.path)) if old is not None else None
+    def observe(self, outcomes: abc.Sequence[RowOutcome], memo: Any) -> None:
+        super().observe(outcomes, memo)
+        for outcome in outcomes:
+            old = self.old.pop(outcome.sequence.id, None)
+            left = old.after(len(outcome.verdict.path)) if old is not None else None
             if left is not None:
-                self.old[seq.id] = left
+                self.old[outcome.sequence.id] = left

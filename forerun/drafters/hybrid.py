@@ -1,0 +1,239 @@
+"""Suffix drafts if they are likely to be accepted, else another method's drafts."""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from forerun.drafters.suffix import SuffixDrafter
+from forerun.engine.draft import Draft
+from forerun.engine.step import Drafter, Proposal
+from forerun.methods import Hybrid, Method, Parts
+from forerun.planning.forecast import StepSituation
+from forerun.planning.guard import GuardedDrafter, GuardMemo
+from forerun.planning.source_chooser import Choice, Forwards, SourceChooser, SourceOutcome
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forerun.engine.sequence import Sequence
+    from forerun.engine.step import RowOutcome
+    from forerun.model.causal_lm import CausalLM
+
+USUAL = 6.0  # the threshold if no costs are known
+PIECE = 2048  # most tokens of prompts that a step waits for
+
+
+@dataclass(frozen=True)
+class SuffixNote:
+    """What was known of a row before a step.
+
+    Attributes:
+        suffix: its suffix draft.
+        score: the draft's expected number of accepted tokens.
+        length: of its text.
+        situation: the row's part of the step.
+        choice: who was to draft.
+    """
+
+    suffix: Draft
+    score: float
+    length: int
+    situation: StepSituation
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class HybridMemo:
+    """What a hybrid drafter keeps of a step until it observes it.
+
+    Attributes:
+        notes: {sequence: what was known of it}.
+        asked: the sequences for which the other drafter was called.
+        forwards: of the other drafter.
+        inner: the other drafter's own memo, None if it was not called.
+    """
+
+    notes: dict[int, SuffixNote]
+    asked: frozenset[int]
+    forwards: int
+    inner: Any
+
+
+class HybridDrafter(Drafter):
+    """Draft by suffixes, or call the other drafter where the chooser prefers it.
+
+    Without a chooser it is called for rows whose suffix draft scores below `threshold`. If it has
+    no draft, the suffix draft is used, unless the chooser prefers none.
+
+    The other drafter reads a prompt when it is first called: `PIECE` tokens a step for the only row, else a chunk. One
+    that wants hidden states gets them at once, and reads by itself. It may have a guard of its own, which judges it by
+    the steps in which it drafted for all rows. In a pause of that guard suffixes draft for all rows. Plain steps that
+    it measures stay plain.
+    """
+
+    def __init__(
+        self,
+        suffixes: SuffixDrafter,
+        other: Drafter,
+        threshold: float,
+        chooser: SourceChooser | None = None,
+        draft: CausalLM | None = None,
+    ) -> None:
+        """Join two drafters.
+
+        Args:
+            suffixes: drafts by suffixes.
+            other: the other drafter.
+            threshold: the least score of a suffix draft. It counts without a chooser only.
+            chooser: weighs both drafters by costs.
+            draft: the model of the other drafter, if texts that it has kept count as read.
+        """
+        self.suffixes = suffixes
+        self.other = other
+        self.threshold = threshold
+        self.chooser = chooser
+        self._draft = draft
+        self.wants_hidden, self.spread = other.wants_hidden, other.spread
+        self._read: dict[int, int] = {}  # tokens of each sequence that the other drafter has read
+        self._unread: dict[int, Iterator[int]] = {}  # what reads a prompt that it has not read
+        self._reading = -1  # the sequence whose prompt it reads, or has read last
+        self._chunk = PIECE  # tokens of prompts to read in a step of several rows
+
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+        yield from self.suffixes.admit(seq, hidden, chunk)
+        unread = len(seq.tokens) if self.other.reads is None else self.other.reads
+        known = 0
+        if self._draft is not None:
+            known = self._draft.prompts.known(seq.tokens, seq.request.salt)
+        self._read[seq.id] = max(known, len(seq.tokens) - unread)
+        self._chunk = min(chunk, PIECE)
+        self._unread[seq.id] = iter(self.other.admit(seq, hidden, self._chunk))
+        for count in self._unread.pop(seq.id) if self.wants_hidden else ():
+            self._read[seq.id] += count
+            yield count
+
+    def propose(self, seqs: list[Sequence]) -> Proposal:
+        drafts: dict[int, Draft] = {}
+        notes: dict[int, SuffixNote] = {}
+        rest, rows = [], len(seqs)
+        for seq in seqs:
+            note = notes[seq.id] = self._note(seq, rows)
+            drafts[seq.id] = note.suffix
+            if not note.choice.takes_suffix:
+                drafts[seq.id] = Draft.root(seq.tokens[-1])
+            if note.choice.asks_other:
+                rest.append(seq)
+        begun = perf_counter()
+        rest = self._readers(rest, notes) if rest else []
+        reading = Proposal([], prompt_seconds=perf_counter() - begun)
+        proposal = self._ask(rest, rows) if rest else Proposal([])
+        is_measuring = isinstance(proposal.memo, GuardMemo) and proposal.memo.is_measuring
+        for seq, draft in zip(rest, proposal.drafts, strict=True):
+            if draft.drafted or is_measuring:
+                drafts[seq.id] = draft
+        asked = frozenset(seq.id for seq in rest)
+        memo = HybridMemo(notes, asked, proposal.forwards, proposal.memo)
+        return Proposal.together([drafts[seq.id] for seq in seqs], [proposal, reading], memo)
+
+    def _note(self, seq: Sequence, rows: int) -> SuffixNote:
+        """Find a row's suffix draft, and choose who drafts."""
+        suffix, score = self.suffixes.find(seq, rows)
+        length = len(seq.tokens)
+        if self.chooser is None:
+            asks_other = not suffix.drafted or score < self.threshold
+            choice = Choice(takes_suffix=True, asks_other=asks_other, wants_other=asks_other)
+            return SuffixNote(suffix, score, length, StepSituation(rows, length), choice)
+        situation = self.chooser.situation(seq, rows, self._read[seq.id])
+        choice = self.chooser.choose(situation, suffix, score)
+        return SuffixNote(suffix, score, length, situation, choice)
+
+    def _ask(self, seqs: list[Sequence], rows: int) -> Proposal:
+        """Return the other drafter's proposal for these sequences of a step of N rows."""
+        if isinstance(self.other, GuardedDrafter):
+            return self.other.propose(seqs, rows)
+        return self.other.propose(seqs)
+
+    def _readers(self, seqs: list[Sequence], step: Collection[int]) -> list[Sequence]:
+        """Have the other drafter read prompts, one after the other; return the sequences whose prompts are read.
+        `step`: the ids of all sequences of the step."""
+        left = self._chunk if len(step) > 1 else PIECE
+        if self._reading in self._unread and self._reading not in step:
+            left = 0  # an error of that sequence must not end one of this step
+        for id in (self._reading, *(seq.id for seq in seqs)):
+            while id in self._unread and left > 0:
+                self._reading, count = id, next(self._unread[id], None)
+                if count is None:
+                    del self._unread[id]
+                self._read[id] += count or 0
+                left -= count or 0
+        return [seq for seq in seqs if seq.id not in self._unread]
+
+    def observe(self, outcomes: abc.Sequence[RowOutcome], memo: HybridMemo | None) -> None:
+        # Hidden states come only once, so a drafter that wants them sees every step.
+        asked = memo.asked if memo is not None else frozenset()
+        rows = [
+            outcome for outcome in outcomes if self.wants_hidden or outcome.sequence.id in asked
+        ]
+        if rows:
+            self.other.observe(rows, memo.inner if memo is not None else None)
+        if self.chooser is None or memo is None:
+            return  # without a memo it is a plain step that others measure
+        for outcome in outcomes:
+            seq, draft = outcome.sequence, outcome.draft
+            note, is_asked = memo.notes.get(seq.id), seq.id in asked
+            if note is None:
+                continue
+            ran = memo.forwards and is_asked and not self.wants_hidden
+            is_other = ran or (draft.drafted and draft is not note.suffix)
+            forwards = memo.forwards if is_other else 0
+            self.chooser.observe(
+                SourceOutcome(
+                    suffix=note.suffix,
+                    score=note.score,
+                    used=draft,
+                    committed=seq.tokens[note.length :],
+                    forwards=forwards,
+                    ms=self.chooser.step_ms(note.situation, draft.drafted, forwards),
+                    wanted=note.choice.wants_other,
+                )
+            )
+            if is_other or (self.wants_hidden and is_asked):
+                self._read[seq.id] = len(seq.tokens)
+
+    def drop(self, seq: Sequence) -> None:
+        for each in (self._unread, self._read):
+            each.pop(seq.id, None)
+        self.suffixes.drop(seq)
+        self.other.drop(seq)
+
+
+def hybrid_drafter(settings: Hybrid, suffixes: SuffixDrafter, parts: Parts) -> Drafter:
+    """Return the drafter of a hybrid method: suffixes alone if there is no other method."""
+    kind = parts.head.kind if parts.head is not None else None
+    chosen = settings.resolve_defaults(
+        parts.draft is not None, parts.pre_verifier is not None, kind
+    )
+    if chosen.other == "auto":
+        return suffixes
+    method = chosen.other_method()
+    other = method.build(parts)
+    if parts.guarded is not None:
+        other = parts.guarded(other)
+    if settings.threshold is not None:
+        return HybridDrafter(suffixes, other, settings.threshold)
+    if parts.costs is None:
+        return HybridDrafter(suffixes, other, USUAL)
+    chooser = SourceChooser(parts.costs, _forwards_of(method))
+    knows_texts = chooser.forwards == "draft" and parts.translation is None
+    return HybridDrafter(suffixes, other, USUAL, chooser, parts.draft if knows_texts else None)
+
+
+def _forwards_of(method: Method) -> Forwards | None:
+    """Return what a method's drafter runs."""
+    if method.head:
+        return "head"
+    return "draft" if method.needs_draft else None

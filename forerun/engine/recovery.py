@@ -1,0 +1,66 @@
+"""What an engine does after a failed step: undo it, and find the sequence that is to blame."""
+
+from __future__ import annotations
+
+import logging
+
+from forerun.engine.reporting import Reports
+from forerun.engine.retries import Retries
+from forerun.engine.scheduler import Scheduler
+from forerun.engine.sequence import Phase, Sequence
+from forerun.engine.step import Drafter
+from forerun.engine.target import Target
+
+_LOG = logging.getLogger("forerun.engine.recovery")
+
+
+class Recovery:
+    """The way back from a failed step."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        scheduler: Scheduler,
+        retries: Retries,
+        reports: Reports,
+    ) -> None:
+        self._target = target
+        self._drafter = drafter
+        self._scheduler = scheduler
+        self._retries = retries
+        self._reports = reports
+
+    def undo(self) -> list[Sequence]:
+        """Drop all rows, and requeue their sequences as they were before the step.
+
+        Return the sequences that the step ran; none if it failed before it ran any.
+        """
+        ended = self._reports.ended
+        stepped = []
+        for seq in self._scheduler.admitted:
+            if seq.checkpoint is not None and seq.id not in ended:
+                stepped.append(seq)
+                seq.restore()
+            self._drafter.drop(seq)  # after `restore`: undone tokens are no output to draft from
+        self._target.reset()
+        self._scheduler.requeue_all()
+        return stepped
+
+    def blame(self, seqs: list[Sequence], error: BaseException) -> None:
+        """End the sequence of a failed step or prefill if it ran alone and is to blame.
+
+        Otherwise the sequences, which are in the queue, are tried again one by one.
+        """
+        if not self._retries.failed(seqs):
+            _LOG.warning(
+                "decoding of %d requests failed; each is tried again alone",
+                len(seqs),
+                exc_info=error,
+            )
+            return
+        seq = seqs[0]
+        seq.error = error
+        seq.phase = Phase.ENDED
+        self._scheduler.waiting.remove(seq)
+        self._reports.add_end(seq)

@@ -1,0 +1,18 @@
+"""Whether a step drafts, who drafts it, and how much.
+
+All three follow from one table, `Costs` (`cost_model`): ms of forwards by rows, nodes and context.
+
+- Whether: a drafter declares its costs by a `planner`. `forecast(drafter, StepSituation(...))` is
+  the one question, and `Forecast.pays` the one definition (`forecast`). Drafters without a planner
+  are tried. What a table cannot know is measured: a `Guard` times every step and ends drafts that
+  lose (`guard`). `GuardedDrafter` asks the guard, then the forecast.
+- Who: `SourceChooser` weighs suffixes, another drafter and nobody for each row (`source_chooser`).
+  `PhraseChooser` weighs forwards with phrases and without.
+- How much: `ChainPlanner` gives the length of a chain (`length`), and `TreePlanner` a step's
+  `TreePlan` (`tree_plan`). Both are planners, so they forecast too. `stop_rules` has the protocol
+  of the rules that end a chain, and the rules by plain bounds. Rules of papers are the drafters'.
+
+A step of `hybrid` thus asks a guard, a source chooser and the planner of the other drafter.
+Suffix drafts only ask `Costs` what one more token costs.
+Nothing here runs a model. `stop_rules` needs torch and `tree_plan` NumPy; the rest needs neither.
+"""

@@ -1,0 +1,357 @@
+"""The guard (ours): stop drafting while it does not pay, and try again from time to time.
+
+It reads a clock, so which steps draft differs from run to run. Greedy and seeded output does not
+differ, because a step without drafts is a plain one. Without a seed every step still samples from
+the target's distribution, but drafts use up random numbers.
+"""
+
+from __future__ import annotations
+
+from collections import abc, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import ceil, inf
+from statistics import median, median_low
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from forerun.engine.draft import Draft
+from forerun.engine.step import Drafter, Proposal
+from forerun.planning.cost_model import mean_context
+from forerun.planning.forecast import StepSituation, forecast
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forerun.engine.sequence import Sequence
+    from forerun.engine.step import RowOutcome
+
+FIRST_PLAIN_STEPS = 2  # before anything is drafted: two, because the very first step is slow
+
+# Losses and times below are in plain steps.
+# With a smaller allowed loss, drafts that gain are ended by bad luck alone.
+ALLOWED_LOSS = 4.0  # since drafting had gained most
+ALLOWED_TRIAL_LOSS = 0.75  # in a trial that has gained nothing
+CHECK_PAUSE = 4  # the first pause: plain steps are measured again
+# A later pause is a multiple of the loss. The multiple doubles with each failed trial, so that
+# trials that never pay cost 1/128 of the time.
+PAUSE_PER_LOSS = 16
+MAX_PAUSE_PER_LOSS = 128
+PLAIN_SHARE = 1 / 256  # the share of the time for plain steps between drafting steps
+# The first of these plain steps is due after this time, each next one after twice the time,
+# because a model's first steps are slow and soon prove wrong.
+FIRST_PLAIN_AFTER = 4.0
+
+# A drafting step no slower than this share of a plain step shows that plain steps have changed.
+STALE_BASELINE = 0.9
+RECENT_DECAY = 0.95  # about the last twenty drafting steps count
+
+
+class Guard:
+    """Track the tokens and seconds of an engine's steps, and decide which steps draft.
+
+    A drafting step of B rows that commits T tokens in s seconds gains T / B - s / p plain steps. p
+    is the time of a plain step of B rows: the median of the last three. Drafting goes on until it
+    has lost `ALLOWED_LOSS` since it had gained most. After a failed trial, it goes on until it has
+    lost as much as it had gained, or `ALLOWED_TRIAL_LOSS`. The time in which drafters read prompts
+    is a loss too, except in a pause.
+
+    A guard outlives sequences and engines.
+
+    Attributes:
+        clock: gives the time in seconds.
+        wait: plain steps until drafting is tried again.
+        failures: successive trials that did not pay.
+        begins: whether the next drafting step is the first of a trial.
+    """
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self.clock = clock
+        self.wait = 0
+        self.failures = 0
+        self.begins = True
+        self._spare_wait = 0  # the part of the pause that new sequences may shorten
+        # Since the trial began, in plain steps.
+        self._gained = 0.0
+        self._highest_gain = 0.0
+        self._prompt_debt = 0.0  # reading prompts at its beginning, which it may gain back
+        self._plain_seconds: dict[int, deque[float]] = {}  # of the last plain steps, by rows
+        self._plain_steps = 0
+        # Drafting steps, in plain steps.
+        self._step_costs: deque[float] = deque(maxlen=5)
+        self._recent_tokens = 0.0
+        self._recent_costs = 0.0
+        self._since_plain = 0.0  # time since the last plain step
+        self._plain_after = FIRST_PLAIN_AFTER
+
+    @property
+    def paused(self) -> bool:
+        """Whether no step drafts for the time being."""
+        return self.wait > 0
+
+    def pause(self, steps: int) -> None:
+        """Begin a pause."""
+        self.wait = steps
+        self._spare_wait = steps // 2
+
+    def shorten_pause(self, rows: int = 1) -> None:
+        """Shorten a pause for a new sequence, because its text may suit drafting.
+
+        A single row takes off the latter half of the pause, a row of a batch its share of that.
+        """
+        share = self._spare_wait // rows
+        self._spare_wait -= share
+        self.wait = max(self.wait - share, 0)
+
+    def drafts(self, rows: int) -> bool:
+        """Return whether a step of `rows` rows is to draft."""
+        if self.paused or self._plain_steps < FIRST_PLAIN_STEPS or rows not in self._plain_seconds:
+            return False
+        gain = self._recent_tokens / self._recent_costs if self._recent_costs else 1.0
+        # The less drafting gains, the less a plain step costs, and the sooner one is measured.
+        due = max(1 - 1 / gain, 0.05) / PLAIN_SHARE
+        return self._since_plain <= min(self._plain_after, due)
+
+    def charge(self, rows: int, seconds: float, late: bool) -> None:
+        """Charge the time in which a drafter read prompts.
+
+        Args:
+            rows: of the step.
+            seconds: how long it read.
+            late: whether it read at the beginning of a trial, which may gain the time back.
+        """
+        if rows not in self._plain_seconds:
+            return
+        cost = seconds / self._plain_step_seconds(rows)
+        if late:
+            self._prompt_debt += cost
+        else:
+            self._gained -= cost
+
+    def record(self, rows: int, tokens: int, seconds: float, drafted: bool) -> None:
+        """Record a step, whose rows committed `tokens` tokens in all."""
+        if drafted:
+            self._record_drafting(rows, tokens, seconds)
+        else:
+            self._record_plain(rows, seconds)
+
+    def _record_plain(self, rows: int, seconds: float) -> None:
+        self._plain_seconds.setdefault(rows, deque(maxlen=3)).append(seconds)
+        self._plain_steps += 1
+        if self._since_plain:
+            self._plain_after *= 2
+        self.wait = max(self.wait - 1, 0)
+        self._since_plain = 0.0
+
+    def _record_drafting(self, rows: int, tokens: int, seconds: float) -> None:
+        cost = seconds / self._plain_step_seconds(rows)
+        if self._step_costs:
+            # A step that the machine interrupted proves little.
+            cost = min(cost, 2 * median(self._step_costs))
+            if self.begins:
+                # The draft model also runs the tokens of the pause. The trial may gain that back.
+                usual = min(cost, median(self._step_costs))
+                self._prompt_debt = self._prompt_debt + cost - usual
+                cost = usual
+        self.begins = False
+        self._step_costs.append(cost)
+        # If drafting looks cheaper than plain decoding, the plain baseline is stale.
+        self._since_plain += cost if cost > STALE_BASELINE else inf
+        self._recent_tokens = RECENT_DECAY * self._recent_tokens + tokens / rows
+        self._recent_costs = RECENT_DECAY * self._recent_costs + cost
+        self._gained += tokens / rows - cost
+        self._highest_gain = max(self._highest_gain, self._gained)
+        allowed = ALLOWED_LOSS
+        if self.failures:
+            allowed = min(max(self._highest_gain, ALLOWED_TRIAL_LOSS), ALLOWED_LOSS)
+        if self._highest_gain - self._gained > allowed:
+            self._end_trial()
+
+    def _end_trial(self) -> None:
+        pause = CHECK_PAUSE
+        gained = self._gained - self._prompt_debt
+        if gained > 2 * ALLOWED_LOSS:
+            self.failures = 0
+        elif gained > 0:  # this may have been luck
+            self.failures = max(0, self.failures - 1)
+        else:
+            if self.failures:
+                per_loss = min(PAUSE_PER_LOSS * 2 ** (self.failures - 1), MAX_PAUSE_PER_LOSS)
+                pause = ceil(-gained * per_loss)
+            self.failures += 1
+        self.pause(pause)
+        self._gained = 0.0
+        self._highest_gain = 0.0
+        self._prompt_debt = 0.0
+        self.begins = True
+
+    def _plain_step_seconds(self, rows: int) -> float:
+        return max(median_low(self._plain_seconds[rows]), 1e-9)
+
+
+@dataclass(frozen=True)
+class GuardMemo:
+    """What a guarded drafter keeps of a step until it observes it.
+
+    Attributes:
+        asked: the sequences for which the drafter was called.
+        judge: the guard that judges the step; None if no guard does.
+        length: the tokens of all sequences before the step.
+        started_at: when the step began. The time of drafts' prompts is left out.
+        ran: whether the drafter ran a forward.
+        inner: the drafter's own memo.
+    """
+
+    asked: frozenset[int]
+    judge: Guard | None
+    length: int
+    started_at: float
+    ran: bool
+    inner: Any
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether the step measures a plain step, so that nothing may be drafted in it."""
+        return self.judge is not None and not self.asked
+
+
+class GuardedDrafter(Drafter):
+    """Wrap any drafter, and call it only while its drafts pay.
+
+    In other steps the drafter is not called, and sees later that sequences have grown. It admits a
+    sequence when it first drafts for it, so a request that is paused throughout never runs the
+    draft model's prompt.
+
+    A drafter that wants the target's hidden states admits every sequence at once and observes every
+    step, because the states come only once. In a pause it observes an empty draft.
+    """
+
+    def __init__(self, drafter: Drafter, guard: Guard, sampled: Guard | None = None) -> None:
+        """Wrap a drafter.
+
+        Args:
+            drafter: what drafts.
+            guard: judges steps whose rows are all greedy.
+            sampled: judges steps with sampled rows, because these cost and accept differently.
+                None: a new guard.
+        """
+        self.drafter = drafter
+        self.guards = {True: guard, False: sampled if sampled is not None else Guard(guard.clock)}
+        self.wants_hidden = drafter.wants_hidden
+        self.spread = drafter.spread
+        self.reads = drafter.reads
+        self._inside: dict[int, bool] = {}  # {sequence: whether the drafter has admitted it}
+        self._admitting = False  # whether the drafter reads a prompt; it reads one at a time
+
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+        """Admit a sequence, at once to the drafter if its drafts are expected to pay."""
+        self._inside[seq.id] = False
+        guard = self.guards[seq.greedy]
+        guard.shorten_pause(len(self._inside))
+        is_tried = not guard.paused and self._forecasts_gain(seq, seq.rows)
+        if not self.wants_hidden and not is_tried:
+            return
+        self._admitting = True
+        seconds = 0.0
+        started_at = guard.clock()
+        try:
+            for count in self.drafter.admit(seq, hidden, chunk):
+                seconds += guard.clock() - started_at
+                yield count
+                started_at = guard.clock()
+        finally:
+            self._admitting = False
+        # In a pause a drafter that wants hidden states reads all prompts, whatever is tried later.
+        if is_tried:
+            guard.charge(len(self._inside), seconds + guard.clock() - started_at, late=False)
+        self._inside[seq.id] = True
+
+    def propose(self, seqs: list[Sequence], step_rows: int | None = None) -> Proposal:
+        """Return drafts, or empty ones in a pause.
+
+        Args:
+            seqs: the sequences to draft for.
+            step_rows: all rows of the step, when drafters share a step. Such a step is judged only
+                if `seqs` are all of its rows, and never in a pause. None: `seqs` are all rows.
+        """
+        is_shared = step_rows is not None
+        rows = len(seqs) if step_rows is None else step_rows
+        guard = self.guards[all(seq.greedy for seq in seqs)]
+        is_judged = not is_shared or (rows == len(seqs) and not guard.paused)
+        is_drafting = guard.drafts(len(seqs)) if is_judged else not guard.paused
+        asked = self._paying(seqs, rows) if is_drafting else []
+        if is_drafting and len(asked) < len(seqs) and (asked or is_shared):
+            # Not comparable: not every row was drafted by us, or the other drafter drafts.
+            is_judged = False
+        if not is_judged and not asked:
+            guard.wait = max(guard.wait - 1, 0)
+        late = [seq for seq in asked if not self._inside[seq.id]]
+        if late and self._admitting:  # they wait until that prompt is read
+            asked = [seq for seq in asked if self._inside[seq.id]]
+            late = []
+            is_judged = False
+        started_at = guard.clock()
+        self._admit_late(late)
+        if late and is_judged:
+            now = guard.clock()
+            guard.charge(len(seqs), now - started_at, late=True)
+            started_at = now
+        proposal = self.drafter.propose(asked) if asked else Proposal([], rests=guard.paused)
+        if proposal.prompt_seconds and is_judged:
+            guard.charge(len(seqs), proposal.prompt_seconds, late=guard.begins)
+            started_at += proposal.prompt_seconds
+        drafts = {seq.id: Draft.root(seq.tokens[-1]) for seq in seqs}
+        drafts |= zip([seq.id for seq in asked], proposal.drafts, strict=True)
+        memo = GuardMemo(
+            asked=frozenset(seq.id for seq in asked),
+            judge=guard if is_judged else None,
+            length=sum(len(seq.tokens) for seq in seqs),
+            started_at=started_at,
+            ran=proposal.forwards > 0,
+            inner=proposal.memo,
+        )
+        return replace(proposal, drafts=[drafts[seq.id] for seq in seqs], memo=memo)
+
+    def observe(self, outcomes: abc.Sequence[RowOutcome], memo: GuardMemo | None) -> None:
+        """Pass the outcomes on to the drafter, and judge the step."""
+        asked = memo.asked if memo is not None else frozenset()
+        of_drafter = [
+            outcome for outcome in outcomes if self.wants_hidden or outcome.sequence.id in asked
+        ]
+        if of_drafter:
+            self.drafter.observe(of_drafter, memo.inner if memo is not None else None)
+        if memo is None or memo.judge is None:
+            return
+        tokens = sum(len(outcome.sequence.tokens) for outcome in outcomes) - memo.length
+        # A step in which the drafter ran nothing and proposed nothing measures a plain step.
+        drafted = memo.ran or any(outcome.draft.drafted for outcome in outcomes)
+        memo.judge.record(len(outcomes), tokens, memo.judge.clock() - memo.started_at, drafted)
+
+    def drop(self, seq: Sequence) -> None:
+        """Forget a sequence, as the drafter does."""
+        self._inside.pop(seq.id, None)
+        self.drafter.drop(seq)
+
+    def _paying(self, seqs: list[Sequence], rows: int) -> list[Sequence]:
+        """Return the sequences whose drafts are expected to pay in a step of `rows` rows."""
+        greedy = all(seq.greedy for seq in seqs)
+        step = forecast(self.drafter, StepSituation(rows, mean_context(seqs), greedy))
+        paying = []
+        for seq in seqs:
+            pays = step.pays if self._inside[seq.id] else self._forecasts_gain(seq, rows)
+            if pays:
+                paying.append(seq)
+        return paying
+
+    def _forecasts_gain(self, seq: Sequence, rows: int) -> bool:
+        """Return whether drafts pay for a sequence whose text is yet to be read."""
+        length = len(seq.tokens)
+        situation = StepSituation(rows, length, seq.greedy, length, seq.remaining)
+        return forecast(self.drafter, situation).pays
+
+    def _admit_late(self, seqs: list[Sequence]) -> None:
+        """Have the drafter read the whole texts of sequences."""
+        for seq in seqs:
+            for _ in self.drafter.admit(seq, None, len(seq.tokens)):
+                pass
+            self._inside[seq.id] = True

@@ -1,0 +1,93 @@
+"""How many tokens a chain drafts: the number with the least expected ms per token. Ours."""
+
+from __future__ import annotations
+
+from collections import abc
+from functools import lru_cache
+from itertools import accumulate
+from operator import mul
+
+from forerun.planning.cost_model import Costs, rounded
+from forerun.planning.forecast import Forecast, StepSituation
+
+LONGEST_CHAIN = 16  # tokens of the longest chain whose length follows from costs
+EXPECTED_ACCEPTANCE = 0.75  # how often a token is accepted, where no estimate is made
+# An estimate is a mean in which each draft counts DRAFT_DECAY times as much as the next one, and
+# the expected acceptance counts as PRIOR_DRAFTS drafts.
+PRIOR_ACCEPTANCE = 0.7
+PRIOR_DRAFTS = 4.0
+DRAFT_DECAY = 0.98
+
+
+class ChainPlanner:
+    """Plan the chains of a draft model from a table of costs.
+
+    It estimates how often tokens of each place are accepted, in greedy decoding and in sampling
+    apart. The first place is expected to have PRIOR_ACCEPTANCE, and each later one the estimate of
+    the place before it.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs = {True: costs, False: costs.sampled}
+        self._saved = lru_cache(self._saved_by_best_length)
+        # By greediness and place: drafts that tested it, and drafts in which it was accepted.
+        self._tested = {greedy: [0.0] * LONGEST_CHAIN for greedy in (True, False)}
+        self._accepted = {greedy: [0.0] * LONGEST_CHAIN for greedy in (True, False)}
+
+    def forecast(self, situation: StepSituation) -> Forecast:
+        """Return what chains of the best length save, at the expected acceptance.
+
+        Greedy costs are used for all rows. All rows read their prompts, and then share the time
+        that is saved.
+        """
+        saved = self._saved(situation.rows, rounded(situation.context))
+        reading = 0.0
+        if situation.unread:
+            middle = self._costs[True].at(situation.context - situation.unread / 2)
+            reading = middle.reading(situation.rows * situation.unread)
+        return Forecast(saved, saved * situation.remaining, reading)
+
+    def length(self, situation: StepSituation) -> int:
+        """Return the number of tokens to draft, at least 1."""
+        costs = self._costs[situation.greedy].at(situation.context, situation.rows)
+        step_ms = costs.steps(situation.rows, LONGEST_CHAIN)
+        return max(1, best_length(step_ms, self.estimates(situation.greedy)))
+
+    def estimates(self, greedy: bool) -> list[float]:
+        """Return how often a token of each place is accepted if those before it are."""
+        estimates = []
+        estimate = PRIOR_ACCEPTANCE
+        for tested, accepted in zip(self._tested[greedy], self._accepted[greedy], strict=True):
+            estimate = (accepted + PRIOR_DRAFTS * estimate) / (tested + PRIOR_DRAFTS)
+            estimates.append(estimate)
+        return estimates
+
+    def record(self, greedy: bool, tested: int, accepted: int) -> None:
+        """Record how many tokens of a draft were tested, and how many of them accepted."""
+        of_tested = self._tested[greedy]
+        of_accepted = self._accepted[greedy]
+        for place in range(min(tested, LONGEST_CHAIN)):
+            of_tested[place] = DRAFT_DECAY * of_tested[place] + 1
+            of_accepted[place] = DRAFT_DECAY * of_accepted[place] + (place < accepted)
+
+    def _saved_by_best_length(self, rows: int, context: int) -> float:
+        """Return the ms that a token of each row takes less than in a plain step, at least 0."""
+        step_ms = self._costs[True].at(context, rows).steps(rows, LONGEST_CHAIN)
+        return step_ms[0] - min(token_ms(step_ms, [EXPECTED_ACCEPTANCE] * LONGEST_CHAIN))
+
+
+def token_ms(step_ms: abc.Sequence[float], acceptance: abc.Sequence[float]) -> list[float]:
+    """Return the expected ms per token by the number of drafted tokens, from 0 on.
+
+    Args:
+        step_ms: the time of a whole step by the same number (`Costs.steps`).
+        acceptance: how often the token of each place is accepted if those before it are.
+    """
+    tokens = accumulate(accumulate(acceptance, mul), initial=1.0)
+    return [ms / count for ms, count in zip(step_ms, tokens, strict=False)]
+
+
+def best_length(step_ms: abc.Sequence[float], acceptance: abc.Sequence[float]) -> int:
+    """Return the number of drafted tokens with the least ms per token (arguments: `token_ms`)."""
+    by_length = token_ms(step_ms, acceptance)
+    return by_length.index(min(by_length))
