@@ -16,10 +16,10 @@ from transformers import PreTrainedConfig
 
 from forerun.api.layers import load_head
 from forerun.backends import prepare
+from forerun.backends.family import FAMILY
 from forerun.backends.heads import head_rows
 from forerun.backends.hot import hot_tokens
-from forerun.backends.panels import BLOCK
-from forerun.backends.quantised import FAMILY
+from forerun.backends.panels import BLOCK_INPUTS
 from forerun.backends.stored import StoredLinear, is_stored
 from forerun.heads.eagle3 import Eagle3Head
 from forerun.heads.heads import KINDS, HeadLayer, HiddenConfig, HiddenDrafter, hot_set
@@ -215,14 +215,16 @@ def _config(text: PreTrainedConfig, size: int, recipe: HeadRecipe) -> HiddenConf
         left = (
             LARGEST - table - 2 * size**2 - recipe.layers * 2 * size * head_dim * (heads + groups)
         )
-        inner = min(own, max(BLOCK, left // (3 * size * recipe.layers * BLOCK) * BLOCK))
+        inner = min(
+            own, max(BLOCK_INPUTS, left // (3 * size * recipe.layers * BLOCK_INPUTS) * BLOCK_INPUTS)
+        )
     inner = recipe.inner or inner
     if recipe.kind == "eagle":
         inner += table // (3 * size * recipe.layers)
         if (
-            inner >= 20 * BLOCK
+            inner >= 20 * BLOCK_INPUTS
         ):  # whole blocks, which our product in 8 bits needs, where they are a small part
-            inner = round(inner / BLOCK) * BLOCK
+            inner = round(inner / BLOCK_INPUTS) * BLOCK_INPUTS
     rope = getattr(text, "rope_parameters", None) or {}
     return HiddenConfig(
         kind=recipe.kind,
