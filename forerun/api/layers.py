@@ -15,7 +15,7 @@ from forerun.backends.heads import Head, HiddenLM
 from forerun.heads import heads
 from forerun.heads.eagle3 import Eagle3Head, own_name, read_config
 from forerun.heads.heads import HiddenDrafter
-from forerun.heads.pre_verifier import OLDER, PreVerifier
+from forerun.heads.pre_verifier import RETIRED_LAYER_SETTINGS, PreVerifier
 from forerun.methods import Method
 from forerun.model.causal_lm import CausalLM, context_of
 from forerun.model.eager import decoder_layers
@@ -187,7 +187,8 @@ def _load_layer(source: str | Path, name: str, cls: type[_Layer]) -> _Layer:
     check_role(folder, ROLES[config.model_type])
     with loading(f"{name}: config.json"):
         settings = json.loads(path.read_text())
-        older = {"heads", "states", "target_size", "token_size", "draft_size", *OLDER, *heads.OLDER}
+        older = {"heads", "states", "target_size", "token_size", "draft_size"}
+        older |= {*RETIRED_LAYER_SETTINGS, *heads.RETIRED_HEAD_SETTINGS}
         known = set(config().to_dict()) | {"architectures", "dtype"} | older
         unknown = sorted(set(settings) - known)
     if unknown:

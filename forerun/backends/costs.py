@@ -26,7 +26,7 @@ from forerun.engine.costs import Costs, convex, costs_of
 from forerun.engine.draft import Draft
 from forerun.files import home, write_text
 from forerun.heads.echo import SIZES
-from forerun.heads.pre_verifier import LEAST, PreVerifier
+from forerun.heads.pre_verifier import MIN_PROBABILITY, PreVerifier
 from forerun.heads.quick import quick
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.probabilities import last_probabilities, probabilities_of
@@ -276,7 +276,7 @@ def _layer_costs(layer: PreVerifier, draft: CausalLM) -> tuple[float, float]:
         q = probabilities_of(
             scores, torch.zeros(1, 4, dtype=torch.long, device=scores.device)
         ).tolist()
-        fast.step(state, [[log(max(each, LEAST)) for each in row] for row in q], echoes)
+        fast.step(state, [[log(max(each, MIN_PROBABILITY)) for each in row] for row in q], echoes)
         calls.append(perf_counter() - begun)
         (scores,) = draft.forward([0], [Draft.root(0)]).logits
         begun = perf_counter()

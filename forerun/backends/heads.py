@@ -70,7 +70,7 @@ class HiddenLM(Rows):
     unless `few` is False.
 
     Attributes:
-        kind: see `forerun.heads.heads.KINDS`.
+        kind: see `forerun.heads.heads.HEAD_KINDS`.
         capture: the target's states that are its features.
         reads: the last positions of a prompt that it reads.
         width, depth: size of a feature, and number of layers.

@@ -104,7 +104,9 @@ class _Past:
     """
 
     echo: Echo = field(default_factory=Echo)
-    runs: list[float] = field(default_factory=lambda: [0.0, pre_verifier.USUAL, pre_verifier.USUAL])
+    runs: list[float] = field(
+        default_factory=lambda: [0.0, pre_verifier.USUAL_RUN, pre_verifier.USUAL_RUN]
+    )
 
 
 class PacerStop(LengthPolicy):
@@ -272,7 +274,7 @@ class BlockRule(StopRule):
         self.ids = ids
         output, self.state = policy.layer.step(
             self.state,
-            [[log(max(each, pre_verifier.LEAST)) for each in row] for row in q],
+            [[log(max(each, pre_verifier.MIN_PROBABILITY)) for each in row] for row in q],
             [self._echo(*row, new) for row in zip(seqs, drafted, strict=True)],
         )
         return output
