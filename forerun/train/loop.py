@@ -220,7 +220,8 @@ def train(
 ) -> None:
     """Train `model` in place for `config.steps` steps.
 
-    It goes on from `folder/checkpoint.pt` if that exists. The folder must be `claim`ed. Losses go to `folder/log.jsonl`, one object a line.
+    It goes on from `folder/checkpoint.pt` if that exists. The folder must be `claim`ed. Losses go
+    to `folder/log.jsonl`, one object a line.
 
     Args:
         model: the model.
