@@ -97,29 +97,17 @@ class HeadRecipe:
 
 @dataclass(frozen=True)
 class _Training:
-    """A head with what its training needs.
-
-    Attributes:
-        run: the run.
-        recipe: how the head is made.
-        drafter: the head.
-        embed: the target's embeddings.
-        weights: rows of the target's LM head for the hot set.
-        labels: the target's labels of the training texts.
-        texts: the training texts, on the CPU.
-        val_labels: the target's labels of the validation texts.
-        val: the validation texts, on the CPU.
-    """
+    """A head with what its training needs."""
 
     run: Run
     recipe: HeadRecipe
     drafter: HiddenDrafter
-    embed: nn.Module
-    weights: HeadWeights
+    embed: nn.Module  # the target's embeddings
+    weights: HeadWeights  # rows of the target's LM head for the hot set
     labels: Labels
-    texts: Texts
+    texts: Texts  # those of `labels`, on the CPU
     val_labels: Labels
-    val: Texts
+    val: Texts  # those of `val_labels`, on the CPU
 
     def fit(self, is_copied: bool, is_known: bool) -> None:
         """Train the head.
@@ -179,10 +167,7 @@ class _Training:
 def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[str, Any]:
     """Train a head and save it in `run.out`; return the figures of validation.
 
-    Args:
-        run: the run.
-        recipe: how the head is made.
-        start: the folder of a head of the same form to go on from, which keeps its hot set.
+    `start` is the folder of a head of the same form to go on from; it keeps its hot set.
 
     Raises:
         ValueError: settings, data, models or folders do not fit.

@@ -143,11 +143,8 @@ def save_missing(
 ) -> None:
     """Write the files that do not exist yet, so that a stopped run continues.
 
-    Args:
-        paths: the files.
-        make: returns the tensors of the file with this number.
-        what: the name of the files in the lines of progress.
-        say: gets a line of progress after each file.
+    `make(number)` returns the tensors of a file. `say` gets a line of progress after each file, in
+    which `what` names the files.
     """
     missing = [number for number, path in enumerate(paths) if not path.exists()]
     started_at = time.perf_counter()
@@ -221,16 +218,8 @@ def train(
     """Train `model` in place for `config.steps` steps.
 
     It goes on from `folder/checkpoint.pt` if that exists. The folder must be `claim`ed. Losses go
-    to `folder/log.jsonl`, one object a line.
-
-    Args:
-        model: the model.
-        loss: returns the scalar to minimise for a batch.
-        batch: returns the batch of a step.
-        evaluate: returns the validation loss.
-        config: the settings.
-        folder: the folder of the checkpoint and the log.
-        say: gets lines of progress.
+    to `folder/log.jsonl`, one object per line. `batch(step)` returns a batch, `loss(batch)` the
+    scalar to minimise, `evaluate()` the validation loss; `say` gets lines of progress.
 
     Raises:
         ValueError: a loss is not finite.

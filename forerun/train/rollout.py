@@ -152,17 +152,9 @@ def roll_out(
     drafts as well. Each token of all drafts of a text takes one forward, because the drafts are
     branches from a shared context.
 
-    Args:
-        target: the target.
-        draft: the draft model.
-        texts: the texts.
-        count: how many drafts leave each text; None drafts from every place. Half of the anchors,
-            if available, stand where a draft would just have been rejected, because most drafts
-            begin there, and what follows is harder than elsewhere. The others stand anywhere
-            (ours).
-        depth: the number of tokens to draft from each anchor.
-        sampler: how the tokens are chosen.
-        generator: of the random numbers.
+    `count` drafts of `depth` tokens leave each text; None drafts from every place. Half of their
+    anchors, if available, stand where a draft would just have been rejected, because most drafts
+    begin there, and what follows is harder than elsewhere. The others stand anywhere (ours).
     """
     windows = texts.tokens
     draft_forward = _Forward(draft, windows)
@@ -213,12 +205,7 @@ def _sample_kept(
 ) -> Tensor:
     """Return as bool [B, T] which tokens of windows are drawn as accepted, if they were drafted.
 
-    Args:
-        draft_logits: the draft's logits [B, T, V] over the windows.
-        target_logits: the target's.
-        windows: [B, T].
-        sampler: how tokens are chosen.
-        generator: of the random numbers.
+    The logits [B, T, V] are those of the two models over the windows [B, T].
     """
     target_scores = _scores(sampler, target_logits)
     chances = _kept(_scores(sampler, draft_logits), target_scores, windows, sampler.greedy)
