@@ -119,7 +119,8 @@ class Plan:
 
     def _check_folders(self) -> None:
         """Raise ValueError for a folder without a trained layer."""
-        folders = [("pre-verifier", self.pre_verifier), *(("head", head) for head in self.head)]
+        folders: list[tuple[str, str | Path | None]] = [("pre-verifier", self.pre_verifier)]
+        folders += [("head", head) for head in self.head]
         for what, folder in folders:
             if folder is not None and not (Path(folder) / "config.json").is_file():
                 raise ValueError(f"no {what} in the folder {str(folder)!r}")

@@ -151,7 +151,7 @@ def results(
     costs: Costs | None = None,
 ) -> dict[str, Any]:
     """Return the content of results.json."""
-    one_by_one = set()
+    one_by_one: set[str] = set()
     if plan.batch > 1:
         one_by_one = {
             name

@@ -216,7 +216,7 @@ def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[
         initialise(drafter, target, labels, embed)
     training.fit(is_copied and is_new, is_known=is_copied or start is not None)
     survival, drafter.config.curves = training.measure()
-    figures = {
+    figures: dict[str, Any] = {
         "survival": survival,
         "coverage": round(coverage, 4),
         "parameters": sum(parameter.numel() for parameter in drafter.parameters()),

@@ -25,7 +25,7 @@ from forerun.train.run import OwnOutput, Run, check_context
 from forerun.train.texts import SPLITS, Conversation, Texts, of_chats, read_chats, split_windows
 
 TEMPERATURE = 1.0  # of sampled windows and conversations
-TOP_P = 0.95  # of sampled windows
+WINDOW_TOP_P = 0.95  # of sampled windows
 CHAT_TOP_P = 1.0  # of sampled conversations
 # A warning comes below these.
 MIN_AUC = 0.6
@@ -156,7 +156,7 @@ def _gather(
     run: Run, target: CausalLM, drafter: CausalLM, parts: Mapping[str, TrainVal], recipe: Recipe
 ) -> dict[str, tuple[Drafts, Drafts]]:
     """Draft from the texts of each kind; return the drafts for training and for validation."""
-    top_p = TOP_P if run.chats is None else CHAT_TOP_P
+    top_p = WINDOW_TOP_P if run.chats is None else CHAT_TOP_P
     sampling = GenerationConfig(do_sample=True, temperature=TEMPERATURE, top_p=top_p, top_k=0)
     sampler = Sampler(False, target.processors(sampling, recipe.prompt))
     kinds = {
@@ -212,7 +212,7 @@ def _windows(
         prompts=[recipe.prompt],
         length=recipe.prompt + recipe.output,
         temperatures=(0.0, TEMPERATURE),
-        top_p=TOP_P,
+        top_p=WINDOW_TOP_P,
         seed=recipe.seed + PRE_VERIFIER_OUTPUT_SEED,
     )
     files = run.own_output(target, stream, output)
