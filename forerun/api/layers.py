@@ -15,7 +15,7 @@ from forerun.backends.heads import Head, HiddenLM
 from forerun.heads import heads
 from forerun.heads.eagle3 import Eagle3Head, own_name, read_config
 from forerun.heads.heads import HiddenDrafter
-from forerun.heads.pre_verifier import OLDER, PreVerifier
+from forerun.heads.pre_verifier import RETIRED_LAYER_SETTINGS, PreVerifier
 from forerun.methods import Method
 from forerun.model.causal_lm import CausalLM, context_of
 from forerun.model.eager import decoder_layers
@@ -28,8 +28,8 @@ _Layer = TypeVar("_Layer", PreVerifier, HiddenDrafter)
 # Fields that configurations of earlier versions had.
 _OLDER_FIELDS = {
     *("heads", "states", "target_size", "token_size", "draft_size"),
-    *OLDER,
-    *heads.OLDER,
+    *RETIRED_LAYER_SETTINGS,
+    *heads.RETIRED_HEAD_SETTINGS,
 }
 
 

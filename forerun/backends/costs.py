@@ -28,7 +28,7 @@ from forerun.engine.acceptance import accept
 from forerun.engine.draft import Draft
 from forerun.files import home, write_text
 from forerun.heads.echo import SIZES
-from forerun.heads.pre_verifier import LEAST, PreVerifier
+from forerun.heads.pre_verifier import MIN_PROBABILITY, PreVerifier
 from forerun.heads.quick import quick
 from forerun.model.causal_lm import CausalLM
 from forerun.planning.cost_model import Costs, convex, costs_of
@@ -337,7 +337,7 @@ def _layer_costs(layer: PreVerifier, draft: CausalLM) -> tuple[float, float]:
 
 
 def _logs(probabilities: Sequence[float]) -> list[float]:
-    return [log(max(probability, LEAST)) for probability in probabilities]
+    return [log(max(probability, MIN_PROBABILITY)) for probability in probabilities]
 
 
 @torch.inference_mode()

@@ -107,7 +107,7 @@ class HiddenLM(Rows):
     in 8 bits if it can, because a draft may round.
 
     Attributes:
-        kind: see `forerun.heads.heads.KINDS`.
+        kind: see `forerun.heads.heads.HEAD_KINDS`.
         capture: the target's states that are its features.
         reads: how many of a prompt's last positions it reads.
         width, depth: the size of a feature, and the number of layers.

@@ -75,7 +75,7 @@ class Method:
         name: its name for users and in results.
         needs_draft: whether it drafts with a model.
         layer: the folder's name of the trained layer that it needs.
-        head: the kind of head over hidden states that it needs (`forerun.heads.heads.KINDS`).
+        head: the kind of head over hidden states that it needs (`forerun.heads.heads.HEAD_KINDS`).
         warm: whether its pool outlives a sequence.
     """
 
