@@ -1,33 +1,33 @@
-"""What several commands share beside options: lines on stderr, colours, and quiet libraries."""
+"""What several commands share besides options: lines on stderr, colours, and quiet libraries."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-# Colour of a token by its origin. Tokens that the target chose stay plain.
+# The colour of a token by its origin. Tokens that the target itself sampled ("bonus") stay plain.
 STYLES = {
     "draft": "green",
     "lookup": "cyan",
     "phrase": "magenta",
     "window": "magenta",
     "reused": "yellow",
+    "correction": "bold red",
+    "bonus": "",
+    "prompt": "dim",
 }
-STYLES |= {"correction": "bold red", "bonus": "", "prompt": "dim"}
 
 
 def say(line: str) -> None:
-    """Print a line on stderr, under the program's name."""
+    """Print a line on stderr, after the program's name."""
     print(f"forerun: {line}", file=sys.stderr, flush=True)
 
 
 def quiet(threads: int | None = None) -> None:
-    """Keep transformers' progress bars and warnings out of the output; set torch's threads."""
-    for library in (
-        "TRANSFORMERS",
-        "HF_HUB",
-    ):  # the hub's has a line for each of its attempts without a network
-        os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    """Keep transformers' progress bars and warnings out of the output, and set torch's threads."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # Without a network the hub's client warns at every attempt to reach it.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     import torch
     from transformers.utils import logging
 
