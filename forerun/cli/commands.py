@@ -8,7 +8,7 @@ import typer
 
 from forerun import __version__
 from forerun.cli import batch_jobs, bench, demo, generate, info, serve, train
-from forerun.cli.common import say
+from forerun.cli.common import help_text, say
 from forerun.zoo import MODELS, SMOLLM2, require
 from forerun.zoo.fetch import fetch as download
 from forerun.zoo.fetch import with_drafts
@@ -85,5 +85,5 @@ COMMANDS = (
     serve.serve,
 )
 for command in COMMANDS:
-    app.command()(command)
+    app.command(help=help_text(command))(command)
 app.add_typer(train.app, name="train")

@@ -1,9 +1,11 @@
-"""What several commands share besides options: lines on stderr, colours, and quiet libraries."""
+"""What several commands share besides options: lines on stderr, colours, help, quiet libraries."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from inspect import getdoc
 
 # The colour of a token by its origin. Tokens that the target itself sampled ("bonus") stay plain.
 STYLES = {
@@ -34,3 +36,12 @@ def quiet(threads: int | None = None) -> None:
     logging.disable_progress_bar()
     if threads:
         torch.set_num_threads(threads)
+
+
+def help_text(command: Callable[..., None]) -> str:
+    """Return a command's docstring with each paragraph in one line.
+
+    typer keeps the ends of lines after the first paragraph, and a terminal may be narrower.
+    """
+    paragraphs = (getdoc(command) or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
