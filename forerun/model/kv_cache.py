@@ -287,7 +287,10 @@ class KVCache(Cache):
 
     @property
     def position_bytes(self) -> int | None:
-        """Return the bytes of one position of a row in all layers; None before the first forward."""
+        """Return the bytes of one position of a row in all layers.
+
+        None before the first forward.
+        """
         ready = self._ready()
         if not ready:
             return None
