@@ -72,11 +72,11 @@ def run(model: CausalLM, text: Sequence[int], capture: Any = "", salt: str = "")
     return sum(model.prefill(text, 512, salt, capture))
 
 
-def park(model: CausalLM, text: Sequence[int], capture: Any = "", salt: str = "") -> None:
-    """Read a prompt, and park it as the text of a request that has ended."""
+def save_text(model: CausalLM, text: Sequence[int], capture: Any = "", salt: str = "") -> None:
+    """Read a prompt, and save it as the text of a request that has ended."""
     run(model, text, capture, salt)
     model.join(1)
-    model.park(1, text, model.prompt_hidden, salt, capture)
+    model.save_prefix(1, text, model.prompt_hidden, salt, capture)
     model.drop(1)
     model.forget_prompt()
     written(model)
@@ -110,7 +110,7 @@ def test_a_text_from_disk_has_the_bits_of_one_that_was_run(
     assert run(first, text, capture) == 700
     wanted, hidden = states(first, 700), first.prompt_hidden
     first.forget_prompt()
-    park(first, text, capture)
+    save_text(first, text, capture)
     again = begun(model, tmp_path)
     assert run(again, text, capture) == 0 and again.prefilled == 0
     assert_same(states(again, 700), wanted)
@@ -127,7 +127,7 @@ def test_a_text_from_disk_has_the_bits_of_one_that_was_run(
 @pytest.mark.parametrize("form", ["float32 in C", "transformers"])
 def test_a_text_goes_on_after_what_memory_has(form: str, tmp_path: Path) -> None:
     model, text = FORMS[form](), random_text(900)
-    park(begun(model, tmp_path), text)
+    save_text(begun(model, tmp_path), text)
     other = begun(model, tmp_path)
     assert run(other, [*text[:300], 1, 2]) == 2  # from disk, and then in memory
     assert run(other, [*text, 1, 2]) == 2  # 300 tokens are in the row, 600 on disk
@@ -140,7 +140,7 @@ def test_a_text_goes_on_after_what_memory_has(form: str, tmp_path: Path) -> None
 
 def test_without_a_prefix_store_texts_are_on_disk_alone(tmp_path: Path) -> None:
     model, text = FORMS["float32 in C"](), random_text(520)
-    park(begun(model, tmp_path, prefix_bytes=0), text)
+    save_text(begun(model, tmp_path, prefix_bytes=0), text)
     assert run(begun(model, tmp_path, prefix_bytes=0), [*text[:510], 4]) == 1
 
 
@@ -155,15 +155,15 @@ def test_a_prompt_is_written_before_its_answer_is_there(tmp_path: Path) -> None:
 def test_texts_with_one_beginning_share_its_files(tmp_path: Path) -> None:
     model, text = FORMS["float32 in C"](), random_text(600)
     first = begun(model, tmp_path)
-    park(first, text)
+    save_text(first, text)
     assert len(files(tmp_path)) == 3
-    park(first, [*text, *random_text(100, 1)])  # replaces the last one
+    save_text(first, [*text, *random_text(100, 1)])  # replaces the last one
     assert len(files(tmp_path)) == 3
-    park(first, text)  # has nothing new
+    save_text(first, text)  # has nothing new
     assert len(files(tmp_path)) == 3
-    park(first, [*text[:560], *random_text(40, 2)])
+    save_text(first, [*text[:560], *random_text(40, 2)])
     assert len(files(tmp_path)) == 4
-    park(first, text[:200])  # too short
+    save_text(first, text[:200])  # too short
     assert len(files(tmp_path)) == 4
 
 
@@ -172,7 +172,7 @@ def test_texts_with_one_beginning_share_its_files(tmp_path: Path) -> None:
 
 def test_salts_are_apart_and_unreadable(tmp_path: Path) -> None:
     model, text = FORMS["float32 in C"](), random_text(300)
-    park(begun(model, tmp_path), text, salt="a secret \ud800")
+    save_text(begun(model, tmp_path), text, salt="a secret \ud800")
     other = begun(model, tmp_path)
     assert run(other, text) == 300 and run(other, text, salt="another") == 300
     assert run(other, text, salt="a secret \ud800") == 0
@@ -242,7 +242,7 @@ def stored_text(
     path = tmp_path_factory.mktemp("texts")
     model, text = FORMS["float32 in C"](), random_text(600)
     first = begun(model, path)
-    park(first, text, "head")
+    save_text(first, text, "head")
     run(first, text, "head")
     hidden = first.prompt_hidden
     assert hidden is not None
@@ -258,7 +258,7 @@ def reads_anew(known: tuple[CausalLM, list[int], Path, list[torch.Tensor]], path
     assert hidden is not None
     assert_same([*states(again, 600), hidden], wanted)
     again.forget_prompt()
-    park(again, text, "head")
+    save_text(again, text, "head")
     assert run(begun(model, path), text, "head") == 0  # what was damaged was written again
     return count
 
@@ -328,7 +328,7 @@ def test_strange_files_are_ignored_with_a_line(
     model, text, *_ = stored_text
     again = begun(model, path)
     assert run(again, text, "head") == 0
-    park(again, random_text(300, 5), "head")
+    save_text(again, random_text(300, 5), "head")
     assert sorted(each.split("/")[-1].split()[0] for each in set(caplog.messages)) == [
         *("folder", "model.safetensors", "notes.txt")
     ]
@@ -344,10 +344,10 @@ def test_a_full_disk_is_a_line(
     model = begun(FORMS["float32 in C"](), tmp_path)
     monkeypatch.setattr(prompt_folder, "_write_file", full)
     for seed in range(3):
-        park(model, random_text(300, seed))
+        save_text(model, random_text(300, seed))
     assert caplog.messages == [f"a text is not kept in {tmp_path}: No space left on device"]
     monkeypatch.undo()
-    park(model, random_text(300))
+    save_text(model, random_text(300))
     assert len(files(tmp_path)) == 2
 
 
@@ -356,7 +356,7 @@ def test_a_full_disk_is_a_line(
 
 def test_the_folder_is_the_users_alone(tmp_path: Path) -> None:
     path = tmp_path / "a" / "folder"
-    park(begun(FORMS["float32 in C"](), path), random_text(300))
+    save_text(begun(FORMS["float32 in C"](), path), random_text(300))
     for each, mode in ((path, 0o700), (files(path)[0].parent, 0o700), (files(path)[0], 0o600)):
         assert stat.S_IMODE(each.stat().st_mode) == mode
     path.chmod(0o770)
