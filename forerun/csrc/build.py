@@ -42,7 +42,7 @@ def sources(machine: str) -> dict[str, list[str]]:
     """Return {source file: its own flags}."""
     variants = VARIANTS.get(machine, {"plain": []})
     own = {f"variant_{name}.c": flags for name, flags in variants.items()}
-    parts = ("products.c", "between.c", "attention.c")  # included by each variant
+    parts = ("products.c", "vector_ops.c", "attention.c")  # included by each variant
     names = [path.name for path in HERE.glob("*.c")]
     shared = sorted(name for name in names if not name.startswith("variant_") and name not in parts)
     return {**own, **{name: [] for name in shared}}
