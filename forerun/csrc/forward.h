@@ -31,9 +31,8 @@ typedef struct {
     const float *q_bias;          /* [H D] */
     const float *k_bias, *v_bias; /* [G D] */
     const float *q_norm, *k_norm; /* [D] gains of the norms of heads */
-    int32_t window; /* a token sees so many last entries, itself included; 0: it sees all */
-    int32_t
-        rotary_dims; /* the numbers of a head that are rotated, the first half with the second */
+    int32_t window;      /* a token sees so many last entries, itself included; 0: it sees all */
+    int32_t rotary_dims; /* the first numbers of a head, which are rotated: a half with the other */
 } fr_layer;
 
 typedef struct {
