@@ -404,36 +404,28 @@ FR_INLINE void many_rows(shape l, const uint8_t *panel, const records *x, int ro
     }
 }
 
-/* few_rows with a constant number of rows in each case. */
-FR_INLINE void few_rows_by_count(shape l, int n, const uint8_t *panel, int blocks,
-                                 const fr_record *x, int stride, int fetches,
-                                 float (*sums)[FR_PANEL]) {
-    switch (n) {
-    case 1: few_rows(l, 1, panel, blocks, x, stride, fetches, sums); break;
-#if TILE > 1
-    case 2: few_rows(l, 2, panel, blocks, x, stride, fetches, sums); break;
-    case 3: few_rows(l, 3, panel, blocks, x, stride, fetches, sums); break;
-    case 4: few_rows(l, 4, panel, blocks, x, stride, fetches, sums); break;
-#endif
-#if TILE > 4
-    case 5: few_rows(l, 5, panel, blocks, x, stride, fetches, sums); break;
-    case 6: few_rows(l, 6, panel, blocks, x, stride, fetches, sums); break;
-    case 7: few_rows(l, 7, panel, blocks, x, stride, fetches, sums); break;
-    case 8: few_rows(l, 8, panel, blocks, x, stride, fetches, sums); break;
-#endif
-    }
-}
-
-/* A panel times n rows from `row` on. */
+/* A panel times n rows from `row` on. The number of rows is a constant in each case. */
 FR_INLINE void few_bits(shape l, const uint8_t *panel, const records *x, int row, int n,
                         float (*sums)[FR_PANEL]) {
     int done = n < 2 * TILE || !pays_unpacking(l.bits) ? 0 : n / TILE * TILE;
     if (done) many_rows(l, panel, x, row, done, sums);
     for (; done < n; done += TILE) {
-        int count = n - done < TILE ? n - done : TILE;
         const fr_record *first = record_of(x, row + done, 0);
         int stride = stride_of(x, row + done);
-        few_rows_by_count(l, count, panel, x->blocks, first, stride, done == 0, sums + done);
+        switch (n - done < TILE ? n - done : TILE) {
+        case 1: few_rows(l, 1, panel, x->blocks, first, stride, done == 0, sums + done); break;
+#if TILE > 1
+        case 2: few_rows(l, 2, panel, x->blocks, first, stride, done == 0, sums + done); break;
+        case 3: few_rows(l, 3, panel, x->blocks, first, stride, done == 0, sums + done); break;
+        case 4: few_rows(l, 4, panel, x->blocks, first, stride, done == 0, sums + done); break;
+#endif
+#if TILE > 4
+        case 5: few_rows(l, 5, panel, x->blocks, first, stride, done == 0, sums + done); break;
+        case 6: few_rows(l, 6, panel, x->blocks, first, stride, done == 0, sums + done); break;
+        case 7: few_rows(l, 7, panel, x->blocks, first, stride, done == 0, sums + done); break;
+        case 8: few_rows(l, 8, panel, x->blocks, first, stride, done == 0, sums + done); break;
+#endif
+        }
     }
 }
 

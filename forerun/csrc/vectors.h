@@ -64,8 +64,8 @@ FR_INLINE float fma1(float a, float b, float c) {
     double error = (product - (sum - part)) + (c - part);
     int64_t bits;
     memcpy(&bits, &sum, 8);
-    int is_finite = sum - sum == 0;
-    if (error != 0 && !(bits & 1) && is_finite) bits += (error > 0) == (sum > 0) ? 1 : -1;
+    /* sum - sum is 0 if the sum is finite. */
+    if (error != 0 && !(bits & 1) && sum - sum == 0) bits += (error > 0) == (sum > 0) ? 1 : -1;
     memcpy(&sum, &bits, 8);
     return (float)sum;
 #endif
