@@ -110,10 +110,11 @@ static void convert_keys(const fr_attention *a, const int32_t *slots, int64_t st
                          float *block) {
     const char *keys[8];
     find_keys(a, slots, start, count, keys);
-    if (a->is_float32)
+    if (a->is_float32) {
         convert_block(keys, a->d, 1, block);
-    else
+    } else {
         convert_block(keys, a->d, 0, block);
+    }
 }
 
 /* Whether keys and values are converted where they are multiplied. For few queries, storing them in
@@ -354,10 +355,11 @@ static void score_queries(const fr_attention *a, const tile_slots *tile, const q
     int64_t first_block = first / 8;
     int64_t end_block = (end + 7) / 8;
     (void)columns;
-    if (is_direct(a))
+    if (is_direct(a)) {
         score_stored(a, tile, list, first_block, end_block);
-    else
+    } else {
         score_converted(a, tile, list, first_block, end_block);
+    }
 }
 
 static void score_tile(const fr_attention *a, const tile_slots *tile) {

@@ -36,10 +36,11 @@ static void embed_job(void *argument, int64_t first, int64_t last, int thread) {
     (void)thread;
     for (int64_t i = first; i < last; i++) {
         int64_t at = b->start + i;
-        if (batch->states)
+        if (batch->states) {
             copy_floats(b->delta + i * d, batch->states + at * d, d);
-        else
+        } else {
             read_embedding(b->model, batch->tokens[at], b->delta + i * d);
+        }
     }
 }
 
@@ -64,10 +65,11 @@ static void embed_beside_job(void *argument, int64_t first, int64_t last, int th
 /* Stores a head's keys or values at a number of the cache. */
 static void store(const fr_token_block *b, const float *x, void *numbers, int64_t at) {
     int64_t size = b->model->size;
-    if (b->cache->is_float32)
+    if (b->cache->is_float32) {
         copy_floats((float *)numbers + at, x, size);
-    else
+    } else {
         b->ops->to_half(x, size, (uint16_t *)numbers + at);
+    }
 }
 
 /* Makes queries and keys ready for attention, and stores keys and values in the cache. */

@@ -19,8 +19,8 @@
 #include "forerun.h"
 #include "threads.h"
 
-#define FR_REFUSED -1
-#define FR_NO_MEMORY -2
+#define FR_REFUSED (-1)
+#define FR_NO_MEMORY (-2)
 
 /* A decoder layer: two RMS norms, attention of H heads of D numbers over G groups of keys and
    values, and a gated MLP. What a layer lacks is NULL or 0. */

@@ -19,8 +19,16 @@
 #include "layouts.h"
 #include "vectors.h"
 
-#define X(format, bits, scales, scale_bytes, group, block, inputs, layout)                         \
-    {bits, scales, (bits < 16 ? 64 * bits : 2 * bits) + scale_bytes, group, block, inputs, layout},
+#define X(format, code_bits, kind, own_scales, shared_scales, bytes, inputs, packed)               \
+    {                                                                                              \
+        .bits = (code_bits),                                                                       \
+        .scales = (kind),                                                                          \
+        .unit_bytes = ((code_bits) < 16 ? 64 : 2) * (code_bits) + (own_scales),                    \
+        .group_bytes = (shared_scales),                                                            \
+        .block_bytes = (bytes),                                                                    \
+        .block_inputs = (inputs),                                                                  \
+        .layout = (packed),                                                                        \
+    },
 const fr_layout fr_layouts[FR_FORMATS] = {FR_LAYOUTS(X)};
 #undef X
 
@@ -294,12 +302,13 @@ static void block_values(const fr_layout *l, const block32 *block, float *values
 
 /* Reads 8 floats. */
 static void float_values(const fr_layout *l, const uint8_t *p, float *values) {
-    if (l->layout == FR_F32)
+    if (l->layout == FR_F32) {
         store8(values, load8((const float *)(const void *)p));
-    else if (l->layout == FR_F16)
+    } else if (l->layout == FR_F16) {
         store8(values, float16s(p));
-    else
+    } else {
         store8(values, bfloat16s(p));
+    }
 }
 
 size_t fr_panel_bytes(int format, int outputs, int inputs, int32_t *layout) {

@@ -425,6 +425,7 @@ FR_INLINE void few_bits(shape l, const uint8_t *panel, const records *x, int row
         case 7: few_rows(l, 7, panel, x->blocks, first, stride, done == 0, sums + done); break;
         case 8: few_rows(l, 8, panel, x->blocks, first, stride, done == 0, sums + done); break;
 #endif
+        default: break;
         }
     }
 }
@@ -433,7 +434,7 @@ FR_INLINE void few_bits(shape l, const uint8_t *panel, const records *x, int row
 #define X(format, bits, scales, scale_bytes, group, block, inputs, layout)                         \
     static void panel_##format(const uint8_t *panel, const records *x, int row, int n,             \
                                float (*sums)[FR_PANEL]) {                                          \
-        if (scales != FLOATS)                                                                      \
+        if ((scales) != FLOATS)                                                                    \
             few_bits((shape){bits, scales, scale_bytes, group}, panel, x, row, n, sums);           \
     }
 FR_LAYOUTS(X)
@@ -512,7 +513,7 @@ FR_INLINE void add_panel(int layout, int size, const uint8_t *p, int inputs, con
     int left = inputs % 64 / 8;
     for (int first = 0; first + 64 <= inputs; first += 64, x += 64) {
         for (int o = 0; o < FR_PANEL; o += FLOAT_OUTPUTS, p += 64 * size * FLOAT_OUTPUTS) {
-            prefetch(p, (size_t)(64 * size * FLOAT_OUTPUTS));
+            prefetch(p, 64 * (size_t)size * FLOAT_OUTPUTS);
 #if HAS_AVX512
             add_wide_floats(layout, size, p, x, stride, n, f, o);
 #else
@@ -530,12 +531,13 @@ FR_INLINE void floats(int layout, const uint8_t *panel, int inputs, const float 
                       int n, float (*sums)[FR_PANEL]) {
     _Alignas(64) partials f[PANEL_ROWS];
     memset(f, 0, sizeof *f * (size_t)n);
-    if (layout == FR_F32)
+    if (layout == FR_F32) {
         add_panel(FR_F32, 4, panel, inputs, x, stride, n, f);
-    else if (layout == FR_F16)
+    } else if (layout == FR_F16) {
         add_panel(FR_F16, 2, panel, inputs, x, stride, n, f);
-    else
+    } else {
         add_panel(FR_BF16, 2, panel, inputs, x, stride, n, f);
+    }
     for (int r = 0; r < n; r++) {
         for (int o = 0; o < FR_PANEL; o += 8)
             store8(sums[r] + o, sums8(f[r].of + o));
@@ -644,7 +646,8 @@ FR_INLINE void store_bytes(const i8 q[4], int8_t bytes[32], int16_t sums[4]) {
     memset(sums, 0, 4 * sizeof *sums);
     for (int i = 0; i < 32; i++) {
         bytes[i] = (int8_t)q[i / 8][i % 8];
-        sums[i / 16 * 2 + i % 4 / 2] += bytes[i];
+        int16_t *sum = &sums[i / 16 * 2 + i % 4 / 2];
+        *sum = (int16_t)(*sum + bytes[i]);
     }
 #endif
 }

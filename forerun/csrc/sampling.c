@@ -36,7 +36,7 @@ static int by_size(const void *x, const void *y) {
    ones all stay. `buffer` has room for `size` numbers. */
 static void cut_to_top_p(float *probs, int64_t size, double total, float top_p, float *buffer) {
     /* Only what is above is sorted: all tokens below have less than 1 - top_p together. */
-    float floor = (1 - top_p) * (float)total / size;
+    float floor = (1 - top_p) * (float)total / (float)size;
     int64_t count = 0;
     for (int64_t i = 0; i < size; i++) {
         if (probs[i] >= floor) buffer[count++] = probs[i];
@@ -103,7 +103,7 @@ static double uniform(uint64_t key, uint64_t index) {
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9u;
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBu;
     bits ^= bits >> 31;
-    return ((bits >> 12) + 0.5) * 0x1p-52;
+    return ((double)(bits >> 12) + 0.5) * 0x1p-52;
 }
 
 static float below_floor(float probability) { return probability < FLOOR ? probability : FLOOR; }

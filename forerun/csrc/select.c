@@ -58,7 +58,10 @@ int fr_fetches_near = 0;
 
 #if defined(__x86_64__)
 static int is_intel(void) {
-    unsigned a, b, c, d;
+    unsigned a;
+    unsigned b;
+    unsigned c;
+    unsigned d;
     return __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx;
 }
 
@@ -68,15 +71,20 @@ static int is_intel(void) {
 #define HAS_AVXVNNI (1 << 4) /* of eax, leaf 7.1 */
 
 static int is_supported(int isa) {
-    unsigned a, b, c, d;
+    unsigned a;
+    unsigned b;
+    unsigned c;
+    unsigned d;
     unsigned saved = 0;
-    unsigned last_leaf, b7, c7, d7;
+    unsigned last_leaf;
+    unsigned b7;
+    unsigned c7;
     unsigned a71 = 0;
     if (isa == FR_PLAIN) return 1;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
     unsigned c1 = c;
     if (c1 & bit_OSXSAVE) __asm__("xgetbv" : "=a"(saved), "=d"(d) : "c"(0));
-    if (!__get_cpuid_count(7, 0, &last_leaf, &b7, &c7, &d7)) return 0;
+    if (!__get_cpuid_count(7, 0, &last_leaf, &b7, &c7, &d)) return 0;
     if (last_leaf) __get_cpuid_count(7, 1, &a71, &b, &c, &d);
     if ((saved & SAVES_AVX) != SAVES_AVX) return 0;
     if (!(c1 & bit_FMA) || !(c1 & bit_F16C) || !(b7 & bit_AVX2)) return 0;
@@ -103,7 +111,7 @@ static int is_supported(int isa) {
 int fr_find(const char *name) {
     for (int isa = FR_ISAS - 1; isa >= 0; isa--) {
         const fr_operations *operations = variants[isa].operations;
-        if (!operations || (*name && strcmp(name, operations->name))) continue;
+        if (!operations || (*name && strcmp(name, operations->name) != 0)) continue;
         if (is_supported(isa)) return isa;
     }
     return -1;

@@ -340,7 +340,8 @@ int fr_active_threads(void) {
 
 static void start_workers(void) {
     /* Workers block all signals, because the caller's threads handle them. */
-    sigset_t all, before;
+    sigset_t all;
+    sigset_t before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (pool.started < fr_workers() - 1) {
@@ -479,10 +480,11 @@ void fr_parallel(fr_work *work, void *argument, int64_t parts, int64_t piece) {
 }
 
 void fr_run(fr_work *work, void *argument, int64_t parts, int64_t numbers) {
-    if (numbers < SERIAL_NUMBERS)
+    if (numbers < SERIAL_NUMBERS) {
         work(argument, 0, parts, 0);
-    else
+    } else {
         fr_parallel(work, argument, parts, 0);
+    }
 }
 
 void *fr_scratch(int64_t bytes) {

@@ -49,7 +49,7 @@ static uint32_t next(void) {
 static float *numbers(int n, float size) {
     float *made = malloc(sizeof(float) * n);
     for (int i = 0; i < n; i++)
-        made[i] = size * ((int)(next() % 2001) - 1000) / 1000;
+        made[i] = size * (float)((int)(next() % 2001) - 1000) / 1000;
     return made;
 }
 
@@ -136,7 +136,7 @@ static int are_finite(void) {
 static void make_tokens(int32_t *token, int32_t *row, int32_t *slot, int32_t *length, int32_t *seen,
                         int32_t (*paths)[2]) {
     for (int i = 0; i < TOKENS; i++) {
-        token[i] = next() % VOCABULARY;
+        token[i] = (int32_t)(next() % VOCABULARY);
         row[i] = i >= 20;
         slot[i] = i % 20;
         if (i < 30) {
@@ -154,7 +154,11 @@ static void make_tokens(int32_t *token, int32_t *row, int32_t *slot, int32_t *le
 /* Runs a forward and a chain. Returns 0, or the number to end with. */
 static int run_chain(const fr_model *model, int32_t *token) {
     static float normed[TOKENS][WIDTH];
-    int32_t row[TOKENS], slot[TOKENS], length[TOKENS], seen[TOKENS], paths[TOKENS][2];
+    int32_t row[TOKENS];
+    int32_t slot[TOKENS];
+    int32_t length[TOKENS];
+    int32_t seen[TOKENS];
+    int32_t paths[TOKENS][2];
     const int32_t extra[EXTRAS] = {3, 150};
     const int32_t ends[] = {-1};
     int32_t drafted[MAX_DRAFT];
