@@ -32,14 +32,18 @@ sanitize: $(INSTALLED)-dev
 	xargs -P 2 -I % env FORERUN_KERNELS=% FORERUN_FUZZ=30 $(SANITIZERS) $(BIN)/pytest tests/test_gguf.py -k damaged_files ); \
 	found=$$?; $(BIN)/python forerun/csrc/build.py && exit $$found
 
+C_FILES := $(wildcard forerun/csrc/*.[ch] tests/drivers/*.c)
 quality: $(INSTALLED)-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
+	$(BIN)/python .ci/tidy $(BIN)/clang-tidy
 
 format: $(INSTALLED)-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(C_FILES)
 
 # The newest versions of everything, and the lowest of what pyproject.toml names.
 update: $(BIN)/python

@@ -39,7 +39,7 @@ VARIANT_FLAGS = {
     "aarch64": {"plain": [], "neon": ["-march=armv8.2-a+dotprod"]},
 }
 MACHINE_ALIASES = {"AMD64": "x86_64", "arm64": "aarch64"}
-_INCLUDED = ("products.c", "between.c", "attention.c")  # each variant's file includes these
+_INCLUDED = ("products.c", "vector_ops.c", "attention.c")  # each variant's file includes these
 
 
 def sources(machine: str) -> dict[str, list[str]]:

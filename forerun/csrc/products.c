@@ -1,38 +1,38 @@
-/* Quantising inputs and products with panels, for one variant: variant_*.c sets FR_VARIANT and
-   FR_ISA.
+/* Quantised inputs and products with panels, for one instruction set; its variant_*.c includes this
+   file.
 
-   A lane is an output: four inputs of a row are broadcast, and multiplied by four codes of each
-   output.  For each output and row, with f = 0 at first, block of 32 inputs by block:
+   A panel times a row, where a lane is an output (layouts.h, and fr_record):
+
+     panel of a block, t = 0   | output 0: 4 codes | output 1: 4 codes | ... | output 15: 4 codes
+     the row's q, broadcast    | 4 inputs          | the same 4 inputs | ... | the same 4 inputs
+     sums of four products     | sum               | sum               | ... | sum
+
+   For each output and row, f = 0 at first. Then, for one block of 32 inputs after the other:
 
      dot = the sum of q x code (DM, K), or of q x (code less 8, 16, 32 or 128), an exact integer;
            with scales of 16 (S, SM) it is (first 16) x sc[0] + (last 16) x sc[1]
      f   = fma(float(dot) x scale of the inputs, d or (d x sc), f)
-     and then, if the layout has minimums, where `half` is a record's:
+     and then, if the layout has minimums, where `half` is that of the record:
      f   = fma(sum of the inputs, m or (-m x mn), f)                                      DM, K
      f   = fma(float(half[0] x mn[0] + half[1] x mn[1]) x scale of the inputs, m / 32, f)    SM
 
-   f is the result.  Integers are exact, and floats have this order on every variant and beside any
-   rows. */
+   f is the result. Integers are exact, and floats have this order on every variant and beside any
+   rows, so the bits are always the same. */
 #include "layouts.h"
 #include "vectors.h"
 
-#define ROWS       32           /* rows that a panel is read for at once */
-#define NEAR_BYTES (384 * 1024) /* records that stay in the L2 cache while panels pass */
-#define FAR        8192         /* bytes to prefetch ahead into the L2 cache */
-#define AHEAD      4096         /* and into the L1 cache, where fr_fetches_near */
-#define VNNI       (FR_ISA == FR_AVXVNNI || FR_ISA == FR_AVX512VNNI)
-#define WIDE       (FR_ISA == FR_AVX512VNNI)
-#define AVX2_ONLY  (FR_ISA == FR_AVX2)
-#define SIGNED     (FR_ISA == FR_PLAIN || FR_ISA == FR_NEON) /* products are of two signed bytes */
-#define LANES      (WIDE ? 16 : 8)
-#define PARTS      (FR_PANEL / LANES) /* of a panel, one after the other */
-#define IS_PLAIN   (FR_ISA == FR_PLAIN)
-#define TILE       (VNNI ? 8 : IS_PLAIN ? 1 : 4) /* rows whose sums stay in registers */
-#if IS_PLAIN /* because compilers take minutes to unroll what they have to emulate */
-#define UNROLL
-#else
-#define UNROLL _Pragma("GCC unroll 8")
-#endif
+#define IS_AVX2 (FR_ISA == FR_AVX2)
+#define IS_NEON (FR_ISA == FR_NEON)
+#define HAS_VNNI (FR_ISA == FR_AVXVNNI || FR_ISA == FR_AVX512VNNI)
+#define IS_SIGNED (IS_PLAIN || IS_NEON) /* products are of two signed bytes */
+
+#define LANES (HAS_AVX512 ? 16 : 8)
+#define PARTS (FR_PANEL / LANES)                 /* of a panel, one after the other */
+#define TILE (HAS_VNNI ? 8 : (IS_PLAIN ? 1 : 4)) /* rows whose sums stay in registers */
+#define PANEL_ROWS 32                            /* for which a panel is read at once */
+#define NEAR_BYTES (384 * 1024) /* of records that stay in the L2 cache while panels pass */
+#define L2_AHEAD 8192           /* bytes to prefetch ahead into the L2 cache */
+#define L1_AHEAD 4096           /* and into the L1 cache, if fr_fetches_near */
 
 typedef uint8_t codes __attribute__((vector_size(4 * LANES)));
 typedef uint16_t words __attribute__((vector_size(4 * LANES)));
@@ -60,7 +60,7 @@ FR_INLINE ints broadcast(const void *p) {
 
 FR_INLINE reals to_reals(ints v) { return __builtin_convertvector(v, reals); }
 
-#if WIDE
+#if HAS_AVX512
 FR_INLINE reals everywhere(float x) { return (reals)_mm512_set1_ps(x); }
 
 FR_INLINE reals fused(reals a, reals b, reals c) {
@@ -75,7 +75,7 @@ FR_INLINE ints signed_bytes(const uint8_t *p) {
     return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
 }
 
-FR_INLINE reals halfs(const uint8_t *p) {
+FR_INLINE reals float16_reals(const uint8_t *p) {
     return (reals)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
 #else
@@ -107,18 +107,19 @@ FR_INLINE ints signed_bytes(const uint8_t *p) {
 }
 #endif
 
-FR_INLINE reals halfs(const uint8_t *p) { return float16s(p); }
+FR_INLINE reals float16_reals(const uint8_t *p) { return float16s(p); }
 #endif
 
-/* What a weight's code is less. */
+/* What is subtracted from a code, besides minimums. */
 FR_INLINE int offset(int bits, int scales) {
     if (scales == D) return 1 << (bits - 1);
     return bits == 6 ? 32 : 0;
 }
 
+/* v shifted to the left, or to the right if `left` is negative. */
 FR_INLINE words shifted(words v, int left) { return left > 0 ? v << left : v >> -left; }
 
-/* Vectors of a block that several t share. */
+/* Vectors of a block that several t share: four low bits, and the highest ones. */
 typedef struct {
     words low, high;
 } shared_codes;
@@ -127,16 +128,18 @@ typedef struct {
    loads. */
 FR_INLINE words read_once(const uint8_t *p) {
     words v = (words)codes_at(p);
-#if WIDE
+#if HAS_AVX512
     __asm__("" : "+v"(v));
 #endif
     return v;
 }
 
-/* The codes for inputs 4 t to 4 t + 3, for t one after the other; signed weights if products are of
-   signed bytes. */
+/* The codes for the inputs 4 t to 4 t + 3. It is called for one t after the other. If products are
+   of signed bytes, the offset is subtracted. */
 FR_INLINE codes unpacked(int bits, int scales, const uint8_t *block, int t, shared_codes *at) {
-    const words low = (words){} + 0x0f0f, fifth = (words){} + 0x1010, top = (words){} + 0x3030;
+    const words low = (words){} + 0x0f0f;
+    const words fifth = (words){} + 0x1010;
+    const words top = (words){} + 0x3030;
     codes w;
     if (bits == 8) {
         w = codes_at(block + 64 * t);
@@ -152,16 +155,17 @@ FR_INLINE codes unpacked(int bits, int scales, const uint8_t *block, int t, shar
         if (t % 4 == 0) at->high = read_once(block + 256 + 64 * (t / 4));
         w |= (codes)(shifted(at->high, 4 - 2 * (t % 4)) & top);
     }
-    return SIGNED || (AVX2_ONLY && bits == 8) ? w - (uint8_t)offset(bits, scales) : w;
+    return IS_SIGNED || (IS_AVX2 && bits == 8) ? w - (uint8_t)offset(bits, scales) : w;
 }
 
-/* Sums of products with codes, not with weights, need a start: less offset x the sum of q. */
+/* What sums of products with codes start from: -offset x the sum of q, if the offset was not
+   subtracted from the codes. */
 FR_INLINE ints start(int bits, int scales, const fr_record *x, int half) {
-    if (SIGNED || !offset(bits, scales)) return (ints){};
-#if AVX2_ONLY /* sums of int16; shifts divide exactly */
+    if (IS_SIGNED || !offset(bits, scales)) return (ints){};
+#if IS_AVX2 /* sums of int16; shifts divide exactly */
     if (bits == 8) return (ints){};
-    if (bits == 4) return broadcast(x->both);
-    ints pairs = broadcast(x->pairs[half]);
+    if (bits == 4) return broadcast(x->pairs);
+    ints pairs = broadcast(x->half_pairs[half]);
     return bits == 5 ? (ints)_mm256_srai_epi16((__m256i)pairs, 1) : pairs;
 #else
     if (bits == 6) return broadcast(&x->half[half]);
@@ -169,27 +173,29 @@ FR_INLINE ints start(int bits, int scales, const fr_record *x, int half) {
 #endif
 }
 
-/* a + the products of four bytes a lane; AVX2 alone sums them in pairs of int16. */
+/* a + the products of four bytes in each lane. AVX2 without VNNI sums them in pairs of int16. */
 FR_INLINE ints add_products(int bits, ints a, codes w, const int8_t *q) {
     ints x = broadcast(q);
     (void)bits;
-#if WIDE
+#if HAS_AVX512
     return (ints)_mm512_dpbusd_epi32((__m512i)a, (__m512i)w, (__m512i)x);
-#elif VNNI
+#elif HAS_VNNI
     return (ints)_mm256_dpbusd_avx_epi32((__m256i)a, (__m256i)w, (__m256i)x);
-#elif AVX2_ONLY
+#elif IS_AVX2
     if (bits < 8) {
         a = (ints)_mm256_add_epi16((__m256i)a, _mm256_maddubs_epi16((__m256i)w, (__m256i)x));
-        __asm__("" : "+x"(a)); /* compilers that order sums anew keep all products, in memory */
+        /* Else compilers order the sums anew, and keep all products, in memory. */
+        __asm__("" : "+x"(a));
         return a;
     }
-    /* signed codes: the sign goes over to the inputs; int16 holds two products of 128 x 127 */
-    __m256i turned = _mm256_sign_epi8((__m256i)x, (__m256i)w);
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w), turned);
+    /* Codes are signed here: their sign goes over to the inputs. An int16 holds two products of
+       128 x 127. */
+    __m256i signed_x = _mm256_sign_epi8((__m256i)x, (__m256i)w);
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w), signed_x);
     a += (ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
     __asm__("" : "+x"(a));
     return a;
-#elif FR_ISA == FR_NEON
+#elif IS_NEON
     int8x16_t c[2], b[2];
     int32x4_t s[2];
     memcpy(c, &w, 32);
@@ -199,7 +205,7 @@ FR_INLINE ints add_products(int bits, ints a, codes w, const int8_t *q) {
     s[1] = vdotq_s32(s[1], c[1], b[1]);
     memcpy(&a, s, 32);
     return a;
-#else /* plain C: signed bytes by pairs, as vectors of int16 can; two of 128 x 127 fit */
+#else /* plain C: signed bytes by pairs, in vectors of int16, which hold two of 128 x 127 */
     typedef int16_t shorts __attribute__((vector_size(4 * LANES)));
     shorts even = ((shorts)w << 8 >> 8) * ((shorts)x << 8 >> 8);
     shorts pairs = even + ((shorts)w >> 8) * ((shorts)x >> 8);
@@ -207,22 +213,24 @@ FR_INLINE ints add_products(int bits, ints a, codes w, const int8_t *q) {
 #endif
 }
 
-/* Whether a block's halves are summed apart: each has its scale, or int16 would overflow.  Sixteen
-   products of 4 bits fill it (15 x 127 x 16 = 30480), and eight of 5 bits, or of 6 less 32. */
-FR_INLINE int is_halved(int bits) { return bits == 6 || (AVX2_ONLY && bits == 5); }
+/* Whether the halves of a block are summed apart, because each has its scale, or because int16
+   would overflow: 16 products of 4 bits fill it (15 x 127 x 16 = 30480), and so do 8 products of 5
+   bits, or of 6 bits less 32. */
+FR_INLINE int is_halved(int bits) { return bits == 6 || (IS_AVX2 && bits == 5); }
 
-/* The block's dot as floats, from its sums. */
+/* The dot of a block as floats, from its sums. */
 FR_INLINE reals dot(int bits, const ints sum[2], const ints sc[2]) {
-#if AVX2_ONLY
+#if IS_AVX2
     if (bits == 8) return to_reals(sum[0]);
     const ints ones = (ints){} + 0x10001;
     ints total = {};
     for (int h = 0; h < (is_halved(bits) ? 2 : 1); h++) {
-        ints by = bits == 6 ? (sc[h] & 0xffff) | sc[h] << 16 : ones; /* for both pairs of a lane */
-        total += (ints)_mm256_madd_epi16((__m256i)sum[h], (__m256i)by);
+        /* The scale, for both pairs of a lane. */
+        ints factor = bits == 6 ? (sc[h] & 0xffff) | sc[h] << 16 : ones;
+        total += (ints)_mm256_madd_epi16((__m256i)sum[h], (__m256i)factor);
     }
     return to_reals(total);
-#elif WIDE /* below 2^24 for 6 bits, so floats are exact, in fewer steps */
+#elif HAS_AVX512 /* for 6 bits the dot is below 2^24, so floats are exact, in fewer steps */
     if (bits != 6) return to_reals(sum[0]);
     return fused(to_reals(sum[1]), to_reals(sc[1]), to_reals(sum[0]) * to_reals(sc[0]));
 #else
@@ -231,14 +239,15 @@ FR_INLINE reals dot(int bits, const ints sum[2], const ints sc[2]) {
 }
 
 typedef struct {
-    reals d, m;
+    reals d, m;        /* times those of the block, for K */
     ints sc[2], mn[2]; /* S, SM: of 16 weights */
 } block_scales;
 
+/* Reads the scales of a block; d and m are those of its group. */
 FR_INLINE block_scales read_scales(int scales, const uint8_t *block, reals d, reals m) {
     block_scales s = {.d = d, .m = m};
-    if (scales == D || scales == DM) s.d = halfs(block);
-    if (scales == DM) s.m = halfs(block + 32);
+    if (scales == D || scales == DM) s.d = float16_reals(block);
+    if (scales == DM) s.m = float16_reals(block + 32);
     if (scales == K) {
         s.d = to_reals(unsigned_bytes(block)) * d;
         s.m = to_reals(unsigned_bytes(block + 16)) * m;
@@ -250,51 +259,59 @@ FR_INLINE block_scales read_scales(int scales, const uint8_t *block, reals d, re
     return s;
 }
 
+/* f and the products of a block (the formulas at the head of this file). */
 FR_INLINE reals add_block(int bits, int scales, const ints sum[2], const block_scales *s,
                           const fr_record *x, reals f) {
     reals scale = everywhere(x->scale);
     f = fused(dot(bits, sum, s->sc) * scale, s->d, f);
     if (scales == K || scales == DM) f = fused(everywhere(x->sum), s->m, f);
-    if (scales == SM) { /* below 2^24 as well */
-        reals least = to_reals(broadcast(&x->half[0])) * to_reals(s->mn[0]);
-        least = fused(to_reals(broadcast(&x->half[1])), to_reals(s->mn[1]), least);
-        f = fused(least * scale, s->m, f);
+    if (scales == SM) { /* integers below 2^24, so floats are exact */
+        reals minimums = to_reals(broadcast(&x->half[0])) * to_reals(s->mn[0]);
+        minimums = fused(to_reals(broadcast(&x->half[1])), to_reals(s->mn[1]), minimums);
+        f = fused(minimums * scale, s->m, f);
     }
     return f;
 }
 
-/* Layout of few bits, and the places of a group of blocks. */
+/* A layout of few bits, as constants of the functions that are inlined below. */
 typedef struct {
     int bits, scales;
-    size_t scale_bytes, group_bytes; /* of a block's scales and of the group's */
+    size_t scale_bytes; /* of a block */
+    size_t group_bytes; /* of the scales that a group has for itself */
 } shape;
 
 FR_INLINE size_t unit_bytes(shape l) { return 64 * (size_t)l.bits + l.scale_bytes; }
 
-/* Prefetches are spread evenly over blocks, because bursts of them wait for each other. */
+/* Prefetches what lies ahead. It is called evenly over blocks, because bursts of prefetches would
+   wait for each other. */
 FR_INLINE void prefetch(const uint8_t *from, size_t bytes) {
     UNROLL
-    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + FAR + i, 0, 2);
+    for (size_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch(from + L2_AHEAD + i, 0, 2);
     if (!fr_fetches_near) return;
     UNROLL
-    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + AHEAD + i);
+    for (size_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch(from + L1_AHEAD + i);
 }
 
-/* One part of a group of `count` blocks times n rows, a constant so that f stays in registers.
-   `near`: codes of the part that are unpacked already, or null.  x: the first row's record,
-   `stride` of them a block.  `fetches`: whether later groups are prefetched, which a panel's first
-   rows do for all. */
+/* One part of a group of `count` blocks times n rows; n is a constant, so that f stays in
+   registers. `near` are codes of the part that are unpacked already, or NULL. x is the first row's
+   record, with `stride` records from one block to the next. `fetches` says whether later groups are
+   prefetched, which the first rows of a panel do for all. */
 FR_INLINE void tile(shape l, int n, const uint8_t *group, int count, int part, const codes *near,
                     const fr_record *x, int stride, int fetches, float (*sums)[FR_PANEL]) {
     const uint8_t *scales = group + 64 * (size_t)(l.bits * count);
-    const uint8_t *whole = group + unit_bytes(l) * (size_t)count; /* the group's own scales */
-    reals f[TILE], d = {}, m = {};
-    int first = LANES * part;
-    if (l.group_bytes) d = halfs(whole + 2 * first);
-    if (l.scales == K) m = -halfs(whole + 32 + 2 * first);
-    if (l.scales == SM) m = halfs(whole + 32 + 2 * first) * 0x1p-5f;
+    const uint8_t *group_scales = group + unit_bytes(l) * (size_t)count;
+    reals f[TILE];
+    reals d = {};
+    reals m = {};
+    int first = LANES * part; /* output */
+    if (l.group_bytes) d = float16_reals(group_scales + 2 * first);
+    if (l.scales == K) m = -float16_reals(group_scales + 32 + 2 * first);
+    if (l.scales == SM) m = float16_reals(group_scales + 32 + 2 * first) * 0x1p-5f;
     UNROLL
-    for (int r = 0; r < n; r++) f[r] = reals_at(sums[r] + first);
+    for (int r = 0; r < n; r++)
+        f[r] = reals_at(sums[r] + first);
     for (int b = 0; b < count; b++, x += stride) {
         const uint8_t *block = group + 64 * (size_t)(l.bits * b) + 4 * first;
         const uint8_t *at = scales + l.scale_bytes * (size_t)b;
@@ -315,10 +332,12 @@ FR_INLINE void tile(shape l, int n, const uint8_t *group, int count, int part, c
             }
         }
         UNROLL
-        for (int r = 0; r < n; r++) f[r] = add_block(l.bits, l.scales, sum[r], &s, x + r, f[r]);
+        for (int r = 0; r < n; r++)
+            f[r] = add_block(l.bits, l.scales, sum[r], &s, x + r, f[r]);
     }
     UNROLL
-    for (int r = 0; r < n; r++) memcpy(sums[r] + first, &f[r], sizeof f[r]);
+    for (int r = 0; r < n; r++)
+        memcpy(sums[r] + first, &f[r], sizeof f[r]);
 }
 
 /* All of a panel times n rows. */
@@ -332,25 +351,29 @@ FR_INLINE void few_rows(shape l, int n, const uint8_t *panel, int blocks, const 
     }
 }
 
+/* The records of all rows. */
 typedef struct {
     const fr_record *all;
     int rows, blocks;
 } records;
 
+/* The records from one block of a row to the next. */
 FR_INLINE int stride_of(const records *x, int row) {
-    int left = x->rows - row / FR_TOGETHER * FR_TOGETHER;
-    return left < FR_TOGETHER ? left : FR_TOGETHER;
+    int left = x->rows - row / FR_ROW_GROUP * FR_ROW_GROUP;
+    return left < FR_ROW_GROUP ? left : FR_ROW_GROUP;
 }
 
+/* The record of a row's block. */
 FR_INLINE const fr_record *record_of(const records *x, int row, int block) {
-    size_t before = (size_t)(row / FR_TOGETHER * FR_TOGETHER) * (size_t)x->blocks;
-    return x->all + before + (size_t)(stride_of(x, row) * block + row % FR_TOGETHER);
+    size_t before = (size_t)(row / FR_ROW_GROUP * FR_ROW_GROUP) * (size_t)x->blocks;
+    return x->all + before + (size_t)(stride_of(x, row) * block + row % FR_ROW_GROUP);
 }
 
-/* Whether reading unpacked codes is faster than unpacking them for each tile: measured on Zen 5. */
+/* Whether it is faster to read unpacked codes than to unpack them for each tile. Measured on an
+   AMD EPYC (Zen 5). */
 FR_INLINE int pays_unpacking(int bits) {
-    if (WIDE) return bits == 5 || bits == 6;
-    return VNNI ? bits == 6 : bits < 8;
+    if (HAS_AVX512) return bits == 5 || bits == 6;
+    return HAS_VNNI ? bits == 6 : bits < 8;
 }
 
 /* All of a panel times n rows, a multiple of TILE: a group is unpacked once for all of them. */
@@ -364,22 +387,24 @@ FR_INLINE void many_rows(shape l, const uint8_t *panel, const records *x, int ro
             for (int part = 0; part < PARTS; part++) {
                 shared_codes vectors = {{0}, {0}};
                 UNROLL
-                for (int t = 0; t < 8; t++)
+                for (int t = 0; t < 8; t++) {
                     near[part][8 * b + t] =
                         unpacked(l.bits, l.scales, block + 4 * LANES * part, t, &vectors);
+                }
             }
         }
         for (int r = 0; r < n; r += TILE) {
             const fr_record *at = record_of(x, row + r, first);
-            for (int part = 0; part < PARTS; part++)
+            for (int part = 0; part < PARTS; part++) {
                 tile(l, TILE, panel, count, part, near[part], at, stride_of(x, row + r), r == 0,
                      sums + r);
+            }
         }
         panel += 8 * unit_bytes(l) + l.group_bytes;
     }
 }
 
-/* A panel times n rows from `row` on; the number of rows is a constant in each case. */
+/* A panel times n rows from `row` on. The number of rows is a constant in each case. */
 FR_INLINE void few_bits(shape l, const uint8_t *panel, const records *x, int row, int n,
                         float (*sums)[FR_PANEL]) {
     int done = n < 2 * TILE || !pays_unpacking(l.bits) ? 0 : n / TILE * TILE;
@@ -387,30 +412,29 @@ FR_INLINE void few_bits(shape l, const uint8_t *panel, const records *x, int row
     for (; done < n; done += TILE) {
         const fr_record *first = record_of(x, row + done, 0);
         int stride = stride_of(x, row + done);
-#define CASE(rows)                                                                                 \
-    case rows: few_rows(l, rows, panel, x->blocks, first, stride, done == 0, sums + done); break;
         switch (n - done < TILE ? n - done : TILE) {
-            CASE(1)
+        case 1: few_rows(l, 1, panel, x->blocks, first, stride, done == 0, sums + done); break;
 #if TILE > 1
-            CASE(2)
-            CASE(3)
-            CASE(4)
+        case 2: few_rows(l, 2, panel, x->blocks, first, stride, done == 0, sums + done); break;
+        case 3: few_rows(l, 3, panel, x->blocks, first, stride, done == 0, sums + done); break;
+        case 4: few_rows(l, 4, panel, x->blocks, first, stride, done == 0, sums + done); break;
 #endif
 #if TILE > 4
-            CASE(5)
-            CASE(6)
-            CASE(7)
-            CASE(8)
+        case 5: few_rows(l, 5, panel, x->blocks, first, stride, done == 0, sums + done); break;
+        case 6: few_rows(l, 6, panel, x->blocks, first, stride, done == 0, sums + done); break;
+        case 7: few_rows(l, 7, panel, x->blocks, first, stride, done == 0, sums + done); break;
+        case 8: few_rows(l, 8, panel, x->blocks, first, stride, done == 0, sums + done); break;
 #endif
+        default: break;
         }
-#undef CASE
     }
 }
 
+/* panel_FR_Q4_0 is few_bits for one format, for example. */
 #define X(format, bits, scales, scale_bytes, group, block, inputs, layout)                         \
     static void panel_##format(const uint8_t *panel, const records *x, int row, int n,             \
                                float (*sums)[FR_PANEL]) {                                          \
-        if (scales != FLOATS)                                                                      \
+        if ((scales) != FLOATS)                                                                    \
             few_bits((shape){bits, scales, scale_bytes, group}, panel, x, row, n, sums);           \
     }
 FR_LAYOUTS(X)
@@ -420,7 +444,7 @@ static void (*const panels[])(const uint8_t *, const records *, int, int,
                               float (*)[FR_PANEL]) = {FR_LAYOUTS(X)};
 #undef X
 
-/* Floats: 8 partial sums an output, whose order lanes8 is. */
+/* Floats have 8 partial sums for each output, which sum8 adds up. */
 typedef struct {
     f8 of[FR_PANEL];
 } partials;
@@ -430,39 +454,45 @@ FR_INLINE f8 float_weights(int layout, const uint8_t *p, int i) {
     return layout == FR_F16 ? float16s(p + 16 * i) : bfloat16s(p + 16 * i);
 }
 
-/* 8 inputs `count` times, a constant so that weights stay in registers, of output o. */
+/* Adds the products of `count` times 8 inputs with output o; `count` is a constant, so that weights
+   stay in registers. */
 FR_INLINE void add_floats(int layout, int count, const uint8_t *p, const float *x, int stride,
                           int n, partials *f, int o) {
     f8 w[8];
     UNROLL
-    for (int i = 0; i < count; i++) w[i] = float_weights(layout, p, i);
+    for (int i = 0; i < count; i++)
+        w[i] = float_weights(layout, p, i);
     for (int r = 0; r < n; r++, x += stride) {
         f8 sum = f[r].of[o];
         UNROLL
-        for (int i = 0; i < count; i++) sum = fma8(load8(x + 8 * i), w[i], sum);
+        for (int i = 0; i < count; i++)
+            sum = fma8(load8(x + 8 * i), w[i], sum);
         f[r].of[o] = sum;
     }
 }
 
-#if WIDE /* 64 inputs of four outputs, two in a register */
-#define STEP 4
+#if HAS_AVX512
+#define FLOAT_OUTPUTS 4 /* that are multiplied together */
 FR_INLINE __m512 side_by_side(f8 a, f8 b) {
     return _mm512_insertf32x8(_mm512_castps256_ps512((__m256)a), (__m256)b, 1);
 }
 
+/* Adds the products of 64 inputs with the outputs o to o + 3, two in each register. */
 FR_INLINE void add_wide_floats(int layout, int size, const uint8_t *p, const float *x, int stride,
                                int n, partials *f, int o) {
     __m512 w[2][8];
     UNROLL
-    for (int i = 0; i < 8; i++)
+    for (int i = 0; i < 8; i++) {
         for (int j = 0; j < 2; j++) {
             const uint8_t *at = p + 128 * size * j;
             w[j][i] = side_by_side(float_weights(layout, at, i),
                                    float_weights(layout, at + 64 * size, i));
         }
+    }
     for (int r = 0; r < n; r++, x += stride) {
         float *to = (float *)&f[r].of[o];
-        __m512 one = _mm512_load_ps(to), two = _mm512_load_ps(to + 16);
+        __m512 one = _mm512_load_ps(to);
+        __m512 two = _mm512_load_ps(to + 16);
         UNROLL
         for (int i = 0; i < 8; i++) {
             __m512 at = _mm512_broadcast_f32x8((__m256)load8(x + 8 * i));
@@ -474,128 +504,180 @@ FR_INLINE void add_wide_floats(int layout, int size, const uint8_t *p, const flo
     }
 }
 #else
-#define STEP 1
+#define FLOAT_OUTPUTS 1
 #endif
 
+/* Adds the products of a panel, whose floats have `size` bytes, with n rows. */
 FR_INLINE void add_panel(int layout, int size, const uint8_t *p, int inputs, const float *x,
                          int stride, int n, partials *f) {
     int left = inputs % 64 / 8;
-    for (int first = 0; first + 64 <= inputs; first += 64, x += 64)
-        for (int o = 0; o < FR_PANEL; o += STEP, p += 64 * size * STEP) {
-            prefetch(p, (size_t)(64 * size * STEP));
-#if WIDE
+    for (int first = 0; first + 64 <= inputs; first += 64, x += 64) {
+        for (int o = 0; o < FR_PANEL; o += FLOAT_OUTPUTS, p += 64 * size * FLOAT_OUTPUTS) {
+            prefetch(p, 64 * (size_t)size * FLOAT_OUTPUTS);
+#if HAS_AVX512
             add_wide_floats(layout, size, p, x, stride, n, f, o);
 #else
             add_floats(layout, 8, p, x, stride, n, f, o);
 #endif
         }
-    for (int o = 0; o < FR_PANEL; o++)
+    }
+    for (int o = 0; o < FR_PANEL; o++) {
         for (int i = 0; i < left; i++, p += 8 * size)
             add_floats(layout, 1, p, x + 8 * i, stride, n, f, o);
+    }
 }
 
 FR_INLINE void floats(int layout, const uint8_t *panel, int inputs, const float *x, int stride,
                       int n, float (*sums)[FR_PANEL]) {
-    _Alignas(64) partials f[ROWS];
+    _Alignas(64) partials f[PANEL_ROWS];
     memset(f, 0, sizeof *f * (size_t)n);
-    if (layout == FR_F32) add_panel(FR_F32, 4, panel, inputs, x, stride, n, f);
-    else if (layout == FR_F16) add_panel(FR_F16, 2, panel, inputs, x, stride, n, f);
-    else add_panel(FR_BF16, 2, panel, inputs, x, stride, n, f);
-    for (int r = 0; r < n; r++)
-        for (int o = 0; o < FR_PANEL; o += 8) store8(sums[r] + o, totals(f[r].of + o));
+    if (layout == FR_F32) {
+        add_panel(FR_F32, 4, panel, inputs, x, stride, n, f);
+    } else if (layout == FR_F16) {
+        add_panel(FR_F16, 2, panel, inputs, x, stride, n, f);
+    } else {
+        add_panel(FR_BF16, 2, panel, inputs, x, stride, n, f);
+    }
+    for (int r = 0; r < n; r++) {
+        for (int o = 0; o < FR_PANEL; o += 8)
+            store8(sums[r] + o, sums8(f[r].of + o));
+    }
+}
+
+/* How a matrix is read. */
+typedef struct {
+    int is_float;
+    size_t panel_bytes;
+    int near_rows; /* whose inputs stay in the L2 cache while panels pass; multiple of PANEL_ROWS */
+} product_plan;
+
+static product_plan plan_product(const fr_matrix *m) {
+    const fr_layout *l = &fr_layouts[m->layout];
+    int is_float = l->scales == FLOATS;
+    int blocks = m->inputs / 32;
+    size_t units = (size_t)(is_float ? m->inputs : blocks);
+    size_t group_bytes = (size_t)l->group_bytes * (size_t)(blocks / 8); /* 0 for most layouts */
+    size_t row_bytes = is_float ? 4 * (size_t)m->inputs : fr_record_bytes(m->inputs, 1);
+    int near_rows = (int)(NEAR_BYTES / row_bytes) / PANEL_ROWS * PANEL_ROWS;
+    return (product_plan){
+        .is_float = is_float,
+        .panel_bytes = (size_t)l->unit_bytes * units + group_bytes,
+        .near_rows = near_rows < PANEL_ROWS ? PANEL_ROWS : near_rows,
+    };
 }
 
 static void FR_NAME(product)(const fr_matrix *m, const float *x, int stride, const void *from,
                              int rows, float *out, int out_stride, int first_panel, int end_panel) {
-    _Alignas(64) float sums[ROWS][FR_PANEL];
-    const fr_layout *l = &fr_layouts[m->layout];
-    int is_float = l->scales == FLOATS, inputs = m->inputs, blocks = inputs / 32;
-    size_t bytes = (size_t)l->unit * (size_t)(is_float ? inputs : blocks);
-    bytes += (size_t)l->group * (size_t)(blocks / 8); /* 0 of them for most layouts */
-    size_t row_bytes = is_float ? 4 * (size_t)inputs : fr_record_bytes(inputs, 1);
-    records quantised = {from, rows, blocks};
-    int near = (int)(NEAR_BYTES / row_bytes) / ROWS * ROWS;
-    if (near < ROWS) near = ROWS;
-    for (int first = 0; first < rows; first += near)
+    _Alignas(64) float sums[PANEL_ROWS][FR_PANEL];
+    product_plan plan = plan_product(m);
+    records quantised = {from, rows, m->inputs / 32};
+    for (int first = 0; first < rows; first += plan.near_rows) {
         for (int p = first_panel; p < end_panel; p++) {
-            const uint8_t *panel = m->panels + bytes * (size_t)p;
-            int count = m->outputs - FR_PANEL * p < FR_PANEL ? m->outputs - FR_PANEL * p : FR_PANEL;
-            for (int r = first; r < rows && r < first + near; r += ROWS) {
-                int n = rows - r < ROWS ? rows - r : ROWS;
+            const uint8_t *panel = m->panels + plan.panel_bytes * (size_t)p;
+            int left = m->outputs - FR_PANEL * p;
+            size_t count = (size_t)(left < FR_PANEL ? left : FR_PANEL);
+            for (int r = first; r < rows && r < first + plan.near_rows; r += PANEL_ROWS) {
+                int n = rows - r < PANEL_ROWS ? rows - r : PANEL_ROWS;
                 memset(sums, 0, sizeof *sums * (size_t)n);
-                const float *at = is_float ? x + (size_t)stride * (size_t)r : x;
-                if (is_float) floats(m->layout, panel, inputs, at, stride, n, sums);
-                else panels[m->layout](panel, &quantised, r, n, sums);
+                if (plan.is_float) {
+                    const float *at = x + (size_t)stride * (size_t)r;
+                    floats(m->layout, panel, m->inputs, at, stride, n, sums);
+                } else {
+                    panels[m->layout](panel, &quantised, r, n, sums);
+                }
                 for (int i = 0; i < n; i++) {
                     float *to = out + (size_t)out_stride * (size_t)(r + i) + FR_PANEL * (size_t)p;
-                    memcpy(to, sums[i], 4 * (size_t)count);
+                    memcpy(to, sums[i], sizeof(float) * count);
                 }
             }
         }
+    }
 }
 
-FR_INLINE i8 larger(i8 a, i8 b) {
+FR_INLINE i8 max_ints8(i8 a, i8 b) {
 #if defined(__AVX2__)
     return (i8)_mm256_max_epi32((__m256i)a, (__m256i)b);
 #else
-    i8 more = a > b;
-    return (a & more) | (b & ~more);
+    i8 is_more = a > b;
+    return (a & is_more) | (b & ~is_more);
 #endif
 }
 
-/* The numbers of a record that its q give: sums of q by halves and by (input / 2) % 2. */
+/* Fills in what follows from q. The sums of q are by halves and by (input / 2) % 2. */
 FR_INLINE void add_sums(const int16_t sums[4], fr_record *to) {
-    int first = sums[0] + sums[1], last = sums[2] + sums[3];
+    int first = sums[0] + sums[1];
+    int last = sums[2] + sums[3];
     to->sum = to->scale * (float)(first + last);
     to->whole = -128 * (first + last);
     to->half[0] = -32 * first;
     to->half[1] = -32 * last;
-    for (int i = 0; i < 4; i++) to->pairs[i / 2][i % 2] = (int16_t)(-32 * sums[i]);
-    for (int i = 0; i < 2; i++) to->both[i] = (int16_t)(-8 * (sums[i] + sums[i + 2]));
+    for (int i = 0; i < 4; i++)
+        to->half_pairs[i / 2][i % 2] = (int16_t)(-32 * sums[i]);
+    for (int i = 0; i < 2; i++)
+        to->pairs[i] = (int16_t)(-8 * (sums[i] + sums[i + 2]));
 }
 
-/* Not finite: the scale is NaN.  So small that 127 / largest is none: zeros. */
-FR_INLINE void quantise32(const float *x, fr_record *to) {
-    f8 v[4];
-    i8 q[4], most = {0};
-    UNROLL
-    for (int i = 0; i < 4; i++) {
-        v[i] = load8(x + 8 * i);
-        most = larger(most, (i8)v[i] & 0x7fffffff);
-    }
-    most = larger(most, __builtin_shufflevector(most, most, 4, 5, 6, 7, 0, 1, 2, 3));
-    most = larger(most, __builtin_shufflevector(most, most, 2, 3, 0, 1, 6, 7, 4, 5));
-    most = larger(most, __builtin_shufflevector(most, most, 1, 0, 3, 2, 5, 4, 7, 6));
-    float top = ((f8)most)[0], inverse = 0, scale = 0;
-    if (most[0] >= 0x7f800000) {
-        scale = __builtin_nanf("");
-    } else if (top > 0x1p-120f) {
-        scale = top / 127.0f;
-        inverse = 127.0f / top;
-    }
+/* The largest absolute value of 32 floats, as bits, in each lane. Floats without their sign have
+   the order of their bits, and NaN is the largest. */
+FR_INLINE i8 largest_bits(const f8 v[4]) {
+    i8 largest = {0};
     UNROLL
     for (int i = 0; i < 4; i++)
-        q[i] = (i8)(v[i] * inverse + 12582912.0f) - 0x4b400000; /* 1.5 x 2^23: rounds to even */
-    if (inverse == 0) memset(q, 0, sizeof q);
-    int16_t sums[4];
+        largest = max_ints8(largest, (i8)v[i] & 0x7fffffff);
+    largest = max_ints8(largest, __builtin_shufflevector(largest, largest, 4, 5, 6, 7, 0, 1, 2, 3));
+    largest = max_ints8(largest, __builtin_shufflevector(largest, largest, 2, 3, 0, 1, 6, 7, 4, 5));
+    return max_ints8(largest, __builtin_shufflevector(largest, largest, 1, 0, 3, 2, 5, 4, 7, 6));
+}
+
+/* Stores q as bytes, and sums them by halves and by (input / 2) % 2. */
+FR_INLINE void store_bytes(const i8 q[4], int8_t bytes[32], int16_t sums[4]) {
 #if defined(__AVX2__)
     __m256i low = _mm256_packs_epi32((__m256i)q[0], (__m256i)q[1]);
     __m256i high = _mm256_packs_epi32((__m256i)q[2], (__m256i)q[3]);
     __m256i all = _mm256_packs_epi16(low, high);
     all = _mm256_permutevar8x32_epi32(all, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    memcpy(to->q, &all, 32);
+    memcpy(bytes, &all, 32);
     all = _mm256_maddubs_epi16(_mm256_set1_epi8(1), all);
     all = _mm256_add_epi16(all, _mm256_shuffle_epi32(all, 0x4e));
     all = _mm256_add_epi16(all, _mm256_shuffle_epi32(all, 0xb1));
     int32_t halves[2] = {_mm256_extract_epi32(all, 0), _mm256_extract_epi32(all, 4)};
     memcpy(sums, halves, 8);
 #else
-    memset(sums, 0, sizeof sums);
+    memset(sums, 0, 4 * sizeof *sums);
     for (int i = 0; i < 32; i++) {
-        to->q[i] = (int8_t)q[i / 8][i % 8];
-        sums[i / 16 * 2 + i % 4 / 2] += to->q[i];
+        bytes[i] = (int8_t)q[i / 8][i % 8];
+        int16_t *sum = &sums[i / 16 * 2 + i % 4 / 2];
+        *sum = (int16_t)(*sum + bytes[i]);
     }
 #endif
+}
+
+/* Quantises 32 inputs. If one is not finite, the scale is NaN. If all are so small that
+   127 / largest would not be finite, they become zeros. */
+FR_INLINE void quantise32(const float *x, fr_record *to) {
+    f8 v[4];
+    i8 q[4];
+    int16_t sums[4];
+    UNROLL
+    for (int i = 0; i < 4; i++)
+        v[i] = load8(x + 8 * i);
+    i8 bits = largest_bits(v);
+    float largest = ((f8)bits)[0];
+    float inverse = 0;
+    float scale = 0;
+    if (bits[0] >= 0x7f800000) {
+        scale = __builtin_nanf("");
+    } else if (largest > 0x1p-120f) {
+        scale = largest / 127.0f;
+        inverse = 127.0f / largest;
+    }
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+        /* Adding 1.5 x 2^23 rounds to even, and leaves the integer in the lowest bits. */
+        q[i] = (i8)(v[i] * inverse + 12582912.0f) - 0x4b400000;
+    }
+    if (inverse == 0) memset(q, 0, sizeof q);
+    store_bytes(q, to->q, sums);
     to->scale = scale;
     add_sums(sums, to);
 }
@@ -605,13 +687,15 @@ static void FR_NAME(quantise)(const float *x, int rows, int stride, int inputs, 
     records all = {to, rows, inputs / 32};
     int first = 8 * first_superblock;
     int end = 8 * end_superblock < all.blocks ? 8 * end_superblock : all.blocks;
-    for (int r = 0; r < rows; r++)
-        for (int b = first; b < end; b++)
+    for (int r = 0; r < rows; r++) {
+        for (int b = first; b < end; b++) {
             quantise32(x + (size_t)stride * (size_t)r + 32 * (size_t)b,
                        (fr_record *)record_of(&all, r, b));
+        }
+    }
 }
 
-#define TEXT1(name) #name
-#define TEXT(name)  TEXT1(name)
-const fr_operations FR_NAME(fr_operations) = {TEXT(FR_VARIANT), FR_NAME(quantise),
+#define QUOTE(name) #name
+#define QUOTE_VALUE(name) QUOTE(name)
+const fr_operations FR_NAME(fr_operations) = {QUOTE_VALUE(FR_VARIANT), FR_NAME(quantise),
                                               FR_NAME(product)};

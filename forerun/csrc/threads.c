@@ -1,3 +1,14 @@
+/* The pool of threads.
+
+   The share of each active thread in a job, and where a piece's state is:
+
+     shares[0]  pieces  next 0, end 5        thread 0 claims 0, 1, ...
+     shares[1]  pieces  next 5, end 10       thread 1 claims 5, 6, ..., then what is left of others
+     ...
+     pool.done          pieces done so far   the caller waits until these are all
+
+   A worker first spins and then sleeps on pool.calls, which changes with each job; one that is not
+   active sleeps on pool.rises. */
 #define _GNU_SOURCE
 
 #include "threads.h"
@@ -15,76 +26,84 @@
 #include <sys/syscall.h>
 #endif
 
-#define MOST 256     /* threads */
-#define SPINS 20000  /* checks before a thread sleeps: about the time that Python takes between two calls */
-#define PIECES 8     /* of a job for each thread */
-#define HALF 24      /* bits of a piece's number */
-#define OF_HALF (((uint64_t)1 << HALF) - 1)
+#define MAX_THREADS 256
+#define PIECES_PER_THREAD 8
+#define SERIAL_NUMBERS 16384 /* fewer take less time than calling threads */
+
+/* Checks before a thread sleeps: they take about the time that Python needs between two calls. */
+#define SPINS 20000
+
+/* A share's pieces are two numbers of so many bits in one word. */
+#define PIECE_BITS 24
+#define PIECE_MASK (((uint64_t)1 << PIECE_BITS) - 1)
 
 /* How many threads do jobs on a machine with other work. Times are in ns. */
 #define MS 1000000
-#define BEARABLE 40        /* percent of the time: two threads that lose 50 are as fast as one */
-#define MUCH (16 * MS)     /* more is lost, and threads become fewer: four slices of a scheduler */
-#define LITTLE MS          /* the same in a trial of more threads: one slice */
-#define STALL (MS / 2)     /* the shortest: a slice is longer */
-#define BRIEF 64           /* checks before a wait is timed, and between looks at the core */
+#define BEARABLE_PERCENT 40 /* of the time: two threads that lose 50 are as fast as one */
+#define MAX_LOSS (16 * MS)  /* more makes threads fewer: four time slices of a scheduler */
+#define MAX_TRIAL_LOSS MS   /* the same in a trial of more threads: one slice */
+#define MIN_STALL (MS / 2)  /* a slice is longer */
+#define SHORT_SPINS 64      /* checks before a wait is timed, and between looks at the core */
 #define TRIAL (30 * MS)
-#define SHORTEST (50 * MS) /* pause before a trial */
-#define LONGEST (1000 * MS)
-#define GAP (10 * MS)      /* counts at most between two jobs: the caller may have been idle */
+#define MIN_PAUSE (50 * MS) /* before a trial */
+#define MAX_PAUSE (1000 * MS)
+#define MAX_GAP (10 * MS) /* counts between two jobs, because the caller may have been idle */
 
 typedef _Atomic(uint32_t) word;
 
-/* A thread's share of the job, in a cache line of its own. `pieces` holds the end of its pieces (bits 24 to 47) and the
-   next one (below). A job cannot end before its claimed pieces: the further fields are valid once a piece is claimed. */
+/* A thread's share of the job, in its own cache line. `pieces` holds the end of its pieces (bits 24
+   to 47) and the next one (bits 0 to 23). A job does not end before its claimed pieces are done, so
+   the other fields are valid once a piece is claimed. */
 typedef struct {
     _Alignas(64) _Atomic(uint64_t) pieces;
     fr_work *work;
     void *argument;
     int64_t parts, piece;
-    uint32_t all; /* pieces of the job */
+    uint32_t piece_count; /* of the job */
 } share;
 
-static share shares[MOST];
+static share shares[MAX_THREADS];
 
 static struct {
     pthread_mutex_t lock;
     int wanted, started, has_handlers;
-    pthread_t threads[MOST];
+    pthread_t threads[MAX_THREADS];
     _Alignas(64) word done;    /* pieces of the job */
     _Alignas(64) word calls;   /* changes with each job */
-    word asleep, is_waiting, ends;
+    word asleep;               /* active workers that sleep */
+    word is_waiting;           /* the caller sleeps until the job is done */
+    word ends;                 /* workers shall end */
     word active;               /* threads that do jobs, the first ones of those wanted */
-    word rises;                /* changes when they become more */
+    word rises;                /* changes when `active` becomes larger */
     _Atomic(int) core;         /* of the job's caller */
     _Alignas(64) word crowded; /* a worker did pieces on that core */
     void *scratch;
-    int64_t room;
+    int64_t scratch_bytes;
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-/* The number of active threads. Other work on the machine makes jobs lose time in two ways. In a
-   stall a worker has claimed a piece and is not run, because another process, or another guest of
-   the host, has its core: everybody waits. In a crowded job a worker is run on the caller's core,
-   because the others are busy: one of the two waits. Where more is lost than is bearable, fewer
-   threads are faster. More are tried after a pause, which grows while trials fail. Only the thread
-   that has the pool uses this. */
+/* How the number of active threads follows the load of the machine. Other work makes jobs lose time
+   in two ways. In a stall, a worker has claimed a piece but is not run, because another process, or
+   another guest of the host, has its core; then all others wait. In a crowded job, a worker runs on
+   the caller's core, because the other cores are busy; then one of the two waits. If jobs lose more
+   than is bearable, fewer threads are faster. More are tried again after a pause, which grows while
+   trials fail. Only the thread that has the pool uses this. */
 static struct {
-    int64_t lost;      /* less what was bearable since */
-    int64_t seen;      /* when that was reckoned */
-    int64_t tried;     /* when the last trial began */
-    int64_t next_trial;
+    int64_t lost;       /* time, less what was bearable since */
+    int64_t counted_at; /* when `lost` was reduced last */
+    int64_t trial_at;   /* when the last trial began */
+    int64_t next_trial; /* when the next one may begin */
     int64_t pause;
-    uint32_t before;   /* threads before the last trial; 0: there was none */
-    uint32_t step;     /* further threads of the next trial */
+    uint32_t before; /* threads before the last trial; 0: there was none */
+    uint32_t step;   /* threads that the next trial adds */
 } pace;
 
-/* A test has its own clock and cores. */
+/* A test defines another clock and other cores. */
 #ifndef FR_CLOCK
 #define FR_CLOCK monotonic
 static int64_t monotonic(void) {
-    struct timespec found;
-    clock_gettime(CLOCK_MONOTONIC, &found);
-    return (int64_t)found.tv_sec * 1000 * MS + found.tv_nsec;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000 * MS + now.tv_nsec;
 }
 #endif
 
@@ -99,7 +118,8 @@ static int own_core(void) {
 }
 #endif
 
-static inline void rest(void) {
+/* Lets the core do other work between two checks. */
+static inline void relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -108,56 +128,81 @@ static inline void rest(void) {
 }
 
 #ifdef __linux__
-static void sleep_while(word *at, uint32_t value) { syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0); }
+static void sleep_while(word *at, uint32_t value) {
+    syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
+}
 
-static void wake(word *at, int count) { syscall(SYS_futex, at, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0); }
+static void wake(word *at, int count) {
+    syscall(SYS_futex, at, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0);
+}
 #else
 static pthread_mutex_t sleeping = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 
 static void sleep_while(word *at, uint32_t value) {
     pthread_mutex_lock(&sleeping);
-    while (atomic_load(at) == value) pthread_cond_wait(&changed, &sleeping);
+    while (atomic_load(at) == value)
+        pthread_cond_wait(&changed, &sleeping);
     pthread_mutex_unlock(&sleeping);
 }
 
 static void wake(word *at, int count) {
-    (void)at, (void)count;
+    (void)at;
+    (void)count;
     pthread_mutex_lock(&sleeping); /* a thread that has checked the word sleeps by now */
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&sleeping);
 }
 #endif
 
-static int is_open(uint64_t pieces) { return (pieces & OF_HALF) < (pieces >> HALF & OF_HALF); }
+/* Whether a share has a piece that no thread has claimed. */
+static int is_open(uint64_t pieces) {
+    return (pieces & PIECE_MASK) < (pieces >> PIECE_BITS & PIECE_MASK);
+}
 
-static int has_pieces(share *of) { return is_open(atomic_load_explicit(&of->pieces, memory_order_relaxed)); }
+static int has_pieces(share *of) {
+    return is_open(atomic_load_explicit(&of->pieces, memory_order_relaxed));
+}
 
 static uint32_t active(void) { return atomic_load(&pool.active); }
 
 static int is_active(int thread) { return thread < (int)active(); }
 
-/* Does the pieces of a thread's own share, which are adjacent in memory, and then those left in other shares. A thread
-   claims only if it sees a piece left, so the next piece's number passes the end by at most one for each thread. */
+/* Claims and does pieces of a share while there are any; returns their number. A thread claims only
+   if it sees a piece left, so the number of the next piece passes the end by at most one for each
+   thread. */
+static uint32_t do_share(share *of, int thread) {
+    uint32_t done = 0;
+    while (has_pieces(of)) {
+        uint64_t claimed = atomic_fetch_add_explicit(&of->pieces, 1, memory_order_acquire);
+        if (!is_open(claimed)) break;
+        int64_t first = (int64_t)(claimed & PIECE_MASK) * of->piece;
+        int64_t last = first + of->piece;
+        of->work(of->argument, first, last < of->parts ? last : of->parts, thread);
+        done++;
+    }
+    return done;
+}
+
+/* Does the pieces of a thread's own share, which are adjacent in memory, and then those that are
+   left in other shares. */
 static void do_pieces(int thread) {
     int threads = (int)active();
     for (int i = 0; i < threads; i++) {
         share *from = &shares[(thread + i) % threads];
-        uint32_t done = 0;
-        while (has_pieces(from)) {
-            uint64_t claimed = atomic_fetch_add_explicit(&from->pieces, 1, memory_order_acquire);
-            if (!is_open(claimed)) break;
-            int64_t first = (int64_t)(claimed & OF_HALF) * from->piece, last = first + from->piece;
-            from->work(from->argument, first, last < from->parts ? last : from->parts, thread);
-            done++;
-        }
+        uint32_t done = do_share(from, thread);
         if (!done) continue;
-        uint32_t all = from->all;
-        if (atomic_fetch_add(&pool.done, done) + done == all && atomic_load(&pool.is_waiting)) wake(&pool.done, 1);
+        /* Read before the pieces are counted, because then the job may end and the share change. */
+        uint32_t piece_count = from->piece_count;
+        int is_last = atomic_fetch_add(&pool.done, done) + done == piece_count;
+        if (is_last && atomic_load(&pool.is_waiting)) wake(&pool.done, 1);
     }
 }
 
-static int is_called(uint32_t seen) { return atomic_load_explicit(&pool.calls, memory_order_acquire) != seen; }
+/* Whether a job has begun since pool.calls was `seen`. */
+static int is_called(uint32_t seen) {
+    return atomic_load_explicit(&pool.calls, memory_order_acquire) != seen;
+}
 
 /* Whether the calling worker keeps the job's caller from its core. */
 static int is_crowding(void) {
@@ -165,10 +210,26 @@ static int is_crowding(void) {
     return core >= 0 && core == atomic_load_explicit(&pool.core, memory_order_relaxed);
 }
 
+/* Whether a worker has something to do. Other threads may have taken its own pieces. */
+static int has_work(int thread, uint32_t seen) {
+    return has_pieces(&shares[thread]) || is_called(seen);
+}
+
+/* Checks for work until there is some, or the worker should rather sleep. */
+static void spin(int thread, uint32_t seen) {
+    for (int i = 0; i < SPINS && is_active(thread); i++) {
+        if (has_work(thread, seen)) return;
+        /* Seldom, because some systems need a system call for it. */
+        if (i % SHORT_SPINS == 0 && is_crowding()) return;
+        relax();
+    }
+}
+
 static void *run_worker(void *number) {
     int thread = (int)(intptr_t)number;
     for (;;) {
-        /* Both before all checks, that of `ends` too: a later change ends the sleep. */
+        /* Both are read before all checks, that of `ends` too, so that a later change ends the
+           sleep. */
         uint32_t seen = atomic_load(&pool.calls);
         uint32_t rises = atomic_load(&pool.rises);
         if (atomic_load(&pool.ends)) return NULL;
@@ -176,14 +237,9 @@ static void *run_worker(void *number) {
             sleep_while(&pool.rises, rises);
             continue;
         }
-        for (int i = 0; i < SPINS && is_active(thread); i++) {
-            if (has_pieces(&shares[thread]) || is_called(seen)) break;
-            /* Seldom, because some systems need a system call for it. */
-            if (i % BRIEF == 0 && is_crowding()) break;
-            rest();
-        }
+        spin(thread, seen);
         if (!is_active(thread)) continue;
-        if (has_pieces(&shares[thread]) || is_called(seen)) { /* other threads may have taken its own pieces */
+        if (has_work(thread, seen)) {
             if (is_crowding()) atomic_store_explicit(&pool.crowded, 1, memory_order_relaxed);
             do_pieces(thread);
             continue;
@@ -196,52 +252,56 @@ static void *run_worker(void *number) {
 
 static void call_workers(void) {
     atomic_fetch_add(&pool.calls, 1);
-    if (atomic_load(&pool.asleep)) wake(&pool.calls, MOST);
+    if (atomic_load(&pool.asleep)) wake(&pool.calls, MAX_THREADS);
 }
 
 static void raise_workers(void) {
     atomic_fetch_add(&pool.rises, 1);
-    wake(&pool.rises, MOST);
+    wake(&pool.rises, MAX_THREADS);
 }
 
-/* Threads that are no longer active see it before their next job, and sleep. */
+/* Sets the number of active threads. Those that are no longer active see it before their next job,
+   and sleep. */
 static void set_active(uint32_t count) {
-    int are_more = count > active();
+    int is_raised = count > active();
     atomic_store(&pool.active, count);
-    if (are_more) raise_workers();
+    if (is_raised) raise_workers();
 }
 
 static void end_workers(void) {
     atomic_store(&pool.ends, 1);
     raise_workers();
     call_workers();
-    for (int i = 0; i < pool.started; i++) pthread_join(pool.threads[i], NULL);
+    for (int i = 0; i < pool.started; i++)
+        pthread_join(pool.threads[i], NULL);
     atomic_store(&pool.ends, 0);
     pool.started = 0;
 }
 
-static int usable(void) {
+/* The number of cores that this process may use. */
+static int usable_cores(void) {
 #ifdef __linux__
     cpu_set_t set;
     if (!sched_getaffinity(0, sizeof set, &set)) return CPU_COUNT(&set);
 #endif
-    long found = sysconf(_SC_NPROCESSORS_ONLN);
-    return found > 0 ? (int)found : 1;
+    long count = sysconf(_SC_NPROCESSORS_ONLN);
+    return count > 0 ? (int)count : 1;
 }
 
 static void want(int count) {
-    pool.wanted = count < MOST ? count : MOST;
+    pool.wanted = count < MAX_THREADS ? count : MAX_THREADS;
     pace.before = 0;
     pace.lost = 0;
     set_active((uint32_t)pool.wanted);
 }
 
 int fr_workers(void) {
-    if (!pool.wanted) want(usable());
+    if (!pool.wanted) want(usable_cores());
     return pool.wanted;
 }
 
-/* A forked child has none of the threads, and starts its own. No job runs during a fork. */
+/* A forked child has none of the threads, and starts its own. No job runs during a fork, because
+   pthread_atfork takes the pool before it. */
 static void reset_in_child(void) {
     pool.started = 0;
     atomic_store(&pool.asleep, 0);
@@ -265,67 +325,76 @@ int fr_threads(int count) {
         end_workers();
         want(count);
     }
-    int found = fr_workers();
+    int threads = fr_workers();
     fr_leave();
-    return found;
+    return threads;
 }
 
 int fr_active_threads(void) {
     fr_enter();
     fr_workers();
-    int found = (int)active();
+    int threads = (int)active();
     fr_leave();
-    return found;
+    return threads;
 }
 
 static void start_workers(void) {
-    sigset_t all, before; /* the caller's threads handle signals */
+    /* Workers block all signals, because the caller's threads handle them. */
+    sigset_t all;
+    sigset_t before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (pool.started < fr_workers() - 1) {
-        if (pthread_create(&pool.threads[pool.started], NULL, run_worker, (void *)(intptr_t)(pool.started + 1))) break;
+        void *number = (void *)(intptr_t)(pool.started + 1);
+        if (pthread_create(&pool.threads[pool.started], NULL, run_worker, number)) break;
         pool.started++;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-/* Takes what is bearable in the time that has passed. */
+/* Reduces the loss by what is bearable in the time that has passed. */
 static void bear(int64_t passed, int64_t time) {
-    pace.lost -= passed * BEARABLE / 100;
+    pace.lost -= passed * BEARABLE_PERCENT / 100;
     if (pace.lost < 0) pace.lost = 0;
-    pace.seen = time;
+    pace.counted_at = time;
 }
 
-/* A trial that goes well is followed by one with twice as many further threads. */
+/* Begins a trial of more threads, if it is time for one. A trial that goes well is followed by one
+   that adds twice as many. */
 static void try_more(int64_t time) {
-    uint32_t most = (uint32_t)pool.wanted;
-    if (active() == most || time < pace.next_trial) return;
+    uint32_t wanted = (uint32_t)pool.wanted;
+    if (active() == wanted || time < pace.next_trial) return;
+    uint32_t more = active() + pace.step;
     pace.before = active();
-    pace.tried = time;
+    pace.trial_at = time;
     pace.next_trial = time + TRIAL;
-    pace.lost = MUCH - LITTLE;
-    set_active(pace.before + pace.step < most ? pace.before + pace.step : most);
+    pace.lost = MAX_LOSS - MAX_TRIAL_LOSS;
+    set_active(more < wanted ? more : wanted);
     pace.step *= 2;
 }
 
-/* Threads become as many as before a trial that fails, and half as many otherwise. */
+/* Makes threads fewer: as many as before a trial that fails, and otherwise half as many. The pause
+   grows if the last trial is not long ago. */
 static void have_fewer(int64_t time) {
-    int is_trial = pace.before && time < pace.tried + TRIAL;
-    int is_again = pace.before && time < pace.tried + LONGEST;
-    pace.pause = is_again ? 2 * pace.pause : SHORTEST;
-    if (pace.pause > LONGEST) pace.pause = LONGEST;
+    int is_trial = pace.before && time < pace.trial_at + TRIAL;
+    int is_soon = pace.before && time < pace.trial_at + MAX_PAUSE;
+    pace.pause = is_soon ? 2 * pace.pause : MIN_PAUSE;
+    if (pace.pause > MAX_PAUSE) pace.pause = MAX_PAUSE;
     pace.next_trial = time + pace.pause;
     pace.step = 1;
     pace.lost = 0;
     set_active(is_trial ? pace.before : (active() + 1) / 2);
 }
 
-/* What a job lost that waited for claimed pieces since a time. A wait that is no longer than the
-   caller's own work is no stall, because pieces differ. */
-static int64_t loss(int64_t begun, int64_t since, int64_t ended) {
-    int64_t wait = ended - since;
-    if (atomic_exchange(&pool.crowded, 0)) return ended - begun;
-    return wait >= STALL && wait > since - begun ? wait : 0;
+/* The time that a job lost. It started and ended at two times, and waited for claimed pieces since
+   a third one. A wait that is not longer than the caller's own work is no stall, because pieces
+   differ. */
+static int64_t loss(int64_t started_at, int64_t waited_at, int64_t ended_at) {
+    int64_t wait = ended_at - waited_at;
+    int is_crowded = (int)atomic_exchange(&pool.crowded, 0);
+    if (is_crowded) return ended_at - started_at;
+    int is_stall = wait >= MIN_STALL && wait > waited_at - started_at;
+    return is_stall ? wait : 0;
 }
 
 static int is_done(uint32_t pieces) {
@@ -333,24 +402,29 @@ static int is_done(uint32_t pieces) {
 }
 
 static void wait_for(uint32_t pieces) {
-    uint32_t done;
-    for (int i = 0; i < SPINS && !is_done(pieces); i++) rest();
+    for (int i = 0; i < SPINS && !is_done(pieces); i++)
+        relax();
     if (is_done(pieces)) return;
     atomic_store(&pool.is_waiting, 1);
-    while ((done = atomic_load(&pool.done)) != pieces) sleep_while(&pool.done, done);
+    for (;;) {
+        uint32_t done = atomic_load(&pool.done);
+        if (done == pieces) break;
+        sleep_while(&pool.done, done);
+    }
     atomic_store(&pool.is_waiting, 0);
 }
 
-/* Waits for the pieces of a job that other threads have claimed. */
-static void finish(uint32_t pieces, int64_t begun) {
-    for (int i = 0; i < BRIEF && !is_done(pieces); i++) rest();
+/* Waits for the pieces of a job that other threads have claimed, and counts what was lost. */
+static void finish(uint32_t pieces, int64_t started_at) {
+    for (int i = 0; i < SHORT_SPINS && !is_done(pieces); i++)
+        relax();
     if (is_done(pieces) && !atomic_load(&pool.crowded)) return;
-    int64_t since = FR_CLOCK();
+    int64_t waited_at = FR_CLOCK();
     wait_for(pieces);
-    int64_t ended = FR_CLOCK();
-    bear(ended - begun, ended);
-    pace.lost += loss(begun, since, ended);
-    if (pace.lost > MUCH) have_fewer(ended);
+    int64_t ended_at = FR_CLOCK();
+    bear(ended_at - started_at, ended_at);
+    pace.lost += loss(started_at, waited_at, ended_at);
+    if (pace.lost > MAX_LOSS) have_fewer(ended_at);
 }
 
 /* Gives each active thread its share of a job. */
@@ -361,52 +435,66 @@ static void share_out(const share *job, int64_t threads) {
         to->argument = job->argument;
         to->parts = job->parts;
         to->piece = job->piece;
-        to->all = job->all;
-        uint64_t first = (uint64_t)(job->all * t / threads);
-        uint64_t end = (uint64_t)(job->all * (t + 1) / threads);
-        atomic_store_explicit(&to->pieces, end << HALF | first, memory_order_release);
+        to->piece_count = job->piece_count;
+        uint64_t first = (uint64_t)(job->piece_count * t / threads);
+        uint64_t end = (uint64_t)(job->piece_count * (t + 1) / threads);
+        /* Last, because a thread may claim a piece from now on. */
+        atomic_store_explicit(&to->pieces, end << PIECE_BITS | first, memory_order_release);
     }
 }
 
-/* The number of threads for a job that begins at a time. */
+/* The number of threads for a job that starts at a time. */
 static int64_t threads_at(int64_t time) {
-    int64_t passed = time - pace.seen;
-    bear(passed < GAP ? passed : GAP, time);
+    int64_t passed = time - pace.counted_at;
+    bear(passed < MAX_GAP ? passed : MAX_GAP, time);
     try_more(time);
     return active();
 }
 
+/* The parts of a piece, so that each thread has several pieces. */
+static int64_t piece_for(int64_t parts, int64_t threads) {
+    return (parts + threads * PIECES_PER_THREAD - 1) / (threads * PIECES_PER_THREAD);
+}
+
 void fr_parallel(fr_work *work, void *argument, int64_t parts, int64_t piece) {
-    int64_t most = fr_workers();
-    if (piece < 1) piece = (parts + most * PIECES - 1) / (most * PIECES);
-    if (piece < parts / (int64_t)OF_HALF + 1) piece = parts / (int64_t)OF_HALF + 1;
-    int is_shared = most > 1 && parts > piece;
-    int64_t begun = is_shared ? FR_CLOCK() : 0;
-    int64_t threads = is_shared ? threads_at(begun) : 1;
+    int64_t workers = fr_workers();
+    int64_t min_piece = parts / (int64_t)PIECE_MASK + 1;
+    if (piece < 1) piece = piece_for(parts, workers);
+    if (piece < min_piece) piece = min_piece;
+    int is_shared = workers > 1 && parts > piece;
+    int64_t started_at = is_shared ? FR_CLOCK() : 0;
+    int64_t threads = is_shared ? threads_at(started_at) : 1;
     if (threads == 1) {
         if (parts > 0) work(argument, 0, parts, 0);
         return;
     }
-    if (pool.started < most - 1) start_workers();
+    if (pool.started < workers - 1) start_workers();
     share job = {.work = work, .argument = argument, .parts = parts, .piece = piece};
-    job.all = (uint32_t)((parts + piece - 1) / piece);
+    job.piece_count = (uint32_t)((parts + piece - 1) / piece);
     atomic_store(&pool.done, 0);
     atomic_store_explicit(&pool.core, FR_CORE(), memory_order_relaxed);
     share_out(&job, threads);
     call_workers();
     do_pieces(0);
-    finish(job.all, begun);
+    finish(job.piece_count, started_at);
+}
+
+void fr_run(fr_work *work, void *argument, int64_t parts, int64_t numbers) {
+    if (numbers < SERIAL_NUMBERS) {
+        work(argument, 0, parts, 0);
+    } else {
+        fr_parallel(work, argument, parts, 0);
+    }
 }
 
 void *fr_scratch(int64_t bytes) {
-    if (bytes > pool.room) {
-        void *found = NULL;
-        free(pool.scratch);
-        pool.scratch = NULL;
-        pool.room = 0;
-        if (posix_memalign(&found, 64, (size_t)bytes)) return NULL;
-        pool.scratch = found;
-        pool.room = bytes;
-    }
-    return pool.scratch;
+    if (bytes <= pool.scratch_bytes) return pool.scratch;
+    void *memory = NULL;
+    free(pool.scratch);
+    pool.scratch = NULL;
+    pool.scratch_bytes = 0;
+    if (posix_memalign(&memory, 64, (size_t)bytes)) return NULL;
+    pool.scratch = memory;
+    pool.scratch_bytes = bytes;
+    return memory;
 }

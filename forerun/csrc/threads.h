@@ -1,33 +1,44 @@
-/* Threads of our own, started once and shared by all models of a process. A job is a function over
-   parts [0, parts). Threads claim pieces of it. A thread that the system does not run claims none,
-   and no other waits for it. While other processes take the cores from threads that have claimed
-   pieces, fewer threads do the jobs. */
+/* Threads of our own, started once and shared by all models of a process.
 
+     parts   0 1 2 3 | 4 5 6 7 | 8 9 10 11 | ...    of a job, a function over parts
+     pieces  0       | 1       | 2         | ...    which threads claim
+
+   A thread that the system does not run claims no piece, so no other thread waits for it. While
+   other processes take the cores from threads that have claimed pieces, fewer threads do jobs. */
 #ifndef FR_THREADS_H
 #define FR_THREADS_H
 
 #include <stdint.h>
 
-/* Does the parts [first, last); `thread` counts from 0, and none runs twice at once. */
+/* Does the parts [first, last). `thread` counts from 0, and no thread's number runs twice at the
+   same time. */
 typedef void fr_work(void *argument, int64_t first, int64_t last, int thread);
 
-/* Sets the number of threads, the calling one included, and returns it; 0 only returns it. */
+/* Sets the number of threads, including the calling one, and returns it. 0 only returns it. */
 int fr_threads(int count);
 
 /* The number of threads that do the jobs now: all, or fewer on a machine with other work. */
 int fr_active_threads(void);
 
-/* Takes the pool for the calling thread, so that the calls of other threads wait, and gives it back. */
+/* Takes the pool for the calling thread, so that the calls of other threads wait. */
 void fr_enter(void);
+
+/* Gives it back. */
 void fr_leave(void);
 
-/* The number of threads, between `fr_enter` and `fr_leave`. */
+/* The following functions are for a thread between fr_enter and fr_leave. */
+
+/* The number of threads. */
 int fr_workers(void);
 
-/* Runs a job between `fr_enter` and `fr_leave`, in pieces of `piece` parts (0: chosen here). */
+/* Runs a job, in pieces of `piece` parts (0: the pool chooses). */
 void fr_parallel(fr_work *work, void *argument, int64_t parts, int64_t piece);
 
-/* Memory that is valid between `fr_enter` and `fr_leave`, aligned to 64 bytes; NULL if none is left. One at a time. */
+/* Runs a job that computes so many numbers: by the calling thread alone, if they are so few that
+   calling the others would take longer. */
+void fr_run(fr_work *work, void *argument, int64_t parts, int64_t numbers);
+
+/* Memory that is valid until fr_leave or the next call, aligned to 64 bytes. NULL: none is left. */
 void *fr_scratch(int64_t bytes);
 
 #endif

@@ -1,5 +1,5 @@
 #define FR_VARIANT avx2
 #define FR_ISA FR_AVX2
 #include "products.c"
-#include "between.c"
+#include "vector_ops.c"
 #include "attention.c"

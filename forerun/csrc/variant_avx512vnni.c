@@ -1,5 +1,5 @@
 #define FR_VARIANT avx512vnni
 #define FR_ISA FR_AVX512VNNI
 #include "products.c"
-#include "between.c"
+#include "vector_ops.c"
 #include "attention.c"

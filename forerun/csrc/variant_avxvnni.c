@@ -1,5 +1,5 @@
 #define FR_VARIANT avxvnni
 #define FR_ISA FR_AVXVNNI
 #include "products.c"
-#include "between.c"
+#include "vector_ops.c"
 #include "attention.c"

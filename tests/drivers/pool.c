@@ -14,14 +14,14 @@ static int made_up_core(void);
 #include <stdio.h>
 
 #define JOB (MS / 10) /* from one to the next */
-#define CHECK(is_so) \
+#define CHECK(is_so)                                                                               \
     if (!(is_so)) return __LINE__
 
 static _Atomic(int64_t) the_time;
 static atomic_int looks;   /* at the clock */
 static atomic_int claimed; /* parts of the job */
 static atomic_int worked;  /* by the caller: parts of the job */
-static atomic_int done[2 * MOST];
+static atomic_int done[2 * MAX_THREADS];
 static atomic_int is_crowded; /* all threads run on one core */
 static _Thread_local int is_caller;
 
@@ -33,11 +33,11 @@ static int64_t made_up_time(void) {
 static int made_up_core(void) { return is_caller || atomic_load(&is_crowded) ? 0 : 1; }
 
 typedef struct {
-    int is_together;    /* no thread ends a part before each active thread has one */
-    int late;           /* the thread that the caller waits for; 0: none */
-    int64_t work;       /* the time that the caller takes for its first part */
-    int64_t delay;      /* the time that it waits */
-    int looks;          /* before the job */
+    int is_together; /* no thread ends a part before each active thread has one */
+    int late;        /* the thread that the caller waits for; 0: none */
+    int64_t work;    /* the time that the caller takes for its first part */
+    int64_t delay;   /* the time that it waits */
+    int looks;       /* before the job */
 } job;
 
 static const job QUIET = {0};
@@ -45,13 +45,16 @@ static const job STALLED = {.is_together = 1, .late = 1, .delay = 4 * MS};
 
 static void do_part(void *argument, int64_t first, int64_t last, int thread) {
     const job *of = argument;
-    for (int64_t i = first; i < last; i++) atomic_fetch_add(&done[i], 1);
+    for (int64_t i = first; i < last; i++)
+        atomic_fetch_add(&done[i], 1);
     atomic_fetch_add(&claimed, (int)(last - first));
-    while (of->is_together && atomic_load(&claimed) < (int)active()) sched_yield();
+    while (of->is_together && atomic_load(&claimed) < (int)active())
+        sched_yield();
     if (thread == 0 && !atomic_fetch_add(&worked, 1)) atomic_fetch_add(&the_time, of->work);
     if (thread == 0 || thread != of->late) return;
     /* The caller looks at the clock when a job begins and when nothing is left but to wait. */
-    while (atomic_load(&looks) < of->looks + 2) sched_yield();
+    while (atomic_load(&looks) < of->looks + 2)
+        sched_yield();
     atomic_fetch_add(&the_time, of->delay);
 }
 
@@ -62,7 +65,8 @@ static int runs(job of) {
     of.looks = atomic_load(&looks);
     atomic_store(&claimed, 0);
     atomic_store(&worked, 0);
-    for (int i = 0; i < parts; i++) atomic_store(&done[i], 0);
+    for (int i = 0; i < parts; i++)
+        atomic_store(&done[i], 0);
     fr_enter();
     fr_parallel(do_part, &of, parts, 1);
     fr_leave();
@@ -86,7 +90,7 @@ static int become(int threads, int jobs, job of) {
 }
 
 /* The longest pause, and a trial for each doubling. */
-static int come_back(int threads) { return become(threads, (LONGEST + 8 * TRIAL) / JOB, QUIET); }
+static int come_back(int threads) { return become(threads, (MAX_PAUSE + 8 * TRIAL) / JOB, QUIET); }
 
 static int check_stalls(int threads) {
     CHECK(fr_threads(threads) == threads);
@@ -96,24 +100,24 @@ static int check_stalls(int threads) {
     CHECK(keep((threads + 1) / 2, 1, STALLED));
     CHECK(become(1, 100, STALLED));
     /* Each trial ends with its first stall, and they become rare. */
-    int64_t begun = atomic_load(&the_time);
+    int64_t started_at = atomic_load(&the_time);
     CHECK(keep(1, 50000, STALLED));
-    int64_t stalled = atomic_load(&the_time) - begun - 50000LL * JOB;
+    int64_t stalled = atomic_load(&the_time) - started_at - 50000LL * JOB;
     CHECK(stalled >= STALLED.delay);
     CHECK(stalled < 50000LL * JOB / 100);
     CHECK(come_back(threads));
-    atomic_fetch_add(&the_time, LONGEST); /* and the pause is short again */
+    atomic_fetch_add(&the_time, MAX_PAUSE); /* and the pause is short again */
     CHECK(become(1, 100, STALLED));
-    CHECK(become(threads, (SHORTEST + 8 * TRIAL) / JOB, QUIET));
+    CHECK(become(threads, (MIN_PAUSE + 8 * TRIAL) / JOB, QUIET));
     return 0;
 }
 
 static int check_one_late_thread(void) {
     job last = {.is_together = 1, .late = 4, .delay = 4 * MS};
     CHECK(fr_threads(5) == 5);
-    atomic_fetch_add(&the_time, LONGEST);
+    atomic_fetch_add(&the_time, MAX_PAUSE);
     CHECK(become(3, 10, last));
-    CHECK(become(4, SHORTEST / JOB + 10, last));
+    CHECK(become(4, MIN_PAUSE / JOB + 10, last));
     CHECK(keep(4, 3 * TRIAL / JOB, last)); /* a trial of five ends with its first stall */
     CHECK(come_back(5));
     return 0;
@@ -132,7 +136,7 @@ static int check_crowded_cores(int threads) {
 
 /* Neither short waits, nor those beside longer work of the caller's, nor rare ones are stalls. */
 static int check_what_is_bearable(void) {
-    job brief = {.is_together = 1, .late = 1, .delay = STALL / 2};
+    job brief = {.is_together = 1, .late = 1, .delay = MIN_STALL / 2};
     job long_one = {.is_together = 1, .late = 1, .work = 4 * MS, .delay = 4 * MS};
     CHECK(fr_threads(2) == 2);
     CHECK(keep(2, 200, brief));

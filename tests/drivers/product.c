@@ -1,21 +1,37 @@
+/* Multiplies a matrix, read from stdin, by rows of inputs, and writes the results to stdout.
+
+     product VARIANT FORMAT OUTPUTS INPUTS ROWS BYTES < weights (BYTES of them), then float inputs
+
+   Ends with 3 if this processor lacks the variant, and with another number if something fails. */
 #include "forerun.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-/* Variant, format, outputs, inputs, rows, bytes of weights; from stdin: weights, inputs; to stdout: results. */
+
+static void *aligned(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
+
 int main(int argc, char **argv) {
-    int format = atoi(argv[2]), outputs = atoi(argv[3]), inputs = atoi(argv[4]), rows = atoi(argv[5]);
-    size_t bytes = (size_t)atol(argv[6]), count = (size_t)rows * inputs;
     if (argc != 7 || fr_select(argv[1]) < 0) return 3;
+    int format = atoi(argv[2]);
+    int outputs = atoi(argv[3]);
+    int inputs = atoi(argv[4]);
+    int rows = atoi(argv[5]);
+    size_t bytes = (size_t)atol(argv[6]);
+    size_t input_count = (size_t)rows * inputs;
+    size_t output_count = (size_t)rows * outputs;
+    int panel_count = (outputs + FR_PANEL - 1) / FR_PANEL;
     fr_matrix m = {0, outputs, inputs, NULL};
-    size_t size = fr_panel_bytes(format, outputs, inputs, &m.layout);
-    void *weights = malloc(bytes), *panels = aligned_alloc(64, (size + 63) / 64 * 64);
-    void *records = aligned_alloc(64, (fr_record_bytes(inputs, rows) + 63) / 64 * 64);
-    float *x = malloc(4 * count), *out = malloc(4 * (size_t)rows * outputs);
-    if (fread(weights, 1, bytes, stdin) != bytes || fread(x, 4, count, stdin) != count) return 4;
-    if (fr_pack(format, weights, bytes, outputs, inputs, panels, 0, (outputs + FR_PANEL - 1) / FR_PANEL)) return 5;
+    void *weights = malloc(bytes);
+    void *panels = aligned(fr_panel_bytes(format, outputs, inputs, &m.layout));
+    void *records = aligned(fr_record_bytes(inputs, rows));
+    float *x = malloc(sizeof(float) * input_count);
+    float *out = malloc(sizeof(float) * output_count);
+    if (fread(weights, 1, bytes, stdin) != bytes) return 4;
+    if (fread(x, sizeof(float), input_count, stdin) != input_count) return 4;
+    if (fr_pack(format, weights, bytes, outputs, inputs, panels, 0, panel_count)) return 5;
     m.panels = panels;
-    fr_quantise(x, rows, inputs, inputs, records, 0, (inputs + 255) / 256);
-    fr_product(&m, x, inputs, records, rows, out, outputs, 0, (outputs + FR_PANEL - 1) / FR_PANEL);
-    return fwrite(out, 4, (size_t)rows * outputs, stdout) == (size_t)rows * outputs ? 0 : 6;
+    fr_quantise(x, rows, inputs, inputs, records, 0, (inputs + FR_SUPERBLOCK - 1) / FR_SUPERBLOCK);
+    fr_product(&m, x, inputs, records, rows, out, outputs, 0, panel_count);
+    return fwrite(out, sizeof(float), output_count, stdout) == output_count ? 0 : 6;
 }
