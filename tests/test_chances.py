@@ -9,8 +9,8 @@ import torch
 from families import tiny
 from toys import COSTS, noisy_copy, random_head, random_layer
 
-from benchmarks.bits.chances import run_by_chance
-from benchmarks.bits.forwards import Difference
+from benchmarks.quality.forward_bits import Difference
+from benchmarks.quality.random_engines import run_by_chance
 from forerun.backends import prepare
 from forerun.backends.heads import HiddenLM
 from forerun.backends.quantised import QuantisedForward

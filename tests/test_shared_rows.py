@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import tiny
 
-from benchmarks.bits.forwards import Cases, Check, Difference, contexts, reference_of
+from benchmarks.quality.forward_bits import Cases, Check, Difference, contexts, reference_of
 from forerun.backends import prepare
 from forerun.backends.quantised import QuantisedForward
 from forerun.backends.stored import store

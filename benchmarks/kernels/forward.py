@@ -108,7 +108,7 @@ def ours(asked: Found, checkout: Path, name: str, threads: int) -> Found:
 
 def theirs(asked: Found, threads: int) -> Found:
     """Time llama.cpp's."""
-    script = ROOT / "benchmarks" / "llama.mjs"
+    script = ROOT / "benchmarks" / "peers" / "llama.mjs"
     node = shutil.which("node")
     if node is None:
         raise SystemExit("llama.cpp runs in Node.js here, and there is no node")

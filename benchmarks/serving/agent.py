@@ -1,11 +1,11 @@
 """A session of an agent with tools, 20 turns over a small code base: plain decoding beside drafts.
 
-    python -m benchmarks.serving.agent --out benchmarks/qwen-coder/agent.json --page docs/results/agent.md
+    python -m benchmarks.serving.agent --out benchmarks/serving/agent.json --page docs/results/agent.md
     python -m benchmarks.serving.agent --session long --methods ar,suffix,hybrid,llama-cpp \
-        --out benchmarks/qwen-coder/agent-long.json --page docs/results/agent-long.md
+        --out benchmarks/serving/agent-long.json --page docs/results/agent-long.md
 
 `--session long` reads and writes files of the standard library until the text has about 8,000 tokens. llama.cpp, by the
-names of `benchmarks.peers`, is given the turns of `ar`, which must come before it: the same prompts, and as many tokens
+names of `benchmarks.peers.runners`, is given the turns of `ar`, which must come before it: the same prompts, and as many tokens
 as each turn has. It keeps what it has read, decodes without the grammar of calls, and its tokens are not looked at.
 
 The user's words and the function of each turn are given; arguments and texts are the model's own, greedily, and tools
@@ -25,7 +25,7 @@ from time import perf_counter
 from typing import Any
 
 import forerun
-from benchmarks.peers import is_llama, llama_mode
+from benchmarks.peers.runners import is_llama, llama_mode
 from forerun.bench.report import provenance
 from forerun.engine.stats import summarise
 from forerun.files import write_text
@@ -218,7 +218,7 @@ def llama_session(name: str, turns: list[dict[str, Any]], target: str) -> list[d
     """Return the same turns by llama.cpp."""
     import torch
 
-    from benchmarks.llama import STEP, LlamaCpp
+    from benchmarks.peers.llama import STEP, LlamaCpp
     from forerun.sampling.params import SamplingParams
     from forerun.zoo import locate, own_draft
     from forerun.zoo.gguf_file import find

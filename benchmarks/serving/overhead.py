@@ -21,8 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.load import EngineServer, Job, figures
-from benchmarks.load import drive as drive_engine
 from benchmarks.serving.load import numbers
 from benchmarks.serving.servers import (
     OURS,
@@ -34,6 +32,8 @@ from benchmarks.serving.servers import (
     started,
     system,
 )
+from benchmarks.serving.traffic import EngineServer, Job, figures
+from benchmarks.serving.traffic import drive as drive_engine
 from forerun.bench.report import provenance
 from forerun.files import write_text
 

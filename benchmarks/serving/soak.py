@@ -27,9 +27,8 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.serving.asking import CHAT, reference, send
 from benchmarks.serving.load import numbers
-from benchmarks.serving.page import picture
+from benchmarks.serving.results_page import picture
 from benchmarks.serving.servers import (
     System,
     end_on_signals,
@@ -41,6 +40,7 @@ from benchmarks.serving.servers import (
     system,
     wait_ready,
 )
+from benchmarks.serving.soak_requests import CHAT, reference, send
 from forerun.bench.report import provenance
 from forerun.files import write_text
 
