@@ -27,7 +27,7 @@ from toys import (
 )
 from transformers import PreTrainedModel
 
-from benchmarks import llama
+from benchmarks.peers import llama
 from benchmarks.peers.bench import with_best
 from benchmarks.peers.hf import Generate, load_on_their_forward
 from benchmarks.peers.llama import LlamaCpp

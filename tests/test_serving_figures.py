@@ -15,7 +15,7 @@ from serving import live
 
 if find_spec("psutil") is None:
     pytest.skip("the benchmarks of the server need psutil", allow_module_level=True)
-from benchmarks.serving import asking, load, servers, soak
+from benchmarks.serving import load, servers, soak, soak_requests
 
 
 def request(number: int, begin: float, **own: Any) -> dict[str, Any]:
@@ -89,8 +89,8 @@ def test_a_server_refuses_all_rubbish() -> None:
     async def all_of_it(url: str) -> list[str]:
         async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
             return [
-                await asking.send(client, url, at)
-                for at in range(len(asking.BODIES) + len(asking.RAW))
+                await soak_requests.send(client, url, at)
+                for at in range(len(soak_requests.BODIES) + len(soak_requests.RAW))
             ]
 
     with live() as server:

@@ -1,8 +1,10 @@
-"""`forerun bench` with others beside our methods, in the same run: transformers' own generate, and llama.cpp.
+"""`forerun bench` with other programs beside our methods, in the same run.
 
     python -m benchmarks.peers.bench --methods ar,sd,hf-ar,hf-assisted,llama-cpp --out RUN ...
 
-Takes the options of `forerun bench` and the names of `benchmarks.peers.runners`; --out also gets a report and pictures.
+The other programs are transformers' own `generate` and llama.cpp, by the names of
+`benchmarks.peers.runners`. All options are those of `forerun bench`; --out also gets a report and
+pictures.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from forerun.files import write_text
 
 @wraps(bench)
 def main(**given: Any) -> None:
-    plan, files = planned(given | {"methods": expanded(split(given["methods"]))}, Peers())
+    methods = expanded(split(given["methods"]))
+    plan, files = planned(given | {"methods": methods}, Peers())
     out = given["out"]
     results = with_best(measured(checked(plan), files, out, given["resume"]))
     if any(map(is_llama, plan.methods)):
@@ -37,10 +40,13 @@ def main(**given: Any) -> None:
 
 
 def with_best(results: dict[str, Any]) -> dict[str, Any]:
-    """The results with a row `hf-assisted`, where there are several settings of it: whichever of them has the best
-    median tokens/s in these very records."""
-    for each in (results, *results["datasets"].values()):
-        methods = each["methods"]
+    """Return the results with a row `hf-assisted`, if several settings of it ran.
+
+    The row is that of the setting with the best median tokens/s in these very records, which
+    favours transformers.
+    """
+    for part in (results, *results["datasets"].values()):
+        methods = part["methods"]
         settings = [name for name in methods if name.startswith(f"{ASSISTED}/")]
         if len(settings) > 1:
             best = max(settings, key=lambda name: methods[name]["tokens_per_s"])

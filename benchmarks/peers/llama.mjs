@@ -1,5 +1,6 @@
-// Decodes with llama.cpp, in its best build for this processor: `npm install node-llama-cpp` in the repository's root.
-// The first line of standard input names the models, each further line a prompt; each is answered with one line of JSON.
+// Decodes with llama.cpp, in its best build for this processor: run `npm install node-llama-cpp` in
+// the repository's root. The first line of standard input names the models, and each further line
+// holds a prompt; each line is answered with one line of JSON.
 import process from "node:process";
 import readline from "node:readline";
 import {DraftSequenceTokenPredictor, InputLookupTokenPredictor, getLlama} from "node-llama-cpp";
@@ -13,9 +14,9 @@ async function model(path) {
     return models[path];
 }
 
-async function sequence(path) {
-    const context = await (await model(path)).createContext({contextSize: given.length, threads: given.threads});
-    return [context, context.getSequence()];
+async function newContext(path) {
+    const loaded = await model(path);
+    return loaded.createContext({contextSize: given.length, threads: given.threads});
 }
 
 async function opened(mode) {
@@ -23,65 +24,78 @@ async function opened(mode) {
     const options = {};
     let draft;
     if (mode.draft) {
-        let context;
-        [context, draft] = await sequence(given.draft);
+        const context = await newContext(given.draft);
+        draft = context.getSequence();
         contexts.push(context);
-        // With fewer tokens at least, it verifies what the draft has just then: nothing, if both share the processor.
-        options.tokenPredictor = new DraftSequenceTokenPredictor(draft, {minTokens: mode.draft.maxTokens, ...mode.draft});
+        // With a smaller least number of tokens it verifies what the draft has at that moment:
+        // nothing, if both share the processor.
+        const {maxTokens} = mode.draft;
+        options.tokenPredictor = new DraftSequenceTokenPredictor(draft, {
+            minTokens: maxTokens, ...mode.draft
+        });
     } else if (mode.lookup) {
         options.tokenPredictor = new InputLookupTokenPredictor(mode.lookup);
     }
-    const context = await (await model(given.target)).createContext({
-        contextSize: given.length, threads: given.threads
-    });
+    const context = await newContext(given.target);
     contexts.push(context);
-    return {contexts, draft, own: context.getSequence(options), predictor: options.tokenPredictor};
+    const target = context.getSequence(options);
+    return {contexts, draft, target, predictor: options.tokenPredictor};
 }
 
-// With `keep` the sequence goes on from one prompt to the next, and only what it has not read yet is read.
+// Answers a prompt. With `keep` the sequence goes on from one prompt to the next, and only the
+// tokens are read that it has not read yet. The first `known` tokens are read before, untimed.
 async function answer({mode, tokens, known = 0, keep = false, most, ends, sampling}) {
-    const {contexts, draft, own, predictor} = keep
+    const {contexts, draft, target, predictor} = keep
         ? kept[JSON.stringify(mode)] ??= await opened(mode)
         : await opened(mode);
     if (mode.lookup)
-        predictor.updateInputTokens(tokens); // it looks nowhere else
-    for (const each of known > 0 ? [draft, own] : [])
-        await each?.evaluateWithoutGeneratingNewTokens(tokens.slice(0, known));
-    const found = [];
+        predictor.updateInputTokens(tokens); // because it looks nowhere else
+    if (known > 0) {
+        await draft?.evaluateWithoutGeneratingNewTokens(tokens.slice(0, known));
+        await target.evaluateWithoutGeneratingNewTokens(tokens.slice(0, known));
+    }
+    const output = [];
     let first;
-    const begun = performance.now();
+    const startedAt = performance.now();
     if (keep)
-        await own.adaptStateToTokens(tokens.slice(0, -1), false);
-    const start = keep ? own.nextTokenIndex : known;
-    for await (const token of own.evaluate(tokens.slice(start), {...neutral, ...sampling, yieldEogToken: true})) {
-        found.push(token);
-        first ??= (performance.now() - begun) / 1000; // the prompt is read by then
-        if (found.length === most || ends.includes(token))
+        await target.adaptStateToTokens(tokens.slice(0, -1), false);
+    const start = keep ? target.nextTokenIndex : known;
+    const options = {...neutral, ...sampling, yieldEogToken: true};
+    for await (const token of target.evaluate(tokens.slice(start), options)) {
+        output.push(token);
+        first ??= (performance.now() - startedAt) / 1000; // the prompt is read by then
+        if (output.length === most || ends.includes(token))
             break;
     }
-    const seconds = (performance.now() - begun) / 1000;
-    const {used} = own.tokenPredictions;
-    for (const each of keep ? [] : contexts)
-        await each.dispose();
-    return {tokens: found, seconds, first, forwards: found.length - used};
+    const seconds = (performance.now() - startedAt) / 1000;
+    const {used} = target.tokenPredictions;
+    if (!keep)
+        for (const context of contexts)
+            await context.dispose();
+    return {tokens: output, seconds, first, forwards: output.length - used};
 }
 
-// Times of a forward of one token, of a whole prompt, and of a chunk after it (`benchmarks/kernels/forward.py`).
+// Times forwards of one token, a whole prompt, and a chunk after it
+// (`benchmarks/kernels/forward.py`).
 async function times({timed: length, chunk, repeats, chunks}) {
-    const [context, own] = await sequence(given.target);
-    const prompt = (start, count) => Array.from({length: count}, (_, place) => 1000 + (start + place) % 5000);
+    const context = await newContext(given.target);
+    const target = context.getSequence();
+    const prompt = (start, count) =>
+        Array.from({length: count}, (_, place) => 1000 + (start + place) % 5000);
     const ms = async (work) => {
-        const begun = performance.now();
+        const startedAt = performance.now();
         await work();
-        return performance.now() - begun;
+        return performance.now() - startedAt;
     };
-    const whole = await ms(() => own.evaluateWithoutGeneratingNewTokens(prompt(0, length)));
+    const whole = await ms(() => target.evaluateWithoutGeneratingNewTokens(prompt(0, length)));
     const after = [];
     for (let number = 0; number < chunks; number++) {
-        after.push(await ms(() => own.evaluateWithoutGeneratingNewTokens(prompt(length, chunk))));
-        await own.eraseContextTokenRanges([{start: length, end: length + chunk}]);
+        after.push(await ms(
+            () => target.evaluateWithoutGeneratingNewTokens(prompt(length, chunk))
+        ));
+        await target.eraseContextTokenRanges([{start: length, end: length + chunk}]);
     }
-    const tokens = own.evaluate([1000], {...neutral, temperature: 0, yieldEogToken: true});
+    const tokens = target.evaluate([1000], {...neutral, temperature: 0, yieldEogToken: true});
     const single = [];
     for (let number = 0; number <= repeats; number++)
         single.push(await ms(() => tokens.next()));
@@ -90,19 +104,25 @@ async function times({timed: length, chunk, repeats, chunks}) {
     return {ms: {1: single.slice(1)}, after_ms: after, whole_ms: [whole]};
 }
 
+async function start() {
+    llama = await getLlama({
+        build: "never", gpu: false, logLevel: "error", maxThreads: given.threads
+    });
+    return {processor: llama.systemInfo};
+}
+
 for await (const line of readline.createInterface({input: process.stdin})) {
-    const asked = JSON.parse(line);
-    let found;
+    const question = JSON.parse(line);
+    let result;
     try {
         if (given == null) {
-            given = asked;
-            llama = await getLlama({build: "never", gpu: false, logLevel: "error", maxThreads: given.threads});
-            found = {processor: llama.systemInfo};
+            given = question;
+            result = await start();
         } else
-            found = await (asked.timed ? times(asked) : answer(asked));
+            result = await (question.timed ? times(question) : answer(question));
     } catch (error) {
-        found = {error: String(error)};
+        result = {error: String(error)};
     }
-    process.stdout.write(JSON.stringify(found) + "\n");
+    process.stdout.write(JSON.stringify(result) + "\n");
 }
 process.exit(0);

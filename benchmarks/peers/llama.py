@@ -1,8 +1,8 @@
-"""llama.cpp as a method among the others, on the files that our models were read from.
+"""llama.cpp as a peer, on the files that our models were read from.
 
-It runs in Node.js: `npm install node-llama-cpp` in the repository's root brings a build for each kind of processor, so
-that none is compared in a slower one (Python's wheels are for AVX2). Also with its own drafts: a draft model, or a
-lookup in the text.
+It runs in Node.js, because `npm install node-llama-cpp` in the repository's root brings a build for
+each kind of processor; Python's wheels are for AVX2, so a comparison with them would be unfair. It
+decodes plainly, with a draft model, or with a lookup in the text.
 """
 
 from __future__ import annotations
@@ -26,16 +26,26 @@ from forerun.zoo.gguf_file import find
 
 SCRIPT = Path(__file__).with_suffix(".mjs")
 PACKAGE = SCRIPT.parents[2] / "node_modules/node-llama-cpp/package.json"
-STEP = 256  # what its context's size is a multiple of
+STEP = 256  # the size of its context is a multiple of this
+SPARE = 32  # positions of a context beyond the longest prompt and its output
+SEEDS = 2**32 - 1  # its seeds are below this
 
 
 class LlamaCpp:
-    """A process in which llama.cpp decodes one prompt at a time, with a new context for each."""
+    """A process in which llama.cpp decodes one prompt at a time, each in a new context.
+
+    Args:
+        models: the files "target" and "draft", the "length" of the context and "threads".
+        params: how tokens are chosen, and how many.
+        ends: the tokens that end an output.
+
+    Raises:
+        ValueError: llama.cpp cannot be started.
+    """
 
     def __init__(self, models: dict[str, Any], params: SamplingParams, ends: set[int]) -> None:
-        """`models`: files "target" and "draft", "length" of the context and "threads". Raises ValueError if llama.cpp
-        cannot be started."""
-        self.params, self.ends = params, ends
+        self.params = params
+        self.ends = ends
         node = shutil.which("node")
         if node is None:
             raise ValueError("llama.cpp runs in Node.js here, and there is no node")
@@ -49,34 +59,42 @@ class LlamaCpp:
         atexit.register(self.process.kill)
         self.processor = str(self._ask(models)["processor"])
 
-    def _ask(self, line: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
-            self.process.stdin.write(json.dumps(line) + "\n")
+            self.process.stdin.write(json.dumps(question) + "\n")
             self.process.stdin.flush()
-            found: dict[str, Any] = json.loads(self.process.stdout.readline())
+            answer: dict[str, Any] = json.loads(self.process.stdout.readline())
         except (OSError, ValueError):
             raise ValueError(
                 "llama.cpp ended: `npm install node-llama-cpp` in the repository's root gets it"
             ) from None
-        if "error" in found:
-            raise ValueError(f"llama.cpp cannot decode: {found['error']}")
-        return found
+        if "error" in answer:
+            raise ValueError(f"llama.cpp cannot decode: {answer['error']}")
+        return answer
 
     def turn(self, name: str, tokens: Sequence[int], most: int) -> dict[str, Any]:
-        """Decode `most` tokens after a prompt of a conversation, of which it reads only what it does not know yet from
-        the turns before. Return "tokens", "seconds", those until the "first" token, and "forwards"."""
-        asked = {
-            "mode": llama_mode(name),
-            "tokens": list(tokens),
-            "keep": True,
-            "most": most,
-            "ends": [],
-        }
-        return self._ask(asked | {"sampling": {"temperature": 0, "topP": 1, "seed": 0}})
+        """Decode `most` tokens after a conversation, of which it reads only what is new to it.
+
+        Returns:
+            "tokens", "seconds", the seconds until the "first" token, and "forwards".
+        """
+        return self._ask(
+            {
+                "mode": llama_mode(name),
+                "tokens": list(tokens),
+                "keep": True,
+                "most": most,
+                "ends": [],
+                "sampling": {"temperature": 0, "topP": 1, "seed": 0},
+            }
+        )
 
     def run(self, name: str) -> Run:
-        """Return the method of that name. A call's seconds are those of reading the prompts and decoding."""
+        """Return the method of that name.
+
+        The seconds of a call are those of reading the prompts and of decoding.
+        """
         mode = llama_mode(name)
 
         def run(
@@ -86,49 +104,66 @@ class LlamaCpp:
             known: Sequence[int] = (),
         ) -> Outcome:
             most = warm_up or self.params.max_new_tokens
-            found = [
-                self._ask(
-                    {
-                        "mode": mode,
-                        "tokens": list(prompt),
-                        "known": beginning,
-                        "most": most,
-                        "ends": sorted(self.ends),
-                        "sampling": {
-                            "temperature": self.params.temperature,
-                            "topP": self.params.top_p,
-                            "seed": seed % (2**32 - 1),
-                        },
-                    }
-                )
-                for prompt, seed, beginning in zip(
-                    prompts, seeds, known or [0] * len(prompts), strict=True
-                )
+            beginnings = known or [0] * len(prompts)
+            answers = [
+                self._ask(self._request(mode, prompt, beginning, most, seed))
+                for prompt, beginning, seed in zip(prompts, beginnings, seeds, strict=True)
             ]
-            # The prompt's forward gives a token and is counted, as with transformers.
-            return Outcome(
-                [each["tokens"] for each in found],
-                sum(each["seconds"] for each in found),
-                sum(each["forwards"] for each in found),
-                0,
-                decoding=sum(
-                    each["seconds"] - each.get("first", each["seconds"]) for each in found
-                ),
-            )
+            return _outcome(answers)
 
         return run
+
+    def _request(
+        self, mode: dict[str, Any], prompt: Sequence[int], known: int, most: int, seed: int
+    ) -> dict[str, Any]:
+        sampling = {
+            "temperature": self.params.temperature,
+            "topP": self.params.top_p,
+            "seed": seed % SEEDS,
+        }
+        return {
+            "mode": mode,
+            "tokens": list(prompt),
+            "known": known,
+            "most": most,
+            "ends": sorted(self.ends),
+            "sampling": sampling,
+        }
+
+
+def _outcome(answers: list[dict[str, Any]]) -> Outcome:
+    """Return the outcome of a batch.
+
+    The prompt's forward gives a token and is counted, as with transformers.
+    """
+    return Outcome(
+        tokens=[answer["tokens"] for answer in answers],
+        seconds=sum(answer["seconds"] for answer in answers),
+        target_forwards=sum(answer["forwards"] for answer in answers),
+        draft_forwards=0,
+        decoding=sum(
+            answer["seconds"] - answer.get("first", answer["seconds"]) for answer in answers
+        ),
+    )
+
+
+def context_length(positions: int) -> int:
+    """Return the size of a context for so many positions."""
+    return -(-positions // STEP) * STEP
 
 
 def load_llama(loaded: Loaded) -> LlamaCpp:
     """Start llama.cpp for all methods of its kind, with as many threads as torch has.
 
-    Raises ValueError if our target is not on the CPU, or if llama.cpp cannot be started.
+    Raises:
+        ValueError: our target is not on the CPU, or llama.cpp cannot be started.
     """
-    plan, target = loaded.plan, loaded.target
+    plan = loaded.plan
+    device = loaded.target.device
     names = [name for name in plan.methods if is_llama(name)]
-    if target.device.type != "cpu":
+    if device.type != "cpu":
         raise ValueError(
-            f"method {names[0]!r} runs on the CPU and the target on {target.device}: give --device cpu"
+            f"method {names[0]!r} runs on the CPU and the target on {device}: give --device cpu"
         )
     files = {"target": find(locate(plan.target, "target"))}
     if any("draft" in llama_mode(name) for name in names):
@@ -138,10 +173,7 @@ def load_llama(loaded: Loaded) -> LlamaCpp:
     longest = max(
         len(prompt.tokens or ()) for prompts in loaded.datasets.values() for prompt in prompts
     )
-    length = -(-(longest + plan.max_new_tokens + 32) // STEP) * STEP
-    models = {part: str(file) for part, file in files.items()}
-    return LlamaCpp(
-        models | {"length": length, "threads": torch.get_num_threads()},
-        plan.params(),
-        end_tokens(target.model, plan.params()),
-    )
+    models: dict[str, Any] = {part: str(file) for part, file in files.items()}
+    models["length"] = context_length(longest + plan.max_new_tokens + SPARE)
+    models["threads"] = torch.get_num_threads()
+    return LlamaCpp(models, plan.params(), end_tokens(loaded.target.model, plan.params()))
