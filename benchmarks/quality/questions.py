@@ -1,4 +1,4 @@
-"""Chat prompts for the scripts of this folder, and how they run."""
+"""Chat questions for the scripts that measure kinds of weights, and how these scripts run."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-QUESTIONS = Path(__file__).with_name("prompts.jsonl")
+QUESTIONS = Path(__file__).with_name("questions.jsonl")
 
 
 def questions(count: int) -> list[str]:
-    """The first questions of the file. Raises ValueError for more than it has, or none."""
-    found = [json.loads(line)["prompt"] for line in QUESTIONS.read_text().splitlines()]
-    if not 1 <= count <= len(found):
-        raise ValueError(f"--prompts must be between 1 and {len(found)}, not {count}")
-    return found[:count]
+    """Return the first questions of the file. Raises ValueError for more than it has, or none."""
+    texts = [json.loads(line)["prompt"] for line in QUESTIONS.read_text().splitlines()]
+    if not 1 <= count <= len(texts):
+        raise ValueError(f"--prompts must be between 1 and {len(texts)}, not {count}")
+    return texts[:count]
 
 
 def asked(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
-    """The tokens of a user's question, up to where the answer begins. Raises ValueError for a tokenizer without a chat
-    template."""
+    """Return the tokens of a user's question, up to where the answer begins.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
     if tokenizer.chat_template is None:
         raise ValueError("the file has no chat template, which these prompts need")
     messages = [{"role": "user", "content": question}]
@@ -33,14 +36,17 @@ def asked(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
 
 
 def measured(
-    parser: ArgumentParser, given: Namespace, measure: Callable[[Namespace], dict[str, Any]]
-) -> None:
-    """Measures with `given.threads` threads and writes the result to `given.out`, if that is there. What cannot be
-    measured ends the script with one line."""
-    torch.set_num_threads(given.threads)
+    parser: ArgumentParser, args: Namespace, measure: Callable[[Namespace], dict[str, Any]]
+) -> dict[str, Any]:
+    """Measure with `args.threads` threads; return the results, and write them to `args.out`.
+
+    Nothing is written without `args.out`. A ValueError of `measure` ends the script with one line.
+    """
+    torch.set_num_threads(args.threads)
     try:
-        found = measure(given)
+        results = measure(args)
     except ValueError as error:
         parser.error(str(error))
-    if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+    if args.out is not None:
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+    return results

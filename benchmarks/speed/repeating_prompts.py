@@ -1,7 +1,9 @@
-"""Makes agent.jsonl and edits.jsonl: python benchmarks/speed/repeating_prompts.py
+"""Makes repeats/agent.jsonl and repeats/edits.jsonl: tasks that repeat themselves.
 
-Agent-like requests are the same task again and again with small changes. Edits give a file and ask for the whole file
-with one change. All texts are written for this purpose.
+    python benchmarks/speed/repeating_prompts.py
+
+Agent-like requests are the same task again and again with small changes. Edits give a text and ask
+for the whole text with one change. All texts are written for this purpose.
 """
 
 from __future__ import annotations
@@ -10,18 +12,23 @@ import json
 from itertools import product
 from pathlib import Path
 
-HERE = Path(__file__).parent / "repeats"
+FOLDER = Path(__file__).parent / "repeats"
 SYSTEM = (
-    "You are an assistant of the support team of a small web shop. Read the ticket, say in one sentence what the "
-    "customer wants, list the steps that a colleague must take, and write a friendly reply to the customer. Always use "
-    "the headings Request, Steps and Reply."
+    "You are an assistant of the support team of a small web shop. Read the ticket, say in one "
+    "sentence what the customer wants, list the steps that a colleague must take, and write a "
+    "friendly reply to the customer. Always use the headings Request, Steps and Reply."
 )
 TICKETS = (
-    "My order {number} of a {thing} has not arrived. It was sent to {city} on {day} and should be here by now.",
-    "I ordered a {thing} on {day}, number {number}, but the parcel that came to {city} was empty. Please send another.",
-    "Please cancel order {number} of {day}: I found the same {thing} in a shop here in {city}. I want my money back.",
-    "The {thing} of order {number} broke on {day}, one week after it came to {city}. What do I have to do now?",
-    "I moved. Please send order {number}, the {thing}, to my new address in {city}, and not before {day}.",
+    "My order {number} of a {thing} has not arrived. It was sent to {city} on {day} and should be "
+    "here by now.",
+    "I ordered a {thing} on {day}, number {number}, but the parcel that came to {city} was empty. "
+    "Please send another.",
+    "Please cancel order {number} of {day}: I found the same {thing} in a shop here in {city}. I "
+    "want my money back.",
+    "The {thing} of order {number} broke on {day}, one week after it came to {city}. What do I "
+    "have to do now?",
+    "I moved. Please send order {number}, the {thing}, to my new address in {city}, and not before "
+    "{day}.",
 )
 FACTS = (
     {"number": 4711, "thing": "lamp", "city": "Lisbon", "day": "Monday"},
@@ -80,15 +87,17 @@ def variance(values):
 - take the books back to the library
 - water the plants on the balcony
 """,
-    """Dear Ms. Keller,
-
-thank you for your letter of the third of May. We are glad that you liked the exhibition, and we are sorry that the
-lift was out of order on that day. It has been repaired since. As a small apology you will find two tickets for our
-summer concert in this letter. The concert begins at seven o'clock in the garden behind the museum.
-
-With kind regards,
-the museum's team
-""",
+    (
+        "Dear Ms. Keller,\n\n"
+        "thank you for your letter of the third of May. We are glad that you liked the exhibition, "
+        "and we are sorry that the\n"
+        "lift was out of order on that day. It has been repaired since. As a small apology you "
+        "will find two tickets for our\n"
+        "summer concert in this letter. The concert begins at seven o'clock in the garden behind "
+        "the museum.\n\n"
+        "With kind regards,\n"
+        "the museum's team\n"
+    ),
 )
 CHANGES = (
     "Write the whole text again without any change.",
@@ -99,21 +108,29 @@ CHANGES = (
 )
 
 
-def main() -> None:
-    agent = [
+def agent_requests() -> list[list[dict[str, str]]]:
+    """Return a ticket of each kind about each order."""
+    return [
         [
             {"role": "system", "content": SYSTEM},
             {"role": "user", "content": f"Ticket: {ticket.format(**facts)}"},
         ]
         for facts, ticket in product(FACTS, TICKETS)
     ]
-    edits = [
+
+
+def edit_requests() -> list[list[dict[str, str]]]:
+    """Return each change of each text."""
+    return [
         [{"role": "user", "content": f"Here is a text:\n\n```\n{file}```\n\n{change}"}]
         for file, change in product(FILES, CHANGES)
     ]
-    for name, talks in (("agent", agent), ("edits", edits)):
-        lines = [json.dumps({"messages": messages}) + "\n" for messages in talks]
-        (HERE / f"{name}.jsonl").write_text("".join(lines))
+
+
+def main() -> None:
+    for name, requests in (("agent", agent_requests()), ("edits", edit_requests())):
+        lines = [json.dumps({"messages": messages}) + "\n" for messages in requests]
+        (FOLDER / f"{name}.jsonl").write_text("".join(lines))
 
 
 if __name__ == "__main__":
