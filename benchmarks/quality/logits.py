@@ -1,8 +1,9 @@
-"""Whether verifying gives the very bits of decoding token by token.
+"""Does verifying give the very bits of decoding token by token?
 
-    python -m benchmarks.quality.logits --target FILE.gguf --methods ar,suffix --dataset prompts.jsonl --out FILE.json
+    python -m benchmarks.quality.logits --target FILE.gguf --methods ar,suffix \
+        --dataset prompts.jsonl --out FILE.json
 
-Takes the options of `forerun bench`; nothing is timed.
+All options are those of `forerun bench`; nothing is timed.
 """
 
 from __future__ import annotations
@@ -32,17 +33,26 @@ from forerun.files import write_text
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
 
-Truth = tuple[
-    list[int], list[Tensor]
-]  # a text, and the logits [V] behind each of its tokens, from steps of one token
+
+@dataclass(frozen=True)
+class Truth:
+    """A text by steps of one token.
+
+    Attributes:
+        text: the prompt and its greedy output.
+        logits: [V] after each token of the text.
+    """
+
+    text: list[int]
+    logits: list[Tensor]
 
 
 @dataclass
 class Compared:
-    """What was looked at for a method.
+    """What was compared of a method.
 
     Attributes:
-        logits: rows of logits compared: those of nodes that go on as the plain output does.
+        logits: rows of logits, of nodes that continue as the plain output does.
         differ: of these, how many had other bits.
         largest: greatest difference of two logits.
         outputs, outputs_differ: texts, and how many are not the plain one.
@@ -58,20 +68,23 @@ class Compared:
 def check_logits(
     plan: Plan, files: dict[str, list[Prompt]], say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Runs every method of ours greedily and compares each verified token's logits with those of a step of its own,
-    behind a prompt that was read token by token. `plan.batch` prompts stand in one batch, in any mix of lengths."""
+    """Run every method of ours greedily, and compare the logits of each verified token.
+
+    They are compared with those of a step of one token, after a prompt that was read token by
+    token. `plan.batch` prompts stand in one batch, in any mix of lengths.
+    """
     datasets, tokenizer = load_prompts(plan, files)
     decoders, target = load_decoders(plan, tokenizer)
-    found = {name: Compared() for name in decoders}
-    prompts = [list(prompt.tokens or ()) for each in datasets.values() for prompt in each]
+    counts = {name: Compared() for name in decoders}
+    prompts = [list(prompt.tokens or ()) for rows in datasets.values() for prompt in rows]
     for start in range(0, len(prompts), plan.batch):
         batch = prompts[start : start + plan.batch]
         truths = [_single_steps(target, prompt, plan.params()) for prompt in batch]
         for name, decoder in decoders.items():
-            _compare(decoder, batch, truths, plan.params(), found[name])
+            _compare(decoder, batch, truths, plan.params(), counts[name])
         say(f"{start + len(batch)} of {len(prompts)} prompts")
     return {
-        "check_logits": {name: asdict(each) for name, each in found.items()},
+        "check_logits": {name: asdict(count) for name, count in counts.items()},
         "target": facts_of(target),
         "prompts": len(prompts),
         **provenance(plan.arguments()),
@@ -80,11 +93,14 @@ def check_logits(
 
 @torch.inference_mode()
 def _single_steps(target: CausalLM, prompt: Sequence[int], params: SamplingParams) -> Truth:
-    """The greedy text behind a prompt, and the logits behind all tokens."""
-    model, text, logits = target.fresh(), list(prompt), []
+    """Return the greedy text of a prompt, and the logits after all its tokens."""
+    model = target.fresh()
+    text = list(prompt)
+    logits: list[Tensor] = []
     ends = end_tokens(target.model, params)
-    model.add(0, len(prompt) + params.max_new_tokens)
-    for place in range(len(prompt) + params.max_new_tokens):
+    length = len(prompt) + params.max_new_tokens
+    model.add(0, length)
+    for place in range(length):
         (scores,) = model.forward([0], [Draft.root(text[place])]).logits
         model.commit([0], [[0]])
         logits.append(scores[0].clone())
@@ -92,7 +108,7 @@ def _single_steps(target: CausalLM, prompt: Sequence[int], params: SamplingParam
             if place >= len(prompt) and text[place] in ends:
                 break
             text.append(int(scores[0].argmax()))
-    return text, logits
+    return Truth(text, logits)
 
 
 def _compare(
@@ -100,47 +116,45 @@ def _compare(
     prompts: list[list[int]],
     truths: list[Truth],
     params: SamplingParams,
-    found: Compared,
+    count: Compared,
 ) -> None:
-    """Decodes these prompts together and looks at every forward of the target."""
+    """Decode these prompts together, and compare every forward of the target."""
     target: Any = decoder.engine.target
-    own = target.forward
-    order: dict[int, int] = {}
+    original = target.forward
+    order: dict[int, int] = {}  # sequences are numbered as their prompts come
 
     def forward(ids: Sequence[int], drafts: Sequence[Draft], *rest: Any) -> Output:
-        output = own(ids, drafts, *rest)
+        output = original(ids, drafts, *rest)
         for id in sorted(ids):
-            order.setdefault(id, len(order))  # sequences are numbered as their prompts come
+            order.setdefault(id, len(order))
         for id, draft, scores in zip(ids, drafts, output.logits, strict=True):
-            _look(target.length(id), draft, scores, truths[order[id]], found)
+            _compare_nodes(target.length(id), draft, scores, truths[order[id]], count)
         return output
 
     target.forward = forward
     try:
-        done = decoder.generate(prompts, params)
+        completions = decoder.generate(prompts, params)
     finally:
         del target.forward
-    for prompt, (text, _), completion in zip(prompts, truths, done, strict=True):
-        found.outputs += 1
-        found.outputs_differ += (
-            completion.tokens != text[len(prompt) : len(prompt) + len(completion.tokens)]
-        )
+    for prompt, truth, completion in zip(prompts, truths, completions, strict=True):
+        plain = truth.text[len(prompt) : len(prompt) + len(completion.tokens)]
+        count.outputs += 1
+        count.outputs_differ += completion.tokens != plain
 
 
-def _look(start: int, draft: Draft, scores: Tensor, truth: Truth, found: Compared) -> None:
-    """Compares the logits of those nodes whose path is the text's."""
-    text, logits = truth
-    true = [False] * len(draft)
+def _compare_nodes(start: int, draft: Draft, scores: Tensor, truth: Truth, count: Compared) -> None:
+    """Compare the logits of those nodes whose path is the text's."""
+    is_text = [False] * len(draft)
     for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
         place = start + draft.depths[node]
-        true[node] = (not node or true[parent]) and place < len(logits) and text[place] == token
-        if true[node]:
-            found.logits += 1
-            if not torch.equal(scores[node], logits[place]):
-                found.differ += 1
-                found.largest = max(
-                    found.largest, float((scores[node] - logits[place]).abs().max())
-                )
+        follows = not node or is_text[parent]
+        is_text[node] = follows and place < len(truth.logits) and truth.text[place] == token
+        if is_text[node]:
+            count.logits += 1
+            if not torch.equal(scores[node], truth.logits[place]):
+                apart = float((scores[node] - truth.logits[place]).abs().max())
+                count.differ += 1
+                count.largest = max(count.largest, apart)
 
 
 @wraps(bench)
@@ -156,13 +170,13 @@ def main(**given: Any) -> None:
     if given["as_json"]:
         print(json.dumps(results))
         return
-    print(
-        f"verified logits beside single steps': {results['target']['weights']}, exact: {results['target']['exact']}"
-    )
-    for name, each in results["check_logits"].items():
+    target = results["target"]
+    print(f"verified logits beside single steps': {target['weights']}, exact: {target['exact']}")
+    for name, count in results["check_logits"].items():
         print(
-            f"{name}: {each['differ']} of {each['logits']} logits with other bits, apart by at most "
-            f"{each['largest']:.2g}; {each['outputs_differ']} of {each['outputs']} outputs differ"
+            f"{name}: {count['differ']} of {count['logits']} logits with other bits, apart by at "
+            f"most {count['largest']:.2g}; {count['outputs_differ']} of {count['outputs']} outputs "
+            "differ"
         )
 
 

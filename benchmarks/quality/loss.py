@@ -1,11 +1,13 @@
-"""What few bits cost: nats a token of one GGUF file in several kinds of weights.
+"""What few bits cost: nats per token of one GGUF file in several kinds of weights.
 
-    python -m benchmarks.quality.loss FILE.gguf [--tokens 2000] [--answers 100] [--threads 2] [--out JSON]
+    python -m benchmarks.quality.loss FILE.gguf [--tokens 2000] [--answers 100] [--threads 2]
+        [--out JSON]
 
-Three texts: the documents of this repository and held-out code of the standard library, in windows of 512 tokens; and
-answers that the file wrote greedily in float32, where the loss is that of the answer's tokens alone. float32 is the
-de-quantised model in transformers' own forward. Beside the loss stand, against float32 at the same places, the standard
-error of the difference, the mean absolute difference of all logits and the share of places with another argmax.
+There are three texts: the documents of this repository and held-out code of the standard library,
+in windows of 512 tokens; and answers that the file wrote greedily in float32, of which only the
+answer's tokens count. float32 is the de-quantised model in transformers' own forward. Beside the
+loss stand, against float32 at the same places, the standard error of the difference, the mean
+absolute difference of all logits, and the share of places with another argmax.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from math import sqrt
 from pathlib import Path
 from time import perf_counter
@@ -28,14 +29,17 @@ import forerun
 from benchmarks.quality.questions import asked, measured, questions
 from forerun.api.loading import load_tokenizer
 from forerun.backends.facts import facts_of
-from forerun.bench.report import versions
+from forerun.bench.report import provenance
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
 from forerun.train.corpus import source_files
 
+Reader = Callable[[list[int]], Tensor]  # returns the logits [n, V] after all tokens of a text
+
+ROOT = Path(__file__).parents[2]
 REFERENCE = "float32"
 WINDOW = 512
-LENGTH = 64  # of an answer
+ANSWER_TOKENS = 64
 BATCH = 20  # answers that are written together
 MANNERS = (
     "{}",
@@ -44,14 +48,29 @@ MANNERS = (
     "You are an expert. {}",
     "{} Answer with an example.",
 )
-ROOT = Path(__file__).parents[2]
+QUESTIONS = 20
+MOST_ANSWERS = QUESTIONS * len(MANNERS)
 
-Text = tuple[list[int], int]  # tokens, and how many of them are only read
+
+@dataclass(frozen=True)
+class Text:
+    """Tokens, of which the first `given` are only read."""
+
+    tokens: list[int]
+    given: int
 
 
 @dataclass
 class Loss:
-    """Sums over places."""
+    """Sums over places of a text.
+
+    Attributes:
+        nats: cross-entropy.
+        more: how much more that is than the reference's.
+        squared: the square of it.
+        apart: the mean absolute difference of the logits.
+        others: places at which another token has the largest logit.
+    """
 
     places: int = 0
     nats: float = 0.0
@@ -61,7 +80,13 @@ class Loss:
     others: int = 0
 
     def add(self, logits: Tensor, truth: Tensor, reference: Tensor) -> None:
-        """Logits [n, V], the tokens [n] behind them, float32's logits."""
+        """Add places.
+
+        Args:
+            logits: [n, V].
+            truth: the tokens [n] that follow.
+            reference: float32's logits [n, V].
+        """
         self.places += len(truth)
         nats = functional.cross_entropy(logits, truth, reduction="none")
         more = (nats - functional.cross_entropy(reference, truth, reduction="none")).double()
@@ -72,6 +97,7 @@ class Loss:
         self.others += int((logits.argmax(-1) != reference.argmax(-1)).sum())
 
     def means(self) -> dict[str, float]:
+        """Return the means over all places, and the standard error of `more`."""
         more = self.more / self.places
         error = sqrt(max(0.0, self.squared / self.places - more**2) / self.places)
         return {
@@ -84,7 +110,7 @@ class Loss:
 
 
 def windows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], count: int) -> list[Text]:
-    """The first tokens of texts, in windows. Raises ValueError for too few."""
+    """Return the first `count` tokens of texts, in windows. Raises ValueError for too few."""
     tokens: list[int] = []
     for text in texts:
         tokens += tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -92,42 +118,37 @@ def windows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], count: int
             break
     if len(tokens) < count:
         raise ValueError(f"the texts have {len(tokens)} tokens, fewer than --tokens {count}")
-    return [
-        (tokens[start : min(start + WINDOW, count)], 1) for start in range(0, count - 1, WINDOW)
-    ]
+    starts = range(0, count - 1, WINDOW)
+    return [Text(tokens[start : min(start + WINDOW, count)], 1) for start in starts]
 
 
 def documents() -> Iterator[str]:
-    for path in (
-        ROOT / "LICENSE",
-        ROOT / "README.md",
-        *sorted(ROOT.glob("docs/*.md")),
-        *sorted(ROOT.glob("docs/*/*.md")),
-    ):
+    """Yield the documents of this repository."""
+    fixed = (ROOT / "LICENSE", ROOT / "README.md")
+    for path in (*fixed, *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/*/*.md"))):
         yield path.read_text()
 
 
 def answers(decoder: forerun.Decoder, count: int) -> list[Text]:
-    """Questions with the answers that a decoder writes."""
+    """Return questions with the answers that a decoder writes."""
     assert decoder.tokenizer is not None
-    plain = questions(min(count, 20))
+    texts = questions(min(count, QUESTIONS))
     prompts = [
-        asked(decoder.tokenizer, manner.format(each)) for manner in MANNERS for each in plain
+        asked(decoder.tokenizer, manner.format(text)) for manner in MANNERS for text in texts
     ][:count]
-    params = SamplingParams(max_new_tokens=LENGTH)
-    found: list[Text] = []
+    params = SamplingParams(max_new_tokens=ANSWER_TOKENS)
+    written: list[Text] = []
     for start in range(0, count, BATCH):
         batch = prompts[start : start + BATCH]
-        done = decoder.generate(batch, params)
-        found += [
-            (prompt + each.tokens, len(prompt)) for prompt, each in zip(batch, done, strict=True)
-        ]
-        print(f"{len(found)} of {count} answers written", flush=True)
-    return found
+        completions = decoder.generate(batch, params)
+        for prompt, completion in zip(batch, completions, strict=True):
+            written.append(Text(prompt + completion.tokens, len(prompt)))
+        print(f"{len(written)} of {count} answers written", flush=True)
+    return written
 
 
-def reading(model: CausalLM) -> Callable[[list[int]], Tensor]:
-    """Ours: logits [n, V] of all tokens of a text."""
+def reader_of(model: CausalLM) -> Reader:
+    """Return a function that reads a text in one forward."""
 
     def read(tokens: list[int]) -> Tensor:
         model.add(0, len(tokens))
@@ -138,73 +159,67 @@ def reading(model: CausalLM) -> Callable[[list[int]], Tensor]:
     return read
 
 
-def compare(
-    readers: dict[str, Callable[[list[int]], Tensor]], texts: Sequence[Text], name: str
-) -> dict[str, Any]:
-    """Losses of all readers; the reference comes first."""
-    found = {each: Loss() for each in readers}
+def compare(readers: dict[str, Reader], texts: Sequence[Text], name: str) -> dict[str, Any]:
+    """Return and print the losses of all readers; the first one is the reference."""
+    losses = {kind: Loss() for kind in readers}
     seconds = dict.fromkeys(readers, 0.0)
-    for number, (tokens, given) in enumerate(texts):
-        truth, reference = torch.tensor(tokens[given:]), None
-        for each, read in readers.items():
-            begun = perf_counter()
-            logits = read(tokens)[given - 1 : -1]
-            seconds[each] += perf_counter() - begun
+    for number, text in enumerate(texts, 1):
+        truth = torch.tensor(text.tokens[text.given :])
+        reference = None
+        for kind, read in readers.items():
+            started_at = perf_counter()
+            logits = read(text.tokens)[text.given - 1 : -1]
+            seconds[kind] += perf_counter() - started_at
             reference = logits if reference is None else reference
-            found[each].add(logits, truth, reference)
-        if number % 10 == 9:
-            print(
-                f"{name}: {number + 1} of {len(texts)} texts, "
-                + ", ".join(f"{k} {v:.0f} s" for k, v in seconds.items())
-            )
-    print(f"\n{name}, {found[REFERENCE].places} tokens\n")
-    print(
-        "| | nats a token | beside float32 | logits apart | other argmax |",
-        "|---|---:|---:|---:|---:|",
-        sep="\n",
-    )
-    for each, own in found.items():
-        row = own.means()
-        more = f"{row['more']:+.4f} ({row['more_error']:.4f})"
+            losses[kind].add(logits, truth, reference)
+        if number % 10 == 0:
+            times = ", ".join(f"{kind} {spent:.0f} s" for kind, spent in seconds.items())
+            print(f"{name}: {number} of {len(texts)} texts, {times}")
+    means = {kind: loss.means() for kind, loss in losses.items()}
+    places = losses[REFERENCE].places
+    show(f"{name}, {places} tokens", means)
+    return {"texts": len(texts), "tokens": places, **means}
+
+
+def show(title: str, means: dict[str, dict[str, float]]) -> None:
+    print(f"\n{title}\n")
+    print("| | nats a token | beside float32 | logits apart | other argmax |")
+    print("|---|---:|---:|---:|---:|")
+    for kind, row in means.items():
         print(
-            f"| {each} | {row['nats']:.4f} | {more} | {row['logits_apart']:.4f} | {row['other_argmax']:.2%} |"
+            f"| {kind} | {row['nats']:.4f} | {row['more']:+.4f} ({row['more_error']:.4f}) | "
+            f"{row['logits_apart']:.4f} | {row['other_argmax']:.2%} |"
         )
     print(flush=True)
-    return {"texts": len(texts), "tokens": found[REFERENCE].places} | {
-        each: own.means() for each, own in found.items()
-    }
 
 
 @torch.inference_mode()
-def measure(given: argparse.Namespace) -> dict[str, Any]:
-    tokenizer = load_tokenizer(given.file)
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the losses of all kinds of weights on all texts."""
+    tokenizer = load_tokenizer(args.file)
     texts: dict[str, list[Text]] = {}
-    if given.tokens:
+    if args.tokens:
         code = (text for _, text in source_files("test"))
-        texts = {
-            "documents": windows(tokenizer, documents(), given.tokens),
-            "code": windows(tokenizer, code, given.tokens),
-        }
-    kinds = [REFERENCE, *(kind for kind in given.kinds.split(",") if kind != REFERENCE)]
-    how: dict[str, Any] = {
-        "method": "ar",
-        "tokenizer": tokenizer,
-        "device": "cpu",
-        "prefix_bytes": 0,
-    }
-    decoders = {
-        kind: forerun.load(given.file, weights=kind, fast=kind != REFERENCE, **how)
-        for kind in kinds
-    }
-    texts["answers"] = answers(decoders[REFERENCE], given.answers) if given.answers else []
-    readers = {kind: reading(decoder.target.fresh()) for kind, decoder in decoders.items()}
-    return {
-        "loss": {name: compare(readers, own, name) for name, own in texts.items() if own},
-        "targets": {kind: facts_of(decoder.target) for kind, decoder in decoders.items()},
-        "arguments": vars(given) | {"file": Path(given.file).name, "out": None},
-        "versions": versions(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
-    }
+        texts["documents"] = windows(tokenizer, documents(), args.tokens)
+        texts["code"] = windows(tokenizer, code, args.tokens)
+    decoders = {}
+    for kind in (REFERENCE, *(kind for kind in args.kinds.split(",") if kind != REFERENCE)):
+        decoders[kind] = forerun.load(
+            args.file,
+            weights=kind,
+            fast=kind != REFERENCE,
+            method="ar",
+            tokenizer=tokenizer,
+            device="cpu",
+            prefix_bytes=0,
+        )
+    if args.answers:
+        texts["answers"] = answers(decoders[REFERENCE], args.answers)
+    readers = {kind: reader_of(decoder.target.fresh()) for kind, decoder in decoders.items()}
+    losses = {name: compare(readers, some, name) for name, some in texts.items() if some}
+    targets = {kind: facts_of(decoder.target) for kind, decoder in decoders.items()}
+    arguments = vars(args) | {"file": Path(args.file).name, "out": None}
+    return {"loss": losses, "targets": targets, **provenance(arguments)}
 
 
 def main() -> None:
@@ -213,21 +228,24 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, default=2000, help="of the documents, and of code; 0 for none"
     )
-    parser.add_argument("--answers", type=int, default=100, help="at most 100; 0 for none")
+    parser.add_argument(
+        "--answers", type=int, default=MOST_ANSWERS, help=f"at most {MOST_ANSWERS}; 0 for none"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kinds", default="auto,int8,bfloat16", help="of weights, beside float32")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    if (
-        not 0 <= given.answers <= 100
-        or given.tokens < 0
-        or not given.answers + given.tokens
-        or given.threads < 1
-    ):
-        parser.error("--answers must be between 0 and 100, --tokens and --threads above 0")
-    measured(parser, given, measure)
-    if given.out is not None:
-        print(f"{given.out} has it all")
+    args = parser.parse_args()
+    has_texts = args.answers + args.tokens > 0
+    if not 0 <= args.answers <= MOST_ANSWERS or args.tokens < 0 or not has_texts:
+        parser.error(
+            f"--answers must be between 0 and {MOST_ANSWERS}, --tokens at least 0, and one of them "
+            "above 0"
+        )
+    if args.threads < 1:
+        parser.error("--threads must be at least 1")
+    measured(parser, args, measure)
+    if args.out is not None:
+        print(f"{args.out} has all results")
 
 
 if __name__ == "__main__":
