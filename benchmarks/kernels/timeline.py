@@ -1,9 +1,9 @@
-"""A picture of a step: its phases, and the operations of a CPU or kernels of a GPU that ran within it.
+"""A picture of a step: its phases, and what ran within it on a CPU or a GPU.
 
     python -m benchmarks.kernels.timeline --methods ar,sd --dataset stdlib-test --out FOLDER
 
-Takes the options of `forerun bench`; the first prompts are decoded, as many as --batch says. torch's profiler takes
-time too.
+All options are those of `forerun bench`. The first prompts are decoded, as many as --batch says.
+torch's profiler takes time too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -30,18 +30,14 @@ from forerun.cli.bench import bench, planned
 from forerun.engine.engine import Step
 from forerun.sampling.params import SamplingParams
 
-SKIPPED, PROFILED = (
-    4,
-    3,
-)  # steps: those before, and those under the profiler, of which the last is shown
-KINDS = {"product": "#7b2cbf", "attention": "#f3722c", "other": "#90be6d"}
-_WORDS = {
+SKIPPED = 4  # steps before the profiler starts
+PROFILED = 3  # steps under the profiler, of which the last is shown
+KINDS = {"product": "#7b2cbf", "attention": "#f3722c", "other": "#90be6d"}  # with their colours
+WORDS = {
     "attention": ("attention", "flash", "fmha", "softmax"),
     "product": ("mm", "linear", "gemv", "cutlass", "nvjet"),
 }
-
-
-_MARK = "forerun"
+MARK = "forerun"  # the name of a marked stretch among the profiler's events
 
 
 @dataclass(frozen=True)
@@ -49,8 +45,9 @@ class Activity:
     """What ran within a marked stretch of time.
 
     Attributes:
-        ms: how long that was.
-        parts: (begin in ms, ms, name), none within another; of a GPU its kernels, else operations that Python called.
+        ms: how long the stretch was.
+        parts: (begin in ms, ms, name), none within another. On a GPU they are its kernels, else
+            the operations that Python called.
     """
 
     ms: float
@@ -58,8 +55,9 @@ class Activity:
 
     @property
     def busy(self) -> float:
-        """ms in which anything ran."""
-        busy, last = 0.0, 0.0
+        """Return the ms in which anything ran."""
+        busy = 0.0
+        last = 0.0
         for begin, length, _ in sorted(self.parts):
             busy += max(0.0, begin + length - max(begin, last))
             last = max(last, begin + length)
@@ -68,9 +66,10 @@ class Activity:
 
 @contextmanager
 def _still() -> Iterator[None]:
-    """Without what torch's profiler writes on stderr from C++ as it begins and ends; no setting prevents that."""
+    """Discard what torch's profiler writes to stderr from C++, which no setting prevents."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield
@@ -81,13 +80,15 @@ def _still() -> Iterator[None]:
 
 
 @contextmanager
-def profiled(device: torch.device, found: list[Activity]) -> Iterator[Callable[[], Any]]:
-    """Gives what marks a stretch of time; they are in `found` at the end."""
+def profiled(
+    device: torch.device, activities: list[Activity]
+) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Yield a context that marks a stretch of time; at the end they are in `activities`."""
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
 
     @contextmanager
     def mark() -> Iterator[None]:
-        with record_function(_MARK):
+        with record_function(MARK):
             yield
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -95,46 +96,56 @@ def profiled(device: torch.device, found: list[Activity]) -> Iterator[Callable[[
     with _still(), profile(activities=kinds) as profiler:
         yield mark
     events = list(profiler.events() or [])
-    for stretch in events:
-        if stretch.name != _MARK or stretch.device_type != DeviceType.CPU:
-            continue
-        begin, end = stretch.time_range.start, stretch.time_range.end
-        parts = [
-            (
-                (event.time_range.start - begin) / 1000,
-                event.time_range.elapsed_us() / 1000,
-                event.name,
-            )
-            for event in events
-            if begin <= event.time_range.start < end and event.name != _MARK
-            if (
-                event.device_type == DeviceType.CUDA
-                if device.type == "cuda"
-                else event.cpu_parent is stretch
-            )
-        ]
-        found.append(Activity((end - begin) / 1000, parts))
+    activities += [
+        _activity(event, events, device)
+        for event in events
+        if event.name == MARK and event.device_type == DeviceType.CPU
+    ]
+
+
+def _activity(stretch: Any, events: list[Any], device: torch.device) -> Activity:
+    """Return what ran within a stretch of time."""
+    begin = stretch.time_range.start
+    end = stretch.time_range.end
+
+    def is_part(event: Any) -> bool:
+        if event.name == MARK or not begin <= event.time_range.start < end:
+            return False
+        if device.type == "cuda":
+            return event.device_type == DeviceType.CUDA
+        return event.cpu_parent is stretch
+
+    parts = []
+    for event in filter(is_part, events):
+        times = event.time_range
+        parts.append(((times.start - begin) / 1000, times.elapsed_us() / 1000, event.name))
+    return Activity((end - begin) / 1000, parts)
 
 
 def step_of(
     decoder: Decoder, prompts: list[list[int]], params: SamplingParams
 ) -> tuple[Step, Activity] | None:
-    """One step in the middle of the output for a batch, as its first row saw it; None where a row ends too soon."""
-    engine, found = decoder.engine, list[Activity]()
+    """Return one step in the middle of the output for a batch, as its first row saw it.
+
+    It is None if a row ends too soon.
+    """
+    engine = decoder.engine
     ids = [engine.add(decoder.request(prompt, params)) for prompt in prompts]
+    activities: list[Activity] = []
+    steps: list[Step] = []
     try:
-        done, number = False, 0
-        while not done and (
-            number < SKIPPED or len(engine.running) < len(ids)
-        ):  # all must have joined
-            done, number = any(step.finish_reason for step in engine.step()), number + 1
-        with profiled(decoder.target.device, found) as mark:
-            for _ in range(0 if done else PROFILED):
+        number = 0
+        while number < SKIPPED or len(engine.running) < len(ids):  # all rows must have joined
+            if any(step.finish_reason for step in engine.step()):
+                return None
+            number += 1
+        with profiled(decoder.target.device, activities) as mark:
+            for _ in range(PROFILED):
                 with mark():
                     steps = engine.step()
                 if any(step.finish_reason for step in steps):
                     return None
-        return (next(step for step in steps if step.id == ids[0]), found[-1]) if found else None
+        return next(step for step in steps if step.id == ids[0]), activities[-1]
     finally:
         for id in ids:
             engine.abort(id)
@@ -142,15 +153,15 @@ def step_of(
 
 
 def kind_of(name: str) -> str:
-    """What of KINDS an operation or kernel is, by its name."""
-    return next(
-        (kind for kind, words in _WORDS.items() if any(word in name.lower() for word in words)),
-        "other",
-    )
+    """Return the kind of an operation or kernel, by its name."""
+    for kind, words in WORDS.items():
+        if any(word in name.lower() for word in words):
+            return kind
+    return "other"
 
 
 def plot_timeline(title: str, step: Step, work: Activity, path: Path) -> None:
-    """Draws the step's phases above what ran."""
+    """Draw the step's phases above what ran."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -175,7 +186,8 @@ def plot_timeline(title: str, step: Step, work: Activity, path: Path) -> None:
     axes.set(xlabel="ms, under the profiler", xlim=(0, work.ms))
     idle = work.ms - work.busy
     axes.set_title(
-        f"{title}: one step of {work.ms:.2f} ms, {len(step.tokens)} tokens; nothing ran for {idle:.2f} ms"
+        f"{title}: one step of {work.ms:.2f} ms, {len(step.tokens)} tokens; nothing ran for "
+        f"{idle:.2f} ms"
     )
     axes.legend(ncols=7, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.3))
     figure.savefig(path, dpi=120)
@@ -189,21 +201,20 @@ def main(**given: Any) -> None:
     if out is None:
         raise ValueError("--out is missing: the folder for the pictures")
     datasets, tokenizer = load_prompts(plan, files)
-    decoders, *_ = load_decoders(plan, tokenizer)
+    decoders, _ = load_decoders(plan, tokenizer)
     prompts = [list(prompt.tokens or ()) for prompt in next(iter(datasets.values()))[: plan.batch]]
     out.mkdir(parents=True, exist_ok=True)
     for name, decoder in decoders.items():
         decoder.generate(prompts, plan.params())  # the first call is slow
         forget_phrases(decoder)
-        found = step_of(decoder, prompts, plan.params())
-        if found is None:
+        result = step_of(decoder, prompts, plan.params())
+        if result is None:
             print(f"{name}: an output ends too soon: give a larger --max-new-tokens")
             continue
+        step, work = result
         path = out / f"timeline-{name}.png"
-        plot_timeline(name, *found, path)
-        print(
-            f"{name}: {found[1].ms:.3f} ms, of which something ran in {found[1].busy:.3f}: {path}"
-        )
+        plot_timeline(name, step, work, path)
+        print(f"{name}: {work.ms:.3f} ms, of which something ran in {work.busy:.3f}: {path}")
 
 
 if __name__ == "__main__":
