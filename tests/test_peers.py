@@ -375,7 +375,7 @@ def test_results_say_what_they_were_measured_with(folder: Path) -> None:
         None,
         found["methods"]["ar"],
     )
-    assert "Without scikit-learn the threshold of transformers' assistant stays" in markdown(
+    assert "Without scikit-learn the threshold of transformers' assistant does not adapt" in markdown(
         found, []
     )
 
