@@ -24,7 +24,7 @@ from benchmarks.serving.traffic import (
     drive,
     figures,
     jobs_of,
-    middle,
+    medians,
     rows_over_time,
 )
 from forerun.api.load import Decoder
@@ -130,7 +130,7 @@ def test_figures_are_of_requests_and_of_rounds() -> None:
     )  # the other has no second token
     assert found["wait_ms_max"] == 2000.0
     assert (
-        middle([found, found | {"tokens_per_s": 3.0}, found | {"tokens_per_s": 9.0}])[
+        medians([found, found | {"tokens_per_s": 3.0}, found | {"tokens_per_s": 9.0}])[
             "tokens_per_s"
         ]
         == 3.0

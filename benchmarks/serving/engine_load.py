@@ -1,9 +1,10 @@
-"""Methods under load, in turns on the same requests: closed loops and open ones, beside static batches and
-transformers' continuous batching.
+"""Methods under load, in turns on the same requests, in one process without a server.
 
-    python -m benchmarks.serving.engine_load --methods ar,sd,static,static/sd,hf-batch --clients 4,16 --rate 2 --out RUN
+    python -m benchmarks.serving.engine_load --methods ar,sd,static,static/sd,hf-batch \
+        --clients 4,16 --rate 2 --out RUN
 
-`static` is `ar` in static batches, static/NAME another method in them; `hf-batch` is transformers' own, plain decoding.
+Loads are closed loops and open ones. `static` is `ar` in static batches, and static/NAME another
+method in them; `hf-batch` is transformers' own continuous batching, plain decoding.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -34,7 +35,7 @@ from benchmarks.serving.traffic import (
     drive,
     figures,
     jobs_of,
-    middle,
+    medians,
     rows_over_time,
 )
 from forerun.api.load import Decoder
@@ -44,6 +45,7 @@ from forerun.bench.models import load_decoders, load_prompts
 from forerun.bench.plan import Plan
 from forerun.bench.report import provenance
 from forerun.cli.bench import planned, progress, split
+from forerun.cli.options import JsonOption, LoadOptions, TemperatureOption, TopPOption, grouped
 from forerun.files import write_text
 from forerun.methods import METHODS, Method, is_method
 from forerun.zoo import EMBEDDED
@@ -51,17 +53,24 @@ from forerun.zoo import EMBEDDED
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-BATCHING, STATIC = "hf-batch", "static"
+BATCHING = "hf-batch"
+STATIC = "static"
 STATIC_ROWS = 16  # requests of a static batch
-PAGE, CHUNK = 32, 512  # tokens of a page of its cache, and the most tokens of one forward
-POLL = 1.0  # seconds
+PAGE = 32  # tokens of a page of transformers' cache
+CHUNK = 512  # tokens of one forward of transformers, at most
+BATCHING_ROWS = 64  # requests for which transformers' cache has room, at least
+POLL_SECONDS = 1.0
+WARM_ROWS = 8  # requests at once in the warm-up of an open loop
+
+Outputs = dict[str, list[list[Served]]]  # by method, then round by round
 
 
 class BatchingServer:
-    """Transformers' own manager, which decodes in a thread of its own and notes when each token was there.
+    """Transformers' own continuous batching.
 
-    Its cache holds `rows` requests of `length` tokens; prefixes are not shared, as ours are not in a bench.
-    What is sampled follows from the seed and from when requests come: all rows draw from one source.
+    It decodes in a thread and notes when each token was there. Its cache holds `rows` requests of
+    `length` tokens; prefixes are not shared, as ours are not in a bench. Samples follow from the
+    seed and from the times of arrival, because all rows draw from one source.
     """
 
     def __init__(self, peers: Generate, rows: int, length: int) -> None:
@@ -75,9 +84,8 @@ class BatchingServer:
             max_requests_per_batch=rows,
             allow_block_sharing=False,
         )
-        logging.getLogger("ContinuousBatchingLogger").setLevel(
-            logging.CRITICAL
-        )  # it misses psutil; failures come back
+        # It warns that psutil is missing. Failures come back with the results.
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
         model: Any = peers.target
         self.manager = model.init_continuous_batching(config, sizes)
         if peers.params.seed is not None:
@@ -88,178 +96,214 @@ class BatchingServer:
         name = self.manager.add_request(
             list(job.prompt), max_new_tokens=job.new_tokens, record_timestamps=True
         )
-        return int(name.removeprefix("req_"))
+        return _key(name)
 
     def step(self, timeout: float | None) -> list[Event]:
-        found = self.manager.get_result(timeout=POLL if timeout is None else min(timeout, POLL))
-        if found is None:
+        wait = POLL_SECONDS if timeout is None else min(timeout, POLL_SECONDS)
+        result = self.manager.get_result(timeout=wait)
+        if result is None:
             if not self.manager.is_running():
                 raise RuntimeError(
-                    f"transformers' continuous batching stopped: {self.manager.background_thread_status}"
+                    "transformers' continuous batching stopped: "
+                    f"{self.manager.background_thread_status}"
                 )
             return []
-        if found.error is not None:
-            raise RuntimeError(f"transformers' continuous batching failed: {found.error}")
-        key, last = int(found.request_id.removeprefix("req_")), len(found.generated_tokens) - 1
-        tokens = zip(found.generated_tokens, found.timestamps, strict=True)
-        return [
-            Event(key, found.lifespan[0]),
-            *(Event(key, at, [token], index == last) for index, (token, at) in enumerate(tokens)),
-        ]
+        if result.error is not None:
+            raise RuntimeError(f"transformers' continuous batching failed: {result.error}")
+        key = _key(result.request_id)
+        events = [Event(key, result.lifespan[0])]
+        for token, at in zip(result.generated_tokens, result.timestamps, strict=True):
+            events.append(Event(key, at, [token], len(events) == len(result.generated_tokens)))
+        return events
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self.manager.stop(block=True)
 
 
+def _key(request_id: str) -> int:
+    return int(request_id.removeprefix("req_"))
+
+
 def static(name: str, ours: Callable[[str], Method]) -> Method | None:
-    """The method that is served in static batches by this name."""
-    own = "ar" if name == STATIC else name.removeprefix(f"{STATIC}/")
-    if own == name or not is_method(own):
-        there = ", ".join((*METHODS, STATIC, f"{STATIC}/METHOD", BATCHING))
-        raise ValueError(f"unknown method {name!r}; there are {there}")
-    return ours(own)
+    """Return the method that is served in static batches by this name."""
+    method = "ar" if name == STATIC else name.removeprefix(f"{STATIC}/")
+    if method == name or not is_method(method):
+        names = ", ".join((*METHODS, STATIC, f"{STATIC}/METHOD", BATCHING))
+        raise ValueError(f"unknown method {name!r}; there are {names}")
+    return ours(method)
+
+
+@dataclass(frozen=True)
+class LoadTest:
+    """What is measured.
+
+    Attributes:
+        plan: the methods and models.
+        loads: how requests come.
+        requests: requests of each load.
+        lengths: least and most new tokens of a request.
+        batching: whether transformers' continuous batching runs too.
+    """
+
+    plan: Plan
+    loads: Sequence[Load]
+    requests: int
+    lengths: tuple[int, int]
+    batching: bool
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of all that is measured."""
+        return [*self.plan.methods, *([BATCHING] if self.batching else [])]
+
+
+class Servers:
+    """Makes the servers of a test, each anew for each load."""
+
+    def __init__(self, test: LoadTest, decoders: dict[str, Decoder], longest: int) -> None:
+        self.test = test
+        self.decoders = decoders
+        self.longest = longest  # prompt and output of a request, in tokens
+        self.peers = load_peers(test.plan, assisted=False) if test.batching else None
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Server]:
+        """Yield the server of that name."""
+        plan = self.test.plan
+        if name != BATCHING:
+            batch = STATIC_ROWS if name.startswith(STATIC) else None
+            yield EngineServer(self.decoders[name], plan.params(), batch)
+            return
+        assert self.peers is not None
+        server = BatchingServer(self.peers, max(BATCHING_ROWS, plan.batch), self.longest)
+        try:
+            yield server
+        finally:
+            server.close()
 
 
 def serve(
-    plan: Plan,
+    test: LoadTest,
     files: dict[str, list[Prompt]],
-    loads: Sequence[Load],
-    requests: int,
-    lengths: tuple[int, int],
-    batching: bool,
     out: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measures loads of so many requests, of least and most new tokens, and returns the results; with `out` they are
-    also there as files. `batching`: transformers' continuous batching too.
+    """Measure all loads and return the results; with `out` they are also written as files.
 
-    Raises ValueError as `forerun.bench.measure.bench` does, and where there are fewer prompts than requests: phrases of
-    a prompt that comes again would know its answer.
+    Raises:
+        ValueError: as `forerun.bench.measure.bench` does, and if there are fewer prompts than
+            requests: methods would find the answer of a prompt that comes again among their
+            phrases.
     """
+    plan = test.plan
     datasets, tokenizer = load_prompts(plan, files)
     prompts = [prompt.tokens or () for rows in datasets.values() for prompt in rows]
-    if len(prompts) < requests:
+    if len(prompts) < test.requests:
         raise ValueError(
-            f"--requests {requests} are more than the {len(prompts)} prompts, which come once each"
+            f"--requests {test.requests} are more than the {len(prompts)} prompts, which come once "
+            "each"
         )
-    peers = load_peers(plan, assisted=False) if batching else None
-    decoders, *_ = load_decoders(plan, tokenizer)
-    longest = max(map(len, prompts)) + lengths[1]
-
-    def server(name: str) -> Any:
-        return _server(plan, name, decoders, peers, longest)
-
-    names = [*plan.methods, *([BATCHING] if batching else [])]
-    warm = 1, min(WARM_UP, lengths[1])
-    rows = min(requests, max((load.clients or 8 for load in loads), default=8))
-    for name in names:
-        with server(name) as each:
-            drive(each, jobs_of(Load(clients=rows), prompts, rows, warm, plan.seed), rows)
-    found: dict[Load, dict[str, list[list[Served]]]] = {
-        load: {name: [] for name in names} for load in loads
-    }
-    for number in range(plan.rounds):
-        for index, load in enumerate(loads):
-            jobs = jobs_of(load, prompts, requests, lengths, plan.seed + 1000 * number)
-            for name in turned(names, number, index):
-                with server(name) as each:
-                    found[load][name].append(drive(each, jobs, load.clients))
-                say(f"round {number + 1} of {plan.rounds}, {load.kind} {load.size}: {name}")
-    arguments = plan.arguments() | {"requests": requests, "new_tokens": list(lengths)}
-    results = _results(plan, names, found) | {
+    decoders, _ = load_decoders(plan, tokenizer)
+    servers = Servers(test, decoders, max(map(len, prompts)) + test.lengths[1])
+    _warm_up(test, servers, prompts)
+    outputs = _measure(test, servers, prompts, say)
+    arguments = plan.arguments() | {"requests": test.requests, "new_tokens": list(test.lengths)}
+    results = _results(test, outputs) | {
         "prompts": facts_of_prompts(datasets),
         **provenance(arguments),
     }
     if out is not None:
-        for load in loads:
-            plot_rows(
-                {name: rounds[-1] for name, rounds in found[load].items()}, out / picture(load)
-            )
-        lines = [
-            json.dumps(
-                {
-                    load.kind: load.size,
-                    "method": name,
-                    "round": number,
-                    "requests": [*map(asdict, served)],
-                }
-            )
-            for load, methods in found.items()
-            for name, rounds in methods.items()
-            for number, served in enumerate(rounds)
-        ]
-        write_text(out / "records.jsonl", "".join(f"{line}\n" for line in lines))
-        write_text(out / "results.json", json.dumps(results, indent=1) + "\n")
-        write_text(out / "report.md", markdown(results, [picture(load) for load in loads]))
+        _write(results, outputs, out)
     return results
 
 
-@contextmanager
-def _server(
-    plan: Plan, name: str, decoders: dict[str, Decoder], peers: Generate | None, longest: int
-) -> Iterator[Server]:
-    if name != BATCHING:
-        yield EngineServer(
-            decoders[name], plan.params(), STATIC_ROWS if name.startswith(STATIC) else None
-        )
-        return
-    assert peers is not None
-    server = BatchingServer(peers, max(64, plan.batch), longest)
-    try:
-        yield server
-    finally:
-        server.close()
+def _warm_up(test: LoadTest, servers: Servers, prompts: Sequence[Sequence[int]]) -> None:
+    """Let every method answer short requests, as many at once as later."""
+    clients = max((load.clients or WARM_ROWS for load in test.loads), default=WARM_ROWS)
+    rows = min(test.requests, clients)
+    lengths = (1, min(WARM_UP, test.lengths[1]))
+    for name in test.names:
+        with servers.open(name) as server:
+            jobs = jobs_of(Load(clients=rows), prompts, rows, lengths, test.plan.seed)
+            drive(server, jobs, rows)
 
 
-def _results(
-    plan: Plan, names: Sequence[str], found: dict[Load, dict[str, list[list[Served]]]]
-) -> dict[str, Any]:
-    """{kind: {size: figures}} of the first method of ours that is named, then of all."""
-    methods: dict[str, dict[str, Any]] = {name: {} for name in names}
-    for load, each in found.items():
-        for name, rounds in each.items():
-            methods[name].setdefault(load.kind, {})[load.size] = _compared(
-                rounds, each, not plan.temperature
-            )
-    chief = next(
-        (name for name in plan.methods if name != "ar" and not name.startswith(STATIC)), "ar"
-    )
-    first = {
-        kind: {size: {"method": chief} | each for size, each in sizes.items()}
-        for kind, sizes in methods[chief].items()
-    }
+def _measure(
+    test: LoadTest,
+    servers: Servers,
+    prompts: Sequence[Sequence[int]],
+    say: Callable[[str], None],
+) -> dict[Load, Outputs]:
+    """Return what became of all requests, by load."""
+    plan = test.plan
+    outputs: dict[Load, Outputs] = {}
+    for load in test.loads:
+        outputs[load] = {name: [] for name in test.names}
+    for number in range(plan.rounds):
+        seed = plan.seed + 1000 * number
+        for index, load in enumerate(test.loads):
+            jobs = jobs_of(load, prompts, test.requests, test.lengths, seed)
+            for name in turned(test.names, number, index):
+                with servers.open(name) as server:
+                    outputs[load][name].append(drive(server, jobs, load.clients))
+                say(f"round {number + 1} of {plan.rounds}, {load.kind} {load.size}: {name}")
+    return outputs
+
+
+def _write(results: dict[str, Any], outputs: dict[Load, Outputs], out: Path) -> None:
+    """Write records, results, report and pictures."""
+    records = []
+    for load, by_method in outputs.items():
+        last_rounds = {name: rounds[-1] for name, rounds in by_method.items()}
+        plot_rows(last_rounds, out / picture(load))
+        for name, rounds in by_method.items():
+            for number, served in enumerate(rounds):
+                record = {load.kind: load.size, "method": name, "round": number}
+                records.append(record | {"requests": [asdict(request) for request in served]})
+    lines = [f"{json.dumps(record)}\n" for record in records]
+    write_text(out / "records.jsonl", "".join(lines))
+    write_text(out / "results.json", json.dumps(results, indent=1) + "\n")
+    write_text(out / "report.md", markdown(results, [picture(load) for load in outputs]))
+
+
+def _results(test: LoadTest, outputs: dict[Load, Outputs]) -> dict[str, Any]:
+    """Return {kind: {size: figures}} of our first method, and of all "methods"."""
+    plan = test.plan
+    methods: dict[str, dict[str, Any]] = {name: {} for name in test.names}
+    for load, by_method in outputs.items():
+        for name in by_method:
+            row = _compared(name, by_method, greedy=not plan.temperature)
+            methods[name].setdefault(load.kind, {})[load.size] = row
+    drafting = [name for name in plan.methods if name != "ar" and not name.startswith(STATIC)]
+    chief = drafting[0] if drafting else "ar"
+    first: dict[str, Any] = {}
+    for kind, sizes in methods[chief].items():
+        first[kind] = {size: {"method": chief} | row for size, row in sizes.items()}
     return first | {"methods": methods}
 
 
-def _compared(
-    rounds: list[list[Served]], others: dict[str, list[list[Served]]], greedy: bool
-) -> dict[str, Any]:
-    """A method's figures under one load, its tokens/s over each other method's, and the share of its
-    greedy outputs that are those of `ar`."""
-    own = [figures(served) for served in rounds]
-    over = {
-        name: round(
-            median(
-                a["tokens_per_s"] / figures(b)["tokens_per_s"]
-                for a, b in zip(own, other, strict=True)
-            ),
-            4,
-        )
-        for name, other in others.items()
-    }
-    found: dict[str, Any] = middle(own) | {"over": over}
+def _compared(name: str, outputs: Outputs, greedy: bool) -> dict[str, Any]:
+    """Return a method's figures under one load, and how it compares.
+
+    They have its tokens/s over each other method's, and the share of its greedy outputs that are
+    those of `ar`.
+    """
+    rounds = [figures(served) for served in outputs[name]]
+    over = {}
+    for other, other_rounds in outputs.items():
+        pairs = zip(rounds, map(figures, other_rounds), strict=True)
+        over[other] = round(median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in pairs), 4)
+    row: dict[str, Any] = medians(rounds) | {"over": over}
     if greedy:
-        pairs = [
-            pair
-            for a, b in zip(rounds, others["ar"], strict=True)
-            for pair in zip(a, b, strict=True)
-        ]
-        equal = [one.tokens == reference.tokens for one, reference in pairs]
-        found["exact_match"] = round(sum(equal) / len(equal), 4)
-    return found
+        equal = []
+        for served, plain in zip(outputs[name], outputs["ar"], strict=True):
+            equal += [a.tokens == b.tokens for a, b in zip(served, plain, strict=True)]
+        row["exact_match"] = round(sum(equal) / len(equal), 4)
+    return row
 
 
+# Titles and figures of the tables. A space keeps two titles apart that read alike.
 LOAD_COLUMNS = {
     "tokens/s": "tokens_per_s",
     "first token, ms, p50": "ttft_ms_p50",
@@ -271,49 +315,52 @@ LOAD_COLUMNS = {
 
 
 def tables(results: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
-    """Title and rows of a table for each load, the header first."""
-    found = []
-    for kind in ("clients", "rate"):
+    """Return title and rows of a table for each load, the header first."""
+    header = ["method", *map(str.strip, LOAD_COLUMNS), "over ar", "same tokens"]
+    titled = []
+    for kind, unit in (("clients", "clients"), ("rate", "requests a second")):
         for size in results.get(kind, {}):
-            title = f"{size} clients" if kind == "clients" else f"{size} requests a second"
-            rows = [["method", *map(str.strip, LOAD_COLUMNS), "over ar", "same tokens"]]
+            rows = [header]
             for name, method in results["methods"].items():
-                each = method[kind][size]
-                same = "" if "exact_match" not in each else f"{100 * each['exact_match']:.4g} %"
-                rows.append([name, *(f"{each[key]:.1f}" for key in LOAD_COLUMNS.values())])
-                rows[-1] += [f"{each['over']['ar']:.2f}", same]
-            found.append((title, rows))
-    return found
+                rows.append(_cells(name, method[kind][size]))
+            titled.append((f"{size} {unit}", rows))
+    return titled
+
+
+def _cells(name: str, row: dict[str, Any]) -> list[str]:
+    same = f"{100 * row['exact_match']:.4g} %" if "exact_match" in row else ""
+    values = [f"{row[key]:.1f}" for key in LOAD_COLUMNS.values()]
+    return [name, *values, f"{row['over']['ar']:.2f}", same]
 
 
 def markdown(results: dict[str, Any], pictures: list[str]) -> str:
-    """report.md."""
-    arguments, versions = results["arguments"], results["versions"]
+    """Return the text of report.md."""
+    arguments = results["arguments"]
+    versions = results["versions"]
     lines = [
         f"# {arguments['target']} under load",
         "",
         f"{results['date']}, {versions['gpu'] or versions['cpu']}, {versions['threads']} threads, "
-        f"torch {versions['torch']}, transformers {versions['transformers']}, forerun at {versions['commit']}.",
+        f"torch {versions['torch']}, transformers {versions['transformers']}, forerun at "
+        f"{versions['commit']}.",
         "",
     ]
     for title, (header, *rows) in tables(results):
-        lines += [
-            f"## {title}",
-            "",
-            "| " + " | ".join(header) + " |",
-            "|---" + "|---:" * (len(header) - 1) + "|",
-        ]
+        lines += [f"## {title}", "", "| " + " | ".join(header) + " |"]
+        lines.append("|---" + "|---:" * (len(header) - 1) + "|")
         lines += [*("| " + " | ".join(row) + " |" for row in rows), ""]
     least, most = arguments["new_tokens"]
     lines += [
         "## How to read it",
         "",
-        f"- Each load has {arguments['requests']} requests of {least} to {most} new tokens. Figures are medians over "
-        "rounds; percentiles are over the requests of a round. Methods take turns on the same requests.",
-        "- A closed loop keeps that many requests open. In an open loop they come by a clock (Poisson), and the time "
-        "to the first token counts from when a request was due.",
-        f"- gap: the time between two steps that brought a request's tokens. `static` starts a batch of {STATIC_ROWS} "
-        "when the one before has ended. `hf-batch` is transformers' continuous batching, plain decoding.",
+        f"- Each load has {arguments['requests']} requests of {least} to {most} new tokens. "
+        "Figures are medians over rounds; percentiles are over the requests of a round. Methods "
+        "take turns on the same requests.",
+        "- A closed loop keeps that many requests open. In an open loop they come by a clock "
+        "(Poisson), and the time to the first token counts from when a request was due.",
+        "- gap: the time between two steps that brought a request's tokens. `static` starts a "
+        f"batch of {STATIC_ROWS} when the one before has ended. `hf-batch` is transformers' "
+        "continuous batching, plain decoding.",
         "",
         *(f"![{name}]({name})" for name in pictures),
     ]
@@ -321,128 +368,157 @@ def markdown(results: dict[str, Any], pictures: list[str]) -> str:
 
 
 def picture(load: Load) -> str:
+    """Return the file name of a load's picture."""
     return f"rows-{load.kind}-{load.size}.png"
 
 
 def plot_rows(methods: dict[str, list[Served]], path: Path) -> None:
-    """Draws how many requests of a load are open, and how many have their first token, over time."""
+    """Draw how many requests of a load are open, and how many have their first token."""
     figure, axes = plt.subplots(
         len(methods), figsize=(8, 1.6 * len(methods) + 0.6), sharex=True, squeeze=False
     )
-    for (name, served), own in zip(methods.items(), axes[:, 0], strict=True):
-        own.step(
-            *rows_over_time(served, lambda one: one.due),
-            where="post",
-            color="#adb5bd",
-            label="open",
-        )
-        own.step(
-            *rows_over_time(served, lambda one: one.times[0]),
-            where="post",
-            color="#264653",
-            label="decoding",
-        )
-        own.set(ylim=(0, None))
-        own.set_title(name, loc="left", fontsize="small")
+    for (name, served), panel in zip(methods.items(), axes[:, 0], strict=True):
+        for label, colour, first in (
+            ("open", "#adb5bd", lambda request: request.due),
+            ("decoding", "#264653", lambda request: request.times[0]),
+        ):
+            panel.step(*rows_over_time(served, first), where="post", color=colour, label=label)
+        panel.set(ylim=(0, None))
+        panel.set_title(name, loc="left", fontsize="small")
     axes[0, 0].legend(fontsize=8)
     axes[-1, 0].set_xlabel("seconds")
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 
 
-def main(
-    methods: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join((*METHODS, STATIC, BATCHING))}.")
-    ] = None,
+@dataclass(frozen=True)
+class TrafficOptions:
+    """How requests come, and how many."""
+
     clients: Annotated[
         list[str] | None, typer.Option(help="So many requests are always open, as in 1,4,16.")
-    ] = None,
+    ] = None
     rate: Annotated[
         list[str] | None, typer.Option(help="Requests a second, Poisson arrivals, as in 2,4.")
-    ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of each load.")] = 64,
-    new_tokens: Annotated[
-        str, typer.Option(help="Least and most new tokens of a request.")
-    ] = "16:256",
-    method_arg: Annotated[
-        list[str] | None, typer.Option(help="As in sd.gamma=6; repeatable.")
-    ] = None,
-    dataset: Annotated[list[str] | None, typer.Option(help="As of `forerun bench`.")] = None,
-    data: Annotated[Path | None, typer.Option(help="As of `forerun bench`.")] = None,
+    ] = None
+    requests: Annotated[int, typer.Option(min=1, help="Requests of each load.")] = 64
+    new_tokens: Annotated[str, typer.Option(help="Least and most new tokens of a request.")] = (
+        "16:256"
+    )
+
+    def loads(self) -> list[Load]:
+        """Return the loads. Raises ValueError if there are none."""
+        loads = [Load(clients=int(number)) for number in numbers("--clients", self.clients)]
+        loads += [Load(rate=number) for number in numbers("--rate", self.rate)]
+        if not loads:
+            raise ValueError("give --clients or --rate: how requests come")
+        return loads
+
+    def lengths(self) -> tuple[int, int]:
+        """Return the least and most new tokens. Raises ValueError."""
+        low, _, high = self.new_tokens.partition(":")
+        if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
+            raise ValueError(
+                f"--new-tokens must be MIN:MAX with 1 <= MIN <= MAX, not {self.new_tokens!r}"
+            )
+        return int(low), int(high)
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """The target, the methods and their trained parts."""
+
+    target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file.")] = EMBEDDED
+    methods: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join((*METHODS, STATIC, BATCHING))}.")
+    ] = None
+    method_arg: Annotated[list[str] | None, typer.Option(help="As in sd.gamma=6; repeatable.")] = (
+        None
+    )
+    head: Annotated[list[str] | None, typer.Option(help="Folder of a head of the target's.")] = None
+    pre_verifier: Annotated[Path | None, typer.Option(help="Folder of the trained layer.")] = None
+    guard: Annotated[
+        bool, typer.Option("--guard", help="Leave drafts out while they do not pay.")
+    ] = False
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """The prompts, and how tokens are chosen."""
+
+    dataset: Annotated[list[str] | None, typer.Option(help="As of `forerun bench`.")] = None
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first prompts of each dataset.")
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Prompts are messages.")] = False,
+    ] = None
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts are messages.")] = False
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Length of the standard library's prompts.")
+    ] = 128
+    stop_at_eos: Annotated[bool, typer.Option("--stop-at-eos", help="End at the end token.")] = (
+        False
+    )
+    temperature: TemperatureOption = 0.0
+    top_p: TopPOption = 1.0
+    seed: Annotated[int, typer.Option(min=0)] = 0
+
+
+@grouped
+def main(
+    *,
+    traffic: TrafficOptions,
+    methods: MethodOptions,
+    prompts: PromptOptions,
+    loading: LoadOptions,
     rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 2,
     out: Annotated[
         Path | None, typer.Option(help="Folder for records, results, report and pictures.")
     ] = None,
-    target: Annotated[str, typer.Option(help="Hub id, folder or GGUF file.")] = EMBEDDED,
-    draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
-    head: Annotated[
-        list[str] | None, typer.Option(help="Folder of a head of the target's.")
-    ] = None,
-    pre_verifier: Annotated[Path | None, typer.Option(help="Folder of the trained layer.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="1 is all.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="Length of the standard library's prompts.")
-    ] = 128,
-    stop_at_eos: Annotated[
-        bool, typer.Option("--stop-at-eos", help="End at the end token.")
-    ] = False,
-    guard: Annotated[
-        bool, typer.Option("--guard", help="Leave drafts out while they do not pay.")
-    ] = False,
-    dtype: Annotated[str | None, typer.Option()] = None,
-    weights: Annotated[str | None, typer.Option()] = None,
-    draft_weights: Annotated[str | None, typer.Option()] = None,
-    device: Annotated[str | None, typer.Option()] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads to compute with.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")
-    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Measure methods under load, in turns on the same requests, in one process. Lists may be given with commas."""
-    given = locals()
-    loads = [Load(clients=int(each)) for each in numbers("--clients", clients)]
-    loads += [Load(rate=each) for each in numbers("--rate", rate)]
-    if not loads:
-        raise ValueError("give --clients or --rate: how requests come")
-    low, _, high = new_tokens.partition(":")
-    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
-        raise ValueError(f"--new-tokens must be MIN:MAX with 1 <= MIN <= MAX, not {new_tokens!r}")
-    names = split(methods)
-    ours = [name for name in names if name != BATCHING]
-    more = {"max_new_tokens": int(high), "batch": max(load.clients or 1 for load in loads)}
-    plan, files = planned(given | {"methods": ours, "tune": None}, static, **more)
-    lengths = int(low), int(high)
+    """Measure methods under load, in turns on the same requests, in one process.
+
+    Lists may be given with commas.
+    """
+    loads = traffic.loads()
+    lengths = traffic.lengths()
+    names = split(methods.methods)
+    given = vars(traffic) | vars(methods) | vars(prompts) | vars(loading)
+    given |= {"rounds": rounds, "tune": None}
+    given["methods"] = [name for name in names if name != BATCHING]
+    batch = max(load.clients or 1 for load in loads)
+    plan, files = planned(given, static, max_new_tokens=lengths[1], batch=batch)
     if out is not None:
         if (out / "records.jsonl").exists():
             raise ValueError(f"{out} holds a run already: give another --out")
         out.mkdir(parents=True, exist_ok=True)
-    results = serve(plan, files, loads, requests, lengths, BATCHING in names, out, progress)
+    test = LoadTest(plan, loads, traffic.requests, lengths, BATCHING in names)
+    results = serve(test, files, out, progress)
     progress("")
     if as_json:
         print(json.dumps(results))
         return
     for title, rows in tables(results):
-        print(f"{title}", *("  ".join(f"{cell:>14}" for cell in row) for row in rows), sep="\n")
+        print(title)
+        for row in rows:
+            print("  ".join(f"{cell:>14}" for cell in row))
 
 
 def numbers(option: str, values: list[str] | None) -> list[float]:
-    """The numbers of an option. Raises ValueError where one is none, or not above 0; clients are whole."""
+    """Return the numbers of an option.
+
+    Raises:
+        ValueError: one is no number, or not above 0, or a number of clients that is not whole.
+    """
     try:
-        found = [float(part) for part in split(values)]
+        parts = [float(part) for part in split(values)]
     except ValueError as error:
         raise ValueError(f"{option} takes numbers: {error}") from None
-    least = 1 if option == "--clients" else 0
-    if any(each < least or each == 0 or (least and each != int(each)) for each in found):
-        raise ValueError(
-            f"{option} must be {'whole numbers of at least 1' if least else 'above 0'}"
-        )
-    return found
+    if option == "--clients":
+        if any(part < 1 or part != int(part) for part in parts):
+            raise ValueError(f"{option} must be whole numbers of at least 1")
+    elif any(part <= 0 for part in parts):
+        raise ValueError(f"{option} must be above 0")
+    return parts
 
 
 if __name__ == "__main__":

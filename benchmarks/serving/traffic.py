@@ -1,4 +1,4 @@
-"""Load: requests that come one behind another or by a clock, and how long each of them waits."""
+"""Requests that come one after another or by a clock, and how long each of them waits."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from forerun.bench.measure import forget_phrases
 from forerun.engine.sequence import Request
 from forerun.sampling.params import SamplingParams
 
+STATIC_CHUNK_SECONDS = 60.0  # of prompts read in one step of a static batch
+
 
 @dataclass(frozen=True)
 class Load:
     """How requests come.
 
     Attributes:
-        clients: closed loop: each client asks again as soon as it is answered. None in an open loop.
-        rate: open loop: mean requests a second; the times between them are exponential (Poisson arrivals).
+        clients: a closed loop: each client asks again as soon as it is answered. None for an open
+            loop.
+        rate: an open loop: mean requests per second; the times between them are exponential
+            (Poisson arrivals).
     """
 
     clients: int | None = None
@@ -42,7 +46,14 @@ class Load:
 
 @dataclass(frozen=True)
 class Job:
-    """A request of a load: a prompt, how many tokens are wanted, when it comes (seconds from the start) and a seed."""
+    """A request of a load.
+
+    Attributes:
+        prompt: its tokens.
+        new_tokens: how many are wanted.
+        due: when it comes, in seconds from the start.
+        seed: of sampling.
+    """
 
     prompt: tuple[int, ...]
     new_tokens: int
@@ -57,20 +68,27 @@ def jobs_of(
     new_tokens: tuple[int, int],
     seed: int,
 ) -> list[Job]:
-    """The requests of a load. Lengths are uniform in `new_tokens`; they and the arrivals follow from the seed alone."""
-    lengths, gaps = Random(seed), Random(seed)
+    """Return the requests of a load.
+
+    Lengths are uniform in `new_tokens`. They and the arrivals follow from the seed alone.
+    """
+    lengths = Random(seed)
+    gaps = Random(seed)
     dues = [0.0] * requests
     if load.rate is not None:
         dues[1:] = accumulate(gaps.expovariate(load.rate) for _ in range(requests - 1))
     return [
-        Job(tuple(prompts[at % len(prompts)]), lengths.randint(*new_tokens), due, seed + at)
-        for at, due in enumerate(dues)
+        Job(tuple(prompts[place % len(prompts)]), lengths.randint(*new_tokens), due, seed + place)
+        for place, due in enumerate(dues)
     ]
 
 
 @dataclass(frozen=True)
 class Event:
-    """What happened to a request, by its key, at a time of the clock. Its first event means that it has begun."""
+    """What happened to a request, by its key, at a time of the clock.
+
+    The first event of a request says that it has begun.
+    """
 
     key: int
     time: float
@@ -82,63 +100,86 @@ class Server(Protocol):
     """What a load is put on."""
 
     def add(self, job: Job) -> int:
-        """Takes a request; returns its key. Must not wait."""
+        """Take a request and return its key, without waiting."""
         ...
 
     def step(self, timeout: float | None) -> list[Event]:
-        """Goes on until something happens, or `timeout` seconds are over where it can wait no shorter."""
+        """Go on until something happens.
+
+        A server that can wait returns after `timeout` seconds at the latest.
+        """
         ...
 
 
 class EngineServer:
-    """A method of ours. `batch` makes it serve static batches: so many requests, or as many as there are, begin when
-    all of the batch before have ended."""
+    """A method of ours.
+
+    With `batch` it serves static batches: so many requests, or as many as there are, begin when all
+    of the batch before have ended.
+    """
 
     def __init__(self, decoder: Decoder, params: SamplingParams, batch: int | None = None) -> None:
-        self.decoder, self.params, self.batch = decoder, params, batch
+        self.decoder = decoder
+        self.params = params
+        self.batch = batch
         self.queue: deque[tuple[int, Request]] = deque()
-        self.keys: dict[int, int] = {}
-        self.begun: set[int] = set()
+        self.keys: dict[int, int] = {}  # by the engine's ids
+        self.begun: set[int] = set()  # the engine's ids
         self._count = count()
         forget_phrases(decoder)
         if batch is not None:
-            decoder.engine.limits.chunk_seconds = (
-                60.0  # nobody decodes yet who would wait for the others' prompts
-            )
+            # Nobody decodes yet who would wait for the others' prompts.
+            decoder.engine.limits.chunk_seconds = STATIC_CHUNK_SECONDS
 
     def add(self, job: Job) -> int:
+        key = next(self._count)
         params = replace(self.params, max_new_tokens=job.new_tokens, seed=job.seed)
-        self.queue.append((next(self._count), self.decoder.request(list(job.prompt), params)))
-        return self.queue[-1][0]
+        self.queue.append((key, self.decoder.request(list(job.prompt), params)))
+        return key
 
     def step(self, timeout: float | None) -> list[Event]:
-        engine = self.decoder.engine
-        if self.batch is None or not engine.busy:
-            for _ in range(min(len(self.queue), self.batch or len(self.queue))):
-                key, request = self.queue.popleft()
-                self.keys[engine.add(request)] = key
+        self._admit()
         before = time.perf_counter()
-        steps = engine.step()
-        now, waiting = time.perf_counter(), {seq.id for seq in engine.waiting}
-        fresh = [id for id in self.keys if id not in waiting and id not in self.begun]
-        self.begun.update(fresh)
-        events = [Event(self.keys[id], before) for id in fresh]
+        steps = self.decoder.engine.step()
+        now = time.perf_counter()
+        events = self._beginnings(before)
         for step in steps:
             if step.error is not None:
                 raise step.error
-            events.append(
-                Event(self.keys[step.id], now, step.tokens, step.finish_reason is not None)
-            )
-            if step.finish_reason is not None:
+            is_done = step.finish_reason is not None
+            events.append(Event(self.keys[step.id], now, step.tokens, is_done))
+            if is_done:
                 del self.keys[step.id]
                 self.begun.discard(step.id)
         return events
 
+    def _admit(self) -> None:
+        """Give the engine waiting requests, if it may take some now."""
+        engine = self.decoder.engine
+        if self.batch is not None and engine.busy:
+            return
+        for _ in range(min(len(self.queue), self.batch or len(self.queue))):
+            key, request = self.queue.popleft()
+            self.keys[engine.add(request)] = key
+
+    def _beginnings(self, at: float) -> list[Event]:
+        """Return events of the requests that have left the engine's queue."""
+        waiting = {seq.id for seq in self.decoder.engine.waiting}
+        fresh = [id for id in self.keys if id not in waiting and id not in self.begun]
+        self.begun.update(fresh)
+        return [Event(self.keys[id], at) for id in fresh]
+
 
 @dataclass
 class Served:
-    """What became of a request, in seconds from the start: when it came, when it began (None: it has not), its tokens
-    and when each of them was there."""
+    """What became of a request, in seconds from the start.
+
+    Attributes:
+        due: when it came.
+        begun: when it began; None if it has not.
+        tokens: its output.
+        times: when each token of it was there.
+    """
 
     due: float
     begun: float | None = None
@@ -153,59 +194,82 @@ def drive(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Served]:
-    """Puts a load on a server until all requests are answered. With `clients`, that many requests are open while there
-    are enough of them; without, each comes when it is due, whatever the server does."""
-    start, coming, served = clock(), deque(jobs), list[Served]()
-    open: dict[int, Served] = {}
-    while coming or open:
-        while coming and (len(open) < clients if clients else coming[0].due <= clock() - start):
+    """Put a load on a server until all requests are answered.
+
+    With `clients`, that many requests are open while there are enough of them. Without, each comes
+    when it is due, whatever the server does.
+    """
+    start = clock()
+    coming = deque(jobs)
+    served: list[Served] = []
+    open_requests: dict[int, Served] = {}
+
+    def may_come() -> bool:
+        if clients:
+            return len(open_requests) < clients
+        return coming[0].due <= clock() - start
+
+    while coming or open_requests:
+        while coming and may_come():
             job = coming.popleft()
-            served.append(Served(clock() - start if clients else job.due))
-            open[server.add(job)] = served[-1]
-        left = None if clients or not coming else max(0.0, coming[0].due - (clock() - start))
-        if not open:
-            sleep(left or 0.0)
+            request = Served(clock() - start if clients else job.due)
+            served.append(request)
+            open_requests[server.add(job)] = request
+        timeout = None
+        if coming and not clients:
+            timeout = max(0.0, coming[0].due - (clock() - start))
+        if not open_requests:
+            sleep(timeout or 0.0)
             continue
-        for event in server.step(left):
-            one, at = open[event.key], event.time - start
-            one.begun = at if one.begun is None else one.begun
-            one.tokens += event.tokens
-            one.times += [at] * len(event.tokens)
+        for event in server.step(timeout):
+            request = open_requests[event.key]
+            at = event.time - start
+            if request.begun is None:
+                request.begun = at
+            request.tokens += event.tokens
+            request.times += [at] * len(event.tokens)
             if event.done:
-                del open[event.key]
+                del open_requests[event.key]
     return served
 
 
 def figures(served: Sequence[Served]) -> dict[str, float]:
-    """What a load came to. Milliseconds: of the first token behind a request's coming (ttft), of the others each
-    (tpot), of waiting in the queue (wait), and of the gaps between the steps that brought a request's tokens (gap)."""
-    tokens, seconds = sum(len(one.tokens) for one in served), max(one.times[-1] for one in served)
-    samples = {
-        "ttft": [one.times[0] - one.due for one in served],
-        "tpot": [
-            (one.times[-1] - one.times[0]) / (len(one.times) - 1)
-            for one in served
-            if len(one.times) > 1
-        ],
-        "wait": [(one.begun or one.due) - one.due for one in served],
-        "gap": [late - soon for one in served for soon, late in pairwise(one.times) if late > soon],
-    }
-    found = {"tokens_per_s": tokens / seconds, "tokens": tokens, "seconds": seconds}
+    """Return the figures of a load.
+
+    Milliseconds are from a request's coming to its first token (ttft), per further token (tpot), of
+    waiting in the queue (wait), and between the steps that brought a request's tokens (gap).
+    """
+    tokens = sum(len(request.tokens) for request in served)
+    seconds = max(request.times[-1] for request in served)
+    results = {"tokens_per_s": tokens / seconds, "tokens": tokens, "seconds": seconds}
+    samples: dict[str, list[float]] = {"ttft": [], "tpot": [], "wait": [], "gap": []}
+    for request in served:
+        times = request.times
+        samples["ttft"].append(times[0] - request.due)
+        if len(times) > 1:
+            samples["tpot"].append((times[-1] - times[0]) / (len(times) - 1))
+        samples["wait"].append((request.begun or request.due) - request.due)
+        samples["gap"] += [late - soon for soon, late in pairwise(times) if late > soon]
     for name, values in samples.items():
-        for rank in (50, 99, 100):
-            label = f"p{rank}" if rank < 100 else "max"
-            found[f"{name}_ms_{label}"] = 1000 * float(np.percentile(values or [0.0], rank))
-    return {name: round(value, 3) for name, value in found.items()}
+        for label, rank in (("p50", 50), ("p99", 99), ("max", 100)):
+            value = float(np.percentile(values or [0.0], rank))
+            results[f"{name}_ms_{label}"] = 1000 * value
+    return {name: round(value, 3) for name, value in results.items()}
 
 
-def middle(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The median over rounds of each figure."""
-    return {name: round(median(each[name] for each in rounds), 3) for name in rounds[0]}
+def medians(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the median over rounds of each figure."""
+    results = {}
+    for name in rounds[0]:
+        results[name] = round(median(row[name] for row in rounds), 3)
+    return results
 
 
 def rows_over_time(
     served: Sequence[Served], first: Callable[[Served], float]
 ) -> tuple[list[float], list[int]]:
-    """When the number of requests between `first` and their end changed, and what it was from then on."""
-    changes = sorted([(first(one), 1) for one in served] + [(one.times[-1], -1) for one in served])
+    """Return when the number of requests between `first` and their end changed, and to what."""
+    begins = [(first(request), 1) for request in served]
+    ends = [(request.times[-1], -1) for request in served]
+    changes = sorted(begins + ends)
     return [at for at, _ in changes], list(accumulate(change for _, change in changes))
