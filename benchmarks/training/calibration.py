@@ -1,7 +1,13 @@
-"""How well the pre-verifier of the embedded pair tells survival on the 40 test prompts: AUC and ECE, drafts from every
-place of the target's own output."""
+"""How well the embedded pair's pre-verifier predicts survival on the 40 test prompts: AUC and ECE.
+
+    python benchmarks/training/calibration.py
+
+The drafts begin at every place of the target's own output.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -19,36 +25,44 @@ from forerun.train.rollout import FIELDS, Drafts, roll_out
 from forerun.train.texts import of_windows
 from forerun.zoo import EMBEDDED, WEIGHTS_FOLDER
 
-NEW = 128
+PROMPTS = 40
+TOKENS = 128  # of a prompt, and of an output
+BATCH = 4  # texts that are drafted together
+SAMPLED = {"temperature": TEMPERATURE, "top_p": WINDOW_TOP_P, "seed": 0}
+# The depth of drafts and how tokens are chosen.
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {"greedy": (20, {}), "sampling": (10, SAMPLED)}
 
 
 def drafts_of(
     target: CausalLM, draft: CausalLM, windows: torch.Tensor, depth: int, sampler: Sampler
-) -> list[Drafts]:
+) -> dict[str, torch.Tensor]:
+    """Return drafts from every place of the outputs at the ends of windows."""
     generator = torch.Generator().manual_seed(0)
-    texts = [of_windows(rows.numpy(), windows.shape[1] - NEW - 1) for rows in windows.split(4)]
-    return [roll_out(target, draft, each, None, depth, sampler, generator) for each in texts]
+    parts: list[Drafts] = []
+    for rows in windows.split(BATCH):
+        texts = of_windows(rows.numpy(), windows.shape[1] - TOKENS - 1)
+        parts.append(roll_out(target, draft, texts, None, depth, sampler, generator))
+    drafts = {}
+    for name in FIELDS:
+        drafts[name] = torch.cat([part[name] for part in parts])
+    return drafts
 
 
 def main() -> None:
-    target, draft = (CausalLM(load_model(EMBEDDED, part)) for part in ("target", "draft"))
+    target = CausalLM(load_model(EMBEDDED, "target"))
+    draft = CausalLM(load_model(EMBEDDED, "draft"))
     layer: PreVerifier = load_pre_verifier(WEIGHTS_FOLDER / "pre-verifier", target, draft)
-    prompts = held_out_prompts(load_tokenizer(EMBEDDED), "test", 40, 128)
+    prompts = held_out_prompts(load_tokenizer(EMBEDDED), "test", PROMPTS, TOKENS)
     config = GenerationConfig(do_sample=True, temperature=TEMPERATURE, top_p=WINDOW_TOP_P, top_k=0)
-    sampler = Sampler(False, target.processors(config, 128))
+    sampler = Sampler(False, target.processors(config, TOKENS))
     decoder = Decoder(target.model, method=AR())
-    for name, depth, options in (
-        ("greedy", 20, {}),
-        ("sampling", 10, {"temperature": TEMPERATURE, "top_p": WINDOW_TOP_P, "seed": 0}),
-    ):
-        done = decoder.generate(prompts, max_new_tokens=NEW, ignore_eos=True, **options)
-        windows = torch.tensor(
-            [prompt + each.tokens for prompt, each in zip(prompts, done, strict=True)]
-        )
-        parts = drafts_of(target, draft, windows, depth, sampler if options else Sampler())
-        drafts = {each: torch.cat([part[each] for part in parts]) for each in FIELDS}
-        found = measure(layer, drafts)
-        print(f"{name}: AUC {found['auc']}, ECE {found['ece']}, {found['drafts']} drafts")
+    for name, (depth, options) in WAYS.items():
+        outputs = decoder.generate(prompts, max_new_tokens=TOKENS, ignore_eos=True, **options)
+        texts = [prompt + one.tokens for prompt, one in zip(prompts, outputs, strict=True)]
+        rule = sampler if options else Sampler()
+        drafts = drafts_of(target, draft, torch.tensor(texts), depth, rule)
+        quality = measure(layer, drafts)
+        print(f"{name}: AUC {quality['auc']}, ECE {quality['ece']}, {quality['drafts']} drafts")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Questions about functions of Python's standard library, for a chat model to answer:
+"""Questions about functions of Python's standard library, for a chat model to answer.
+
 python benchmarks/training/code_questions.py COUNT > questions.jsonl
 python -m benchmarks.training.chats --questions questions.jsonl --out chats
 """
@@ -16,7 +17,7 @@ from forerun.train.corpus import source_files
 from forerun.train.texts import SPLITS
 
 OF_A_FILE = 8  # questions about one file's functions
-ASKED = (
+FORMS = (
     "What does this Python function do?\n\n{}",
     "Explain this code in two sentences.\n\n{}",
     "How would I test this function?\n\n{}",
@@ -28,21 +29,19 @@ ASKED = (
 
 def questions(count: int) -> Iterator[str]:
     """Yield questions about functions, in the order of their files' hashes."""
-    files = [each for split in SPLITS for each in source_files(split)]
+    files = [file for split in SPLITS for file in source_files(split)]
     seen: set[str] = set()
-    for relative, text in sorted(files, key=lambda each: _digest(each[0])):
+    for relative, text in sorted(files, key=lambda file: _digest(file[0])):
         module = relative.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        functions = (
-            []
-            if module.startswith("test.")
-            else sorted(_functions(text), key=lambda each: _digest(each[1]))
-        )
+        if module.startswith("test."):
+            continue
+        functions = sorted(_functions(text), key=lambda function: _digest(function[1]))
         for name, code in functions[:OF_A_FILE]:
             if len(seen) == count:
                 return
             if code not in seen:
                 seen.add(code)
-                form = ASKED[int(_digest(code)[:8], 16) % len(ASKED)]
+                form = FORMS[int(_digest(code)[:8], 16) % len(FORMS)]
                 yield form.format(f"```python\n{code}\n```", name=name, module=module)
 
 

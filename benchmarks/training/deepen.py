@@ -1,7 +1,9 @@
-"""The embedded target with twice its layers, the new ones adding nothing, and heads that belong to it:
-python benchmarks/training/deepen.py OUT HEAD_FOLDER ...
+"""The embedded target with twice its layers, of which the new ones add nothing, and its heads.
 
-It says what the embedded target says and costs what one of that depth costs: a head's layer is 1/32 of it.
+    python -m benchmarks.training.deepen OUT HEAD_FOLDER ...
+
+It says what the embedded target says, and costs what a target of that depth costs: a head's layer
+is 1/32 of it.
 """
 
 from __future__ import annotations
@@ -9,8 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pair import deepen
-
+from benchmarks.training.pair import deepen
 from forerun.api.layers import load_head
 from forerun.api.loading import load_model, load_tokenizer
 from forerun.model.causal_lm import CausalLM

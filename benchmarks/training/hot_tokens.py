@@ -1,10 +1,12 @@
-"""Writes the hot tokens of Qwen's draft: the ones that the target says most, in its answers to the training questions.
+"""Writes the hot tokens of Qwen's draft, which are those that the target says most.
 
-    python -m benchmarks.training.chats ... --out chats    (docs/results/qwen-coder.md has the command)
+    python -m benchmarks.training.chats ... --out chats
     python benchmarks/training/hot_tokens.py chats [--size 16384]
 
-Answers are few (94,000 tokens), so the questions and the standard library's source (its training files) count too, at
-0.3 of the answers' weight each. Then come the lowest ids, which a BPE tokenizer learnt first.
+docs/results/qwen-coder.md has the first command. The target's answers to the training questions are
+few (94,000 tokens), so the questions and the standard library's source (its training files) count
+too, at 0.3 of the answers' weight each. Then come the lowest ids, which a BPE tokenizer learns
+first.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 from collections import Counter
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +25,9 @@ from forerun.backends.hot import save_hot
 from forerun.train.corpus import source_files
 from forerun.zoo import HOT_FILE, QWEN_CODER, WEIGHTS_FOLDER
 
-SHARE = 0.3
+Row = dict[str, Any]
+
+SHARE = 0.3  # the weight of questions, and that of code
 
 
 def main() -> None:
@@ -31,54 +36,60 @@ def main() -> None:
     )
     parser.add_argument("chats", type=Path)
     parser.add_argument("--size", type=int, default=16384)
-    given = parser.parse_args()
-    tokenizer = load_tokenizer(QWEN_CODER)
-    known = {
-        name: _conversations(given.chats / f"{name}.jsonl")
-        for name in ("train", "validation", "test")
-    }
-    code = Counter(
-        chain.from_iterable(tokenizer(text)["input_ids"] for _, text in source_files("train"))
-    )
+    args = parser.parse_args()
+    hot = hot_tokens(_conversations(args.chats / "train.jsonl"), args.size)
+    folder = WEIGHTS_FOLDER / f"{QWEN_CODER}-draft"
+    folder.mkdir(exist_ok=True)
+    save_hot(folder, torch.tensor(hot))
+    for name in ("validation", "test"):
+        share = _coverage(_conversations(args.chats / f"{name}.jsonl"), hot)
+        print(f"{name} of an answer's tokens, hot or in the text so far: {share:.4f}")
+    print(folder / HOT_FILE)
+
+
+def hot_tokens(rows: list[Row], size: int) -> list[int]:
+    """Return so many tokens, the most frequent ones first."""
     parts = [
-        (1.0, _counted(known["train"], "answer")),
-        (SHARE, _counted(known["train"], "prompt")),
-        (SHARE, code),
+        (1.0, _counted(rows, "answer")),
+        (SHARE, _counted(rows, "prompt")),
+        (SHARE, _counted_code()),
     ]
     scores: Counter[int] = Counter()
     for weight, counts in parts:
         for token, count in counts.items():
             scores[token] += weight * count / counts.total()
-    order = [*scores, *(token for token in range(given.size) if token not in scores)]
-    hot = sorted(order, key=lambda token: (-scores[token], token))[: given.size]
-    folder = WEIGHTS_FOLDER / f"{QWEN_CODER}-draft"
-    folder.mkdir(exist_ok=True)
-    save_hot(folder, torch.tensor(hot))
-    for name in ("validation", "test"):
-        print(
-            name,
-            f"of an answer's tokens, hot or in the text so far: {_coverage(known[name], hot):.4f}",
-        )
-    print(folder / HOT_FILE)
+    tokens = [*scores, *(token for token in range(size) if token not in scores)]
+    return sorted(tokens, key=lambda token: (-scores[token], token))[:size]
 
 
-def _conversations(path: Path) -> list[dict]:
+def _conversations(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _counted(rows: list[dict], part: str) -> Counter[int]:
+def _counted(rows: list[Row], part: str) -> Counter[int]:
     return Counter(chain.from_iterable(row[part] for row in rows))
 
 
-def _coverage(rows: list[dict], hot: list[int]) -> float:
-    found, total, known = 0, 0, set(hot)
+def _counted_code() -> Counter[int]:
+    tokenizer = load_tokenizer(QWEN_CODER)
+    counts: Counter[int] = Counter()
+    for _, text in source_files("train"):
+        counts.update(tokenizer(text)["input_ids"])
+    return counts
+
+
+def _coverage(rows: list[Row], hot: list[int]) -> float:
+    """Return the share of the answers' tokens that are hot or in the text so far."""
+    known = set(hot)
+    covered = 0
+    total = 0
     for row in rows:
         seen = set(row["prompt"])
         for token in row["answer"]:
-            found += token in known or token in seen
+            covered += token in known or token in seen
             seen.add(token)
         total += len(row["answer"])
-    return found / total
+    return covered / total
 
 
 if __name__ == "__main__":

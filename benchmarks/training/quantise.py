@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -21,7 +20,10 @@ def quantise(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def pack6(values: Tensor) -> Tensor:
-    """Pack integers from -31 to 31 [rows, columns], four columns in three bytes: uint8 [rows, columns * 3 / 4]."""
+    """Pack integers from -31 to 31 [rows, columns], four columns in three bytes.
+
+    The result is uint8 [rows, columns * 3 / 4].
+    """
     a, b, c, d = (values + 32).to(torch.uint8).unflatten(1, (-1, 4)).unbind(-1)
     return torch.stack([a | b << 6, b >> 2 | c << 4, c >> 4 | d << 2], -1).flatten(1)
 
@@ -31,14 +33,15 @@ def save_quantised(
 ) -> None:
     """Write config.json and one safetensors file.
 
-    Matrices are in 8 or 6 bits with scales, vectors in float32, buffers as they are. In 6 bits the number of columns
-    must be a multiple of four.
+    Matrices are in 8 or 6 bits with scales, vectors in float32, buffers as they are. In 6 bits the
+    number of columns must be a multiple of four.
     """
     assert bits in (6, 8)
     folder.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(folder)
-    kept = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
-    tensors = {name: model.get_buffer(name) for name in kept}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = model.state_dict().keys() - parameters.keys()
+    tensors = {name: model.get_buffer(name) for name in buffers}
     for name, parameter in model.named_parameters():
         value = parameter.detach().float()
         if value.ndim == 2:
@@ -48,4 +51,4 @@ def save_quantised(
             tensors[name] = value.clone()
     temporary = folder / f"{WEIGHTS}.tmp"
     save_file(tensors, temporary, metadata=metadata)
-    os.replace(temporary, folder / WEIGHTS)
+    temporary.replace(folder / WEIGHTS)

@@ -1,4 +1,4 @@
-"""The embedded pair's tokenizer: byte-level BPE, so any text round-trips."""
+"""The embedded pair's tokenizer: byte-level BPE, so that any text round-trips."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> PreTrainedTokenizerFast:
-    """Learns a byte-level BPE vocabulary of exactly `vocab_size` tokens. Each digit is a token."""
+    """Learn a byte-level BPE vocabulary of exactly `vocab_size` tokens. Each digit is a token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

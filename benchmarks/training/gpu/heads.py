@@ -1,12 +1,15 @@
-"""Makes a target's heads on one GPU: answers, the target's states, the head of the package, an EAGLE-like one of the
-same size, steps and data, and short runs that change one thing each, with three seeds.
+"""Makes a target's heads on one GPU.
 
-    python -m benchmarks.training.gpu.heads --requests requests.jsonl --held PROMPTS... --out OUT [--target smollm2]
+    python -m benchmarks.training.gpu.heads --requests requests.jsonl --held PROMPTS... --out OUT \
+        [--target smollm2]
 
-With answers in OUT/chats (`train_heads.sh` unpacks those in git) it needs no requests. A run that was stopped goes on:
-answers and heads' checkpoints are kept in OUT, and on a CPU the states too; a GPU computes them anew. OUT/log.jsonl has
-the curves. `python -m benchmarks.training.gpu.finish OUT/lyanna OUT/chats --out lyanna` calibrates a head afterwards, on a CPU.
-`--device cpu` is for a `--sample` of conversations and small steps (docs/training.md).
+It makes answers, the target's states, the head of the package, an EAGLE-like one of the same size,
+steps and data, and short runs that change one part each, with three seeds. With answers in
+OUT/chats (`train_heads.sh` unpacks those in git) it needs no requests. A run that was stopped goes
+on: answers and heads' checkpoints are kept in OUT, and on a CPU the states too; a GPU computes them
+anew. OUT/log.jsonl has the curves. `python -m benchmarks.training.gpu.finish OUT/lyanna OUT/chats
+--out lyanna` calibrates a head afterwards, on a CPU. `--device cpu` is for a `--sample` of
+conversations and small steps (docs/training.md).
 """
 
 from __future__ import annotations
@@ -15,310 +18,65 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from math import log
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.training.chats import Question, apart
-from benchmarks.training.gpu import answers
+from benchmarks.training.gpu.answers import Given, Maker, Wishes, held_texts
+from benchmarks.training.gpu.data import Batch, Data
+from benchmarks.training.gpu.starts import BATCH, HOT, MAIN, SHORT, Deeper, Form, Starts, begin
 from benchmarks.training.gpu.target import LOGITS, PART, Target, product
 from forerun.api.loading import load_tokenizer
-from forerun.backends.hot import hot_tokens
 from forerun.bench.datasets import read_prompts
-from forerun.heads.heads import HEAD_KINDS, HeadLayer, HiddenConfig, HiddenDrafter
+from forerun.heads.heads import HEAD_KINDS
 from forerun.train.loop import claim, load_checkpoint, save_checkpoint
 from forerun.train.texts import Conversation, read_chats
-from forerun.zoo import MODELS, QWEN_CODER, SMOLLM2, hot_folder, require
+from forerun.zoo import QWEN_CODER, SMOLLM2, require
 
-LIMIT = 320  # tokens of an answer
-HOT, RANK, INNER = 16_384, 64, 2048
-BATCH = 16_384  # positions of a step
-PROMPTS = 0.25  # share of the prompts' positions that count
-MUON, ADAM, DECAY = 2e-3, 4e-3, 0.05
-WARMUP, COOLDOWN = 20, 0.7  # steps; share of the steps
-PLACES = 4  # that are measured
+Say = Callable[[str], None]
 
-
-@dataclass(frozen=True)
-class Form:
-    """A head and how it is trained."""
-
-    kind: str = "lyanna"
-    hot: int = HOT
-    rank: int = RANK
-    inner: int = INNER  # neurons, at most the target's
-    unroll: int = 4
-    reads_lower: bool = (
-        False  # the first step sees states of two lower blocks, as EAGLE-3 (arXiv 2503.01840) does
-    )
-    copied: bool = True  # begins as least squares' map and the target's last layer
-    reads_token: bool = True  # the first step sees the token that follows
-    law: bool = True  # the loss is with the target's law, not with its likeliest token
-    batch: int = BATCH
-    seed: int = 0
-
-
-MAIN = Form()
-SHORT = {
-    "as it is": MAIN,
-    "no token in the first step": replace(MAIN, reads_token=False),
-    "no token information": replace(MAIN, rank=0),
-    "likeliest token": replace(MAIN, law=False),
-    "8,192 hot tokens": replace(MAIN, hot=8192),
-    "unrolled once": replace(MAIN, unroll=1),
-    "no map and no copied layer": replace(MAIN, copied=False),
-    "EAGLE-like": replace(MAIN, kind="eagle"),
-    "states of three layers": replace(MAIN, reads_lower=True),
-    "1,024 neurons": replace(MAIN, inner=INNER // 2),
-}
-
-
-class Batch(NamedTuple):
-    """Rows of texts: each position's place in Data's tensors [B, T], whether it is within the text, and whether it is
-    an answer's."""
-
-    at: Tensor
-    within: Tensor
-    answers: Tensor
-
-
-class Data:
-    """Texts with the target's states. `whole` [n] is the log-sum-exp of the logits of a state, `best` [n] its likeliest
-    token, `lower` [n, 2 d] the states of two lower blocks, if wanted. They are read once if `kept` names a file for
-    them; `part` positions are read or measured together."""
-
-    def __init__(
-        self,
-        target: Target,
-        known: list[Conversation],
-        part: int = PART,
-        kept: Path | None = None,
-        lower: bool = False,
-    ) -> None:
-        rows = [(each.prompt + each.answer)[:-1] for each in known]
-        device, self.part = target.device, part
-        self.sources = [each.source for each in known]
-        self.lengths = torch.tensor([len(each) for each in rows])
-        self.sizes, self.starts = (
-            self.lengths.to(device),
-            (self.lengths.cumsum(0) - self.lengths).to(device),
-        )
-        self.begins = torch.tensor([len(each.prompt) - 1 for each in known], device=device)
-        self.tokens = torch.tensor([token for row in rows for token in row], device=device)
-        total = len(self.tokens)
-        self.states = torch.empty(total, target.size, dtype=torch.bfloat16, device=device)
-        self.lower = torch.empty(
-            total if lower else 0, 2 * target.size, dtype=torch.bfloat16, device=device
-        )
-        self.whole, self.best = (
-            torch.empty(total, device=device),
-            torch.empty(total, dtype=torch.int32, device=device),
-        )
-        names = ("states", "best", "whole", "lower")
-        if kept is not None and kept.exists():
-            parts = load_file(kept)
-            if len(parts["lower"]) >= len(self.lower):
-                self.states, self.best, self.whole, self.lower = (parts[name] for name in names)
-                return
-
-        def read(some: list[int]) -> None:
-            at, within, _ = self.take(some)
-            below: list[Tensor] = []
-            states = target.read(self.tokens[at], lower=below if lower else None)[within]
-            best, whole = target.law(states)
-            chosen = at[within]
-            if lower:
-                self.lower[chosen] = torch.cat(below, -1)[within]
-            self.states[chosen], self.best[chosen], self.whole[chosen] = states, best, whole
-
-        # On a CPU several threads of one core each read, which do not wait at barriers.
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1 if device.type == "cpu" else threads)
-        with ThreadPoolExecutor(threads if device.type == "cpu" else 1) as pool:
-            list(pool.map(read, self.batches(part, random.Random(0))))
-        torch.set_num_threads(threads)
-        if kept is not None:
-            save_file({name: getattr(self, name) for name in names}, kept)
-
-    def batches(self, positions: int, rng: random.Random) -> list[list[int]]:
-        """Return all rows in batches of about the same length, shuffled."""
-        found: list[list[int]] = [[]]
-        noisy = sorted(
-            range(len(self.lengths)), key=lambda row: int(self.lengths[row]) + rng.random() * 24
-        )
-        longest = 0
-        for row in noisy:
-            longest = max(longest, int(self.lengths[row]))
-            if found[-1] and (len(found[-1]) + 1) * longest > positions:
-                found.append([])
-                longest = int(self.lengths[row])
-            found[-1].append(row)
-        rng.shuffle(found)
-        return found
-
-    def take(self, rows: list[int]) -> Batch:
-        own = torch.tensor(rows, device=self.starts.device)
-        at = torch.arange(int(self.lengths[rows].max()), device=self.starts.device)
-        within = at < self.sizes[own][:, None]
-        return Batch(
-            self.starts[own][:, None] + at * within,
-            within,
-            within & (at >= self.begins[own][:, None]),
-        )
-
-
-class Starts:
-    """What heads begin with, made once for all."""
-
-    def __init__(self, name: str, target: Target, data: Data, batch: int, hot: int) -> None:
-        vocabulary = len(target.embed)
-        at = torch.arange(int(data.lengths.max()), device=target.device)
-        is_answer = (at >= data.begins[:, None])[
-            at < data.sizes[:, None]
-        ]  # of all positions in turn
-        counts = torch.bincount(data.tokens, torch.where(is_answer, 1.0, 0.3), vocabulary).cpu()
-        known = hot_tokens(cast(Path, hot_folder(MODELS[name].draft or name)), None, vocabulary)
-        assert known is not None
-        counts[known] += torch.linspace(2, 0, len(known))  # the draft's own order, for rare ones
-        self.hot = counts.argsort(descending=True, stable=True)[:hot].to(target.device)
-        self.number = torch.full((vocabulary,), -1, device=target.device)
-        self.number[self.hot] = torch.arange(hot, device=target.device)
-        self.embed, self.answer = self._bigrams(data, vocabulary, 2 * batch)
-        self.fuse = {reads: self._linear(target, data, reads) for reads in (True, False)}
-        self.deeper = self._linear(target, data, True, data.lower) if len(data.lower) else None
-
-    def _bigrams(self, data: Data, vocabulary: int, size: int) -> tuple[Tensor, Tensor]:
-        """Fit a model of the next hot token by the last one: its states [V, r] and its weight [S, r], at 0.4 of its
-        size, as the states know most of it."""
-        device, steps = data.tokens.device, min(400, 3 * len(data.tokens) // size + 1)
-        torch.manual_seed(0)
-        embed = torch.randn(vocabulary, RANK, device=device, requires_grad=True)
-        weight = torch.zeros(len(self.hot), RANK, device=device, requires_grad=True)
-        optimizer = torch.optim.Adam([{"params": [embed]}, {"params": [weight]}], betas=(0.9, 0.95))
-        is_last = torch.zeros(len(data.tokens), dtype=torch.bool, device=device)
-        is_last[data.starts + data.sizes - 1] = True
-        following = self.number[data.tokens.roll(-1)]
-        chosen = (~is_last & (following >= 0)).nonzero()[:, 0]
-        for step in range(steps):
-            for group, rate in zip(optimizer.param_groups, (0.05, 0.01), strict=True):
-                group["lr"] = rate * min(
-                    1, (step + 1) / min(30, 1 + steps // 5), (1 - step / steps) / 0.7
-                )
-            at = chosen[torch.randint(len(chosen), (size,), device=device)]
-            with torch.autocast(device.type, torch.bfloat16):
-                logits = functional.linear(
-                    functional.rms_norm(embed[data.tokens[at]], (RANK,)), weight
-                )
-            optimizer.zero_grad()
-            functional.cross_entropy(logits.float(), following[at]).backward()
-            optimizer.step()
-        return functional.rms_norm(embed.detach(), (RANK,)), 0.4 * weight.detach()
-
-    def _linear(
-        self, target: Target, data: Data, reads_token: bool, lower: Tensor | None = None
-    ) -> Tensor:
-        """Return least squares' map [d, 2 d] from a state and the next token's embedding, or from the state alone, to
-        the next state; [d, 4 d] with lower states."""
-        size, gain = target.size, target.norm.float().clamp(min=0.1)
-        reads = (2 if lower is None else 4) * size
-        both, wanted = (torch.zeros(reads, width, device=target.device) for width in (reads, size))
-        for rows in data.batches(16_384, random.Random(1))[:24]:
-            at, within, _ = data.take(rows)
-            states, seen = data.states[at].float(), within[:, 1:]
-            after = functional.rms_norm(target.embed[data.tokens[at][:, 1:]].float(), (size,))
-            x = torch.cat([states[:, :-1], after * reads_token], -1)[seen]
-            if lower is not None:
-                x = torch.cat([x, lower[at[:, :-1]][seen].float()], -1)
-            both += x.T @ x
-            wanted += x.T @ (states[:, 1:] / gain)[seen]
-        both.diagonal().add_(3e-3 * both.diagonal().mean())
-        return torch.linalg.solve(both, wanted).T
-
-
-class Deeper(HiddenDrafter):
-    """A Lyanna head whose first step adds `more` of the states `lower` [B, T, 2 d] of two lower blocks: only tried."""
-
-    lower: Tensor
-
-    def __init__(self, config: HiddenConfig) -> None:
-        super().__init__(config)
-        self.more = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-
-    def fused(self, states: Tensor, embedded: Tensor | None = None) -> Tensor:
-        x = super().fused(states, embedded)
-        return x if embedded is None else x + self.more(self.lower)
-
-
-def begin(target: Target, starts: Starts, form: Form) -> HiddenDrafter:
-    """Return a head. A copied one begins as least squares' map; its layers are the target's last, whose output does not
-    count yet."""
-    inner, table = min(form.inner, target.inner), RANK * (len(target.embed) + form.hot)
-    if form.kind == "eagle":  # the same size: more neurons in place of token information
-        inner += round(table / (3 * target.size * 32)) * 32
-    config = HiddenConfig(
-        kind=form.kind,
-        hidden_size=target.size,
-        intermediate_size=inner,
-        num_attention_heads=target.heads,
-        num_key_value_heads=target.groups,
-        head_dim=target.width,
-        rope_theta=target.theta,
-        rms_norm_eps=target.eps,
-        rank=form.rank,
-        bias=target.is_biased,
-        vocab_size=len(target.embed),
-        hot_size=form.hot,
-        states=form.unroll,
-        max_position_embeddings=32768,
-    )
-    torch.manual_seed(form.seed)
-    head = (Deeper if form.reads_lower else HiddenDrafter)(config)
-    head.begin()
-    head.to(target.device)
-    head.hot.copy_(starts.hot[: form.hot])
-    last = target.blocks[-1]
-    with torch.no_grad():
-        if head.informed:
-            head.embed.weight.copy_(starts.embed)
-            head.answer.weight.copy_(starts.answer[: form.hot])
-        head.norm.weight.copy_(target.norm.clamp(min=0.1))
-        if not form.copied:
-            return head
-        head.fuse.weight.copy_(starts.fuse[form.reads_token])
-        if isinstance(head, Deeper):
-            assert starts.deeper is not None
-            fuse, more = starts.deeper.split(2 * target.size, 1)
-            head.fuse.weight.copy_(fuse)
-            head.more.weight.copy_(more)
-        gate, up = last["gate_up"].float().chunk(2)
-        kept = (
-            (gate.norm(dim=1) * up.norm(dim=1) * last["down"].float().norm(dim=0))
-            .topk(min(inner, len(gate)))
-            .indices
-        )
-        layer = cast(HeadLayer, head.layers[0])
-        layer.qkv.weight.copy_(last["qkv"])
-        if target.is_biased:
-            layer.qkv.bias.copy_(last["bias"])
-        layer.gate_up.weight[: len(kept)] = gate[kept]
-        layer.gate_up.weight[inner : inner + len(kept)] = up[kept]
-        layer.before_attention.weight.copy_(last["before_attention"])
-        layer.before_mlp.weight.copy_(last["before_mlp"])
-    return head
+ANSWER_TOKENS = 320  # at most
+PROMPT_SHARE = 0.25  # of the prompts' positions that count in the loss
+MUON_RATE = 2e-3
+ADAM_RATE = 4e-3
+DECAY = 0.05
+WARMUP = 20  # steps
+COOLDOWN = 0.7  # share of the steps
+LEAST_RATE = 0.01  # of the full rate
+PLACES = 4  # drafted places that are measured
+SEEDS = 3  # of the short runs
+# The options that a run may not change when it goes on.
+SETTINGS = (
+    "target",
+    "limit",
+    "exercises",
+    "questions",
+    "steps",
+    "short_steps",
+    "batch",
+    "sample",
+)
 
 
 class Compared(torch.autograd.Function):
-    """The mean cross-entropy of drafts with the target's laws over the hot set. Logits exist for LOGITS places at a
-    time; the LM head is frozen. `own` is the target's states [n, d], whose laws have the log-sum-exp `whole` [n], or
-    the numbers [n] of its likeliest tokens in the hot set, -1 for one that is not in it."""
+    """The mean cross-entropy of drafts with the target's distributions over the hot set.
+
+    Logits exist for LOGITS places at a time, and the LM head is frozen. Arguments of `apply`:
+
+    - states [n, d] and said [n, r]: a draft's state and token information;
+    - answer [S, r] and lm [S, d]: the weights that give logits;
+    - truth: the target's states [n, d], or the numbers [n] of its likeliest tokens in the hot set,
+      -1 for one that is not in it;
+    - whole [n]: the log-sum-exps of the target's logits.
+    """
 
     @staticmethod
     def forward(
@@ -327,23 +85,27 @@ class Compared(torch.autograd.Function):
         said: Tensor,
         answer: Tensor,
         lm: Tensor,
-        own: Tensor,
+        truth: Tensor,
         whole: Tensor,
     ) -> Tensor:
         rank = said.shape[1]
-        matrix, x = torch.cat([lm, answer.bfloat16()], 1), torch.cat([states, said], 1).bfloat16()
-        by_x, by_answer = torch.empty_like(x), torch.zeros_like(answer)
-        total, weight = states.new_zeros(()), 1 / max(1, len(x))
+        matrix = torch.cat([lm, answer.bfloat16()], 1)
+        x = torch.cat([states, said], 1).bfloat16()
+        by_x = torch.empty_like(x)
+        by_answer = torch.zeros_like(answer)
+        total = states.new_zeros(())
+        weight = 1 / max(1, len(x))
         for part in torch.arange(len(x), device=x.device).split(LOGITS):
             law = product(x[part], matrix).log_softmax(-1)
-            # Both laws count `weight` from the start, as a pass over all logits takes long.
-            if own.ndim == 2:
-                wanted = product(own[part], lm).sub_(whole[part, None] - log(weight)).exp_()
+            # Both distributions have the factor `weight` from the start, because another pass over
+            # all logits takes long.
+            if truth.ndim == 2:
+                shift = whole[part, None] - log(weight)
+                wanted = product(truth[part], lm).sub_(shift).exp_()
             else:
+                numbers = truth[part, None]
                 wanted = torch.zeros_like(law)
-                wanted.scatter_(
-                    1, own[part, None].clamp(min=0), (own[part, None] >= 0).float() * weight
-                )
+                wanted.scatter_(1, numbers.clamp(min=0), (numbers >= 0).float() * weight)
             mass = wanted.sum(-1, keepdim=True)
             total -= (wanted * law).sum()
             slope = law.add_(mass.log()).exp_().sub_(wanted).bfloat16()
@@ -357,190 +119,222 @@ class Compared(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Any:
         by_x, by_answer = ctx.saved_tensors
-        size = by_x.shape[1] - ctx.rank
         slope = slopes[0]
-        return (
-            by_x[:, :size].float() * slope,
-            by_x[:, size:].float() * slope,
-            by_answer * slope,
-            None,
-            None,
-            None,
-        )
+        states, said = by_x.float().tensor_split([by_x.shape[1] - ctx.rank], 1)
+        return states * slope, said * slope, by_answer * slope, None, None, None
 
 
 class Trainer:
-    """A head with what its loss needs."""
+    """A head with what its loss needs.
 
-    def __init__(self, name: str, form: Form, target: Target, starts: Starts, log: Path) -> None:
-        self.name, self.form, self.embed, self.log = name, form, target.embed, log
+    Attributes:
+        head: the head.
+        lm: [S, d] the LM head of the hot tokens.
+        number: [V] the place of each token among the hot ones, or -1.
+    """
+
+    def __init__(
+        self, name: str, form: Form, target: Target, starts: Starts, log_path: Path
+    ) -> None:
+        self.name = name
+        self.form = form
+        self.embed = target.embed
+        self.log_path = log_path
         self.head = begin(target, starts, form)
         self.lm = target.head[self.head.hot].contiguous()
         self.number = torch.where(starts.number < form.hot, starts.number, -1)
-        self.none = torch.zeros(form.hot, 0, device=target.device)
+        self._no_information = torch.zeros(form.hot, 0, device=target.device)
 
     def drafts(self, data: Data, at: Tensor, steps: int) -> list[Tensor]:
+        """Return the states of drafts of so many places, from every position of a batch."""
         with torch.autocast(at.device.type, torch.bfloat16):
             embedded = self.embed[data.tokens[at]].float()
             if isinstance(self.head, Deeper):
                 self.head.lower = data.lower[at].float()
-            return self.head.drafted(
-                data.states[at].float(), embedded * self.form.reads_token, steps
-            )
+            states = data.states[at].float()
+            return self.head.drafted(states, embedded * self.form.reads_token, steps)
 
     def token_states(self, tokens: Tensor) -> Tensor:
-        return (
-            self.head.token_states(tokens)
-            if self.head.informed
-            else self.none[:1].expand(len(tokens), 0)
-        )
+        """Return the token information's states [n, r]; r is 0 without it."""
+        if self.head.informed:
+            return self.head.token_states(tokens)
+        return self._no_information[:1].expand(len(tokens), 0)
 
     def loss(self, data: Data, batch: Batch) -> Tensor:
         """Return the losses of the places [K]."""
         at, within, answers = batch
-        chosen = answers | within & (torch.rand(answers.shape, device=at.device) < PROMPTS)
-        answer, losses = self.head.answer.weight if self.head.informed else self.none, []
+        is_chosen = torch.rand(answers.shape, device=at.device) < PROMPT_SHARE
+        counted = answers | (within & is_chosen)
+        answer = self.head.answer.weight if self.head.informed else self._no_information
+        losses = []
         for k, states in enumerate(self.drafts(data, at, self.form.unroll), 1):
-            text, place = chosen[:, k:].nonzero(as_tuple=True)
+            text, place = counted[:, k:].nonzero(as_tuple=True)
             source = at[text, place + k]
-            own = data.states[source] if self.form.law else self.number[data.best[source].long()]
+            truth = data.states[source]
+            if not self.form.law:
+                truth = self.number[data.best[source].long()]
             said = self.token_states(data.tokens[source])
-            losses.append(
-                Compared.apply(
-                    states[text, place].float(), said, answer, self.lm, own, data.whole[source]
-                )
-            )
+            drafted = states[text, place].float()
+            loss = Compared.apply(drafted, said, answer, self.lm, truth, data.whole[source])
+            losses.append(loss)
         return torch.stack(losses)
 
     @torch.no_grad()
     def measure(self, data: Data) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
-        """Return for each source of questions the shares of greedy drafts that the target accepts at places 1, 2, ...
-        after those before were accepted, and of how many."""
+        """Measure greedy drafts, for each source of questions.
+
+        Returns:
+            The shares that the target accepts at places 1, 2, ... after those before were accepted,
+            and of how many.
+        """
         names = sorted(set(data.sources))
-        hits, cases = torch.zeros(2, len(names), PLACES, device=data.tokens.device).unbind(0)
         kinds = torch.tensor(
-            [names.index(each) for each in data.sources], device=data.tokens.device
+            [names.index(source) for source in data.sources], device=data.tokens.device
         )
+        counts = torch.zeros(2, len(names), PLACES, device=data.tokens.device)
+        hits, cases = counts.unbind(0)
         for rows in data.batches(data.part, random.Random(0)):
-            at, within, answers = data.take(rows)
-            best = data.best[at].long()
-            kept = functional.pad(best[:, :-1] == data.tokens[at][:, 1:], (0, 1))
-            live = answers[:, :-PLACES] & within[:, PLACES:]
-            length, kind = live.shape[1], kinds[torch.tensor(rows, device=at.device)]
-            for k, states in enumerate(self.drafts(data, at, PLACES), 1):
-                text, place = live.nonzero(as_tuple=True)
-                logits = product(states[text, place].bfloat16(), self.lm)
-                if self.head.informed:
-                    logits += self.head.token_information(data.tokens[at[text, place + k]])
-                hit = self.head.hot[logits.argmax(-1)] == best[text, place + k]
-                hits[:, k - 1].index_add_(0, kind[text], hit.float())
-                cases[:, k - 1].index_add_(0, kind[text], torch.ones_like(hit, dtype=torch.float32))
-                followed = torch.zeros_like(live)
-                followed[text, place] = hit
-                live = followed & kept[:, k : k + length]
-        shares = [
-            [round(share, 4) for share in row] for row in (hits / cases.clamp(min=1)).tolist()
+            self._measure_batch(data, rows, kinds, hits, cases)
+        shares = (hits / cases.clamp(min=1)).tolist()
+        rounded = [list(map(_rounded, row)) for row in shares]
+        by_source = dict(zip(names, rounded, strict=True))
+        return by_source, dict(zip(names, cases.int().tolist(), strict=True))
+
+    def _measure_batch(
+        self, data: Data, rows: list[int], kinds: Tensor, hits: Tensor, cases: Tensor
+    ) -> None:
+        """Add the drafts of a batch to `hits` and `cases` [sources, PLACES]."""
+        at, within, answers = data.take(rows)
+        best = data.best[at].long()
+        kept = functional.pad(best[:, :-1] == data.tokens[at][:, 1:], (0, 1))
+        live = answers[:, :-PLACES] & within[:, PLACES:]
+        length = live.shape[1]
+        kind = kinds[torch.tensor(rows, device=at.device)]
+        for k, states in enumerate(self.drafts(data, at, PLACES), 1):
+            text, place = live.nonzero(as_tuple=True)
+            logits = product(states[text, place].bfloat16(), self.lm)
+            if self.head.informed:
+                logits += self.head.token_information(data.tokens[at[text, place + k]])
+            hit = self.head.hot[logits.argmax(-1)] == best[text, place + k]
+            hits[:, k - 1].index_add_(0, kind[text], hit.float())
+            cases[:, k - 1].index_add_(0, kind[text], torch.ones_like(hit, dtype=torch.float32))
+            followed = torch.zeros_like(live)
+            followed[text, place] = hit
+            live = followed & kept[:, k : k + length]
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return AdamW for tables and vectors, and Muon for the other matrices."""
+        matrices = []
+        others = []
+        for name, parameter in self.head.named_parameters():
+            is_table = name.split(".")[0] in ("embed", "answer")
+            (others if parameter.ndim != 2 or is_table else matrices).append(parameter)
+        return [
+            torch.optim.AdamW(others, ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+            torch.optim.Muon(matrices, MUON_RATE, DECAY, adjust_lr_fn="match_rms_adamw"),
         ]
-        return dict(zip(names, shares, strict=True)), dict(
-            zip(names, cases.int().tolist(), strict=True)
-        )
 
     def train(self, data: Data, held: Data, steps: int, notes: int) -> None:
-        """Train up to `steps` steps, from a checkpoint if there is one, with about `notes` lines in the log."""
-        named = dict(self.head.named_parameters())
-        inner = [
-            n
-            for n, each in named.items()
-            if each.ndim == 2 and n.split(".")[0] not in ("embed", "answer")
-        ]
-        optimizers = [
-            torch.optim.AdamW(
-                [named[n] for n in named if n not in inner],
-                ADAM,
-                betas=(0.9, 0.95),
-                weight_decay=0.0,
-            ),
-            torch.optim.Muon(
-                [named[n] for n in inner], MUON, DECAY, adjust_lr_fn="match_rms_adamw"
-            ),
-        ]
-        checkpoint = self.log.with_name(f"{self.name}-{self.form.seed}.pt")
+        """Train up to `steps` steps, from a checkpoint if there is one.
+
+        The log gets about `notes` lines.
+        """
+        optimizers = self.optimizers()
+        checkpoint = self.log_path.with_name(f"{self.name}-{self.form.seed}.pt")
         first = load_checkpoint(checkpoint, self.head, optimizers) if checkpoint.exists() else 0
-        queue, recent, started = self._forever(data), list[Tensor](), time.time()
-        positions = sum(int(data.lengths[next(queue)].sum()) for _ in range(first))
+        batches = data.forever(self.form.batch, self.form.seed)
+        positions = sum(int(data.lengths[next(batches)].sum()) for _ in range(first))
+        recent: list[Tensor] = []
+        started_at = time.time()
         torch.manual_seed(self.form.seed + first)
         for step in range(first, steps):
-            rate = max(
-                0.01,
-                min(1.0, (step + 1) / min(WARMUP, 1 + steps // 5), (1 - step / steps) / COOLDOWN),
-            )
-            for optimizer, base in zip(optimizers, (ADAM, MUON), strict=True):
-                optimizer.param_groups[0]["lr"] = base * rate
-                optimizer.zero_grad()
-            losses = self.loss(data, data.take(rows := next(queue)))
-            losses.mean().backward()
-            torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
-            for optimizer in optimizers:
-                optimizer.step()
+            rows = next(batches)
+            set_rates(optimizers, rate_at(step, steps))
+            recent = [*recent[-19:], self._step(data.take(rows), data, optimizers)]
             positions += int(data.lengths[rows].sum())
-            recent = [*recent[-19:], losses.detach()]
             if (step + 1) % max(1, steps // notes) == 0 or step + 1 == steps:
                 save_checkpoint(checkpoint, step + 1, self.head, optimizers)
-                self.note(step + 1, positions, time.time() - started, recent, held)
+                seconds = round(time.time() - started_at, 1)
+                losses = list(map(_rounded_loss, torch.stack(recent).mean(0).tolist()))
+                place = {"step": step + 1, "positions": positions, "seconds": seconds}
+                self.note(place | {"losses": losses}, held)
 
-    def note(
-        self, step: int, positions: int, seconds: float, recent: list[Tensor], held: Data
-    ) -> None:
-        losses = [round(each, 3) for each in torch.stack(recent).mean(0).tolist()]
-        line = {"run": self.name, "seed": self.form.seed, "step": step, "positions": positions}
+    def _step(self, batch: Batch, data: Data, optimizers: list[torch.optim.Optimizer]) -> Tensor:
+        """Train on a batch, and return the losses of its places."""
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses = self.loss(data, batch)
+        losses.mean().backward()
+        torch.nn.utils.clip_grad_norm_(list(self.head.parameters()), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        return losses.detach()
+
+    def note(self, facts: dict[str, Any], held: Data) -> None:
+        """Measure the head, and write a line of the log."""
         accepted, cases = self.measure(held)
-        line |= {
-            "seconds": round(seconds, 1),
-            "losses": losses,
-            "accepted": accepted,
-            "cases": cases,
-        }
-        with self.log.open("a") as log:
-            log.write(json.dumps(line) + "\n")
+        line = {"run": self.name, "seed": self.form.seed, **facts}
+        line |= {"accepted": accepted, "cases": cases}
+        with self.log_path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
-
-    def _forever(self, data: Data) -> Iterator[list[int]]:
-        rng = random.Random(self.form.seed)
-        while True:
-            yield from data.batches(self.form.batch, rng)
 
     def save(self, out: Path, steps: int) -> None:
         """Save the head in bfloat16, without its calibration."""
-        given = {"muon": MUON, "adam": ADAM, "decay": DECAY, "prompts": PROMPTS, "steps": steps}
-        self.head.config.recipe = asdict(self.form) | given
+        recipe = {"muon": MUON_RATE, "adam": ADAM_RATE, "decay": DECAY, "prompts": PROMPT_SHARE}
+        self.head.config.recipe = asdict(self.form) | recipe | {"steps": steps}
         self.head.config.save_pretrained(out)
-        tensors = {
-            name: each.contiguous() if each.dtype == torch.long else each.bfloat16().contiguous()
-            for name, each in self.head.state_dict().items()
-        }
+        tensors = {}
+        for name, tensor in self.head.state_dict().items():
+            kept = tensor if tensor.dtype == torch.long else tensor.bfloat16()
+            tensors[name] = kept.contiguous()
         save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
 
-def sampled(chats: Path, counts: list[int] | None) -> list[list[Conversation]]:
-    """Return the conversations to train on and the held-out ones; of each as many as `counts` says, if given, half of
-    them the target's own questions and half about code, and none to train on that shares text with a held-out one."""
-    train, held = (read_chats(chats, split) for split in ("train", "validation"))
+def _rounded(share: float) -> float:
+    return round(share, 4)
+
+
+def _rounded_loss(loss: float) -> float:
+    return round(loss, 3)
+
+
+def rate_at(step: int, steps: int) -> float:
+    """Return the share of the full rate at a step: it rises, stays, and falls."""
+    rising = (step + 1) / min(WARMUP, 1 + steps // 5)
+    falling = (1 - step / steps) / COOLDOWN
+    return max(LEAST_RATE, min(1.0, rising, falling))
+
+
+def set_rates(optimizers: list[torch.optim.Optimizer], share: float) -> None:
+    for optimizer, rate in zip(optimizers, (ADAM_RATE, MUON_RATE), strict=True):
+        optimizer.param_groups[0]["lr"] = rate * share
+
+
+def sampled(chats: Path, counts: list[int] | None) -> tuple[list[Conversation], list[Conversation]]:
+    """Return the conversations to train on, and the held-out ones.
+
+    With `counts` there are so many of each, half of them the target's own questions and half about
+    code, and none to train on shares text with a held-out one.
+    """
+    train = read_chats(chats, "train")
+    held = read_chats(chats, "validation")
     if counts is None:
-        return [train, held]
-
-    def some(known: list[Conversation], count: int) -> list[Conversation]:
-        mixed = random.Random(0).sample(known, len(known))
-        halves = [
-            [each for each in mixed if (each.source == "own") is own] for own in (True, False)
-        ]
-        return [each for half in halves for each in half[: count // 2]]
-
+        return train, held
     held = some(held, counts[1])
-    train, _ = apart(train, [Question(each.question, each.source, each.split) for each in held])
-    return [some(train, counts[0]), held]
+    train, _ = apart(train, [Question(one.question, one.source, one.split) for one in held])
+    return some(train, counts[0]), held
 
 
-def main() -> None:
+def some(conversations: list[Conversation], count: int) -> list[Conversation]:
+    """Return so many conversations, half of them the target's own questions."""
+    mixed = random.Random(0).sample(conversations, len(conversations))
+    made_up = [one for one in mixed if one.source == "own"]
+    about_code = [one for one in mixed if one.source != "own"]
+    return made_up[: count // 2] + about_code[: count // 2]
+
+
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -580,77 +374,87 @@ def main() -> None:
         "--notes", type=int, default=6, help="measurements of a training; a short run has one"
     )
     parser.add_argument("--device", default="cuda")
-    given = parser.parse_args()
-    chats = given.out / "chats"
-    asks = not (chats / "train.jsonl").exists()
-    if asks and not (given.requests and given.held):
-        parser.error(f"there are no answers in {chats}, so --requests and --held are needed")
-    started = time.time()
+    args = parser.parse_args()
+    has_answers = (args.out / "chats" / "train.jsonl").exists()
+    if not has_answers and not (args.requests and args.held):
+        parser.error(
+            f"there are no answers in {args.out / 'chats'}, so --requests and --held are needed"
+        )
+    return args
+
+
+def make_answers(target: Target, args: argparse.Namespace, say: Say) -> None:
+    """Let the target answer, if it has not yet."""
+    chats = args.out / "chats"
+    if (chats / "train.jsonl").exists():
+        return
+    chats.mkdir(exist_ok=True)
+    lines = args.requests.read_text().splitlines()[: args.limit]
+    held: list[str] = []
+    for path in args.held:
+        held += held_texts(read_prompts(path))
+    wishes = Wishes(
+        given=[Given(**json.loads(line)) for line in lines],
+        held=held,
+        exercises=args.exercises,
+        questions=args.questions,
+        limit=ANSWER_TOKENS,
+    )
+    Maker(target, load_tokenizer(args.target), wishes, chats, say).make()
+    torch.cuda.empty_cache()
+
+
+def read_data(target: Target, args: argparse.Namespace) -> tuple[Data, Data]:
+    """Return the texts to train on and the held-out ones, with the target's states."""
+    data = []
+    chats = sampled(args.out / "chats", args.sample)
+    for name, known in zip(("train", "held"), chats, strict=True):
+        kept = args.out / f"{name}.pt" if args.device == "cpu" else None
+        data.append(Data(target, known, args.part, kept, lower=args.until > 0))
+    return data[0], data[1]
+
+
+def main() -> None:
+    args = parsed()
+    started_at = time.time()
 
     def say(text: str) -> None:
-        print(f"[{time.time() - started:.0f} s] {text}", flush=True)
+        print(f"[{time.time() - started_at:.0f} s] {text}", flush=True)
 
     torch.manual_seed(0)
-    settings = (
-        "target",
-        "limit",
-        "exercises",
-        "questions",
-        "steps",
-        "short_steps",
-        "batch",
-        "sample",
-    )
-    claim(given.out, {name: getattr(given, name) for name in settings})
-    if given.device == "cpu":  # rounds what is bfloat16 already, and sums in float32
+    claim(args.out, {name: getattr(args, name) for name in SETTINGS})
+    if args.device == "cpu":
+        # It rounds what is bfloat16 already, and sums in float32.
         torch.set_float32_matmul_precision("medium")
-    target, tokenizer = Target(require(given.target), given.device), load_tokenizer(given.target)
+    target = Target(require(args.target), args.device)
     say("target loaded")
-    if asks:
-        chats.mkdir(exist_ok=True)
-        lines = given.requests.read_text().splitlines()[: given.limit]
-        requests = [answers.Given(**json.loads(line)) for line in lines]
-        held = [
-            each.text or " ".join(message["content"] for message in each.messages or ())
-            for path in given.held
-            for each in read_prompts(path)
-        ]
-        answers.make(
-            target, tokenizer, requests, held, chats, given.exercises, given.questions, LIMIT, say
-        )
-        torch.cuda.empty_cache()
-    data, held_out = (
-        Data(
-            target,
-            known,
-            given.part,
-            given.out / f"{name}.pt" if given.device == "cpu" else None,
-            given.until > 0,
-        )
-        for name, known in zip(("train", "held"), sampled(chats, given.sample), strict=True)
-    )
-    say(f"{len(data.tokens)} positions read, {len(held_out.tokens)} held out")
-    target.blocks[:] = target.blocks[-1:]  # what heads begin with
+    make_answers(target, args, say)
+    data, held = read_data(target, args)
+    say(f"{len(data.tokens)} positions read, {len(held.tokens)} held out")
+    target.blocks[:] = target.blocks[-1:]  # the one with which heads begin
     hot = min(HOT, len(target.embed) // 6)
-    starts, log = Starts(given.target, target, data, given.batch, hot), given.out / "log.jsonl"
+    starts = Starts(args.target, target, data, args.batch, hot)
+    log_path = args.out / "log.jsonl"
     say("starts made")
-    main_form = replace(MAIN, batch=given.batch, hot=hot)
-    made = set[tuple[Form, int]]()
-    for name in given.heads:
-        form = replace(main_form, kind=name)
-        made.add((form, given.steps))
-        if not (given.out / name / "model.safetensors").exists():
-            trainer = Trainer(name, form, target, starts, log)
-            trainer.train(data, held_out, given.steps, given.notes)
-            trainer.save(given.out / name, given.steps)
+    trained: set[tuple[Form, int]] = set()
+    for name in args.heads:
+        form = replace(MAIN, kind=name, batch=args.batch, hot=hot)
+        trained.add((form, args.steps))
+        if not (args.out / name / "model.safetensors").exists():
+            trainer = Trainer(name, form, target, starts, log_path)
+            trainer.train(data, held, args.steps, args.notes)
+            trainer.save(args.out / name, args.steps)
             say(f"{name} made")
-    for seed in range(3):
+    for seed in range(SEEDS):
         for name, short in SHORT.items():
-            form = replace(short, seed=seed, batch=given.batch, hot=min(short.hot, hot))
-            # What was made is not made twice: one of the two heads, or two forms that are one with few tokens.
-            if time.time() - started < given.until and (form, given.short_steps) not in made:
-                Trainer(name, form, target, starts, log).train(data, held_out, given.short_steps, 1)
-                made.add((form, given.short_steps))
+            form = replace(short, seed=seed, batch=args.batch, hot=min(short.hot, hot))
+            # Equal runs are made once: one may be one of the two heads, and two forms may be one
+            # with few tokens.
+            is_new = (form, args.short_steps) not in trained
+            if time.time() - started_at < args.until and is_new:
+                trained.add((form, args.short_steps))
+                trainer = Trainer(name, form, target, starts, log_path)
+                trainer.train(data, held, args.short_steps, 1)
     say("done")
 
 
