@@ -1,7 +1,10 @@
-"""The recipe of the embedded pair, from this machine's standard library, stage by stage; every stage resumes where it
-was stopped: python -m benchmarks.training.pair [--out runs/pair] [--corpus TREE] [--set FIELD=N ...] [--threads N]
+"""The recipe of the embedded pair, from this machine's standard library, stage by stage.
 
-Tokenizer, target, draft, and whether the pair is fit to measure with (docs/results/pair.md).
+    python -m benchmarks.training.pair [--out runs/pair] [--corpus TREE] [--set FIELD=N ...]
+        [--threads N]
+
+It makes the tokenizer, the target and the draft, and says whether the pair is fit to measure with
+(docs/results/pair.md). Every stage continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -47,39 +50,68 @@ from forerun.train.texts import tokenize
 from forerun.zoo.quantise import WEIGHTS, load_quantised
 
 Say = Callable[[str], None]
+Loss = Callable[[Tensor], Tensor]
+
+HEAD_SIZE = 64
+LEAST_GAP = 0.4  # nats by which the target's loss must be below the draft's
+LEAST_DISTINCT = 0.5  # median share of distinct 4-grams of the target's greedy outputs
+GATE_GAMMA = 5
 
 
 @dataclass(frozen=True)
 class PairRecipe:
-    """Sizes and lengths of the pair. The defaults made the bundled weights (`zoo/weights/results.json`)."""
+    """Sizes and lengths of the pair.
+
+    The defaults made the bundled weights (`zoo/weights/results.json`).
+
+    Attributes:
+        batch: windows of `window` tokens in a step.
+        target_heads: heads of 64 without grouping; five fit into the shape of any bigger Llama with
+            8 or more KV heads.
+        target_steps: of 8192 tokens, with a shallow target.
+        grown_steps: of 8192 tokens, at twice the depth, where a step takes twice as long; with 0 it
+            stays shallow.
+        draft_layers: two are the fewest that can copy from the context; width costs a CPU little.
+        draft_steps: of 8192 tokens, on the corpus alone.
+        own_sequences: of 513 tokens, which the target writes.
+        distill_steps: of 8192 tokens, half of them the target's own.
+    """
 
     vocabulary: int = 4096
     context: int = 1024
-    batch: int = 16  # windows of `window` tokens a step
+    batch: int = 16
     window: int = 512
-    # Five heads of 64 without grouping: fits into the shape of any bigger Llama with 8 or more KV heads.
     target_width: int = 320
     target_layers: int = 8
     target_heads: int = 5
     target_mlp: int = 864
-    target_steps: int = 2500  # of 8192 tokens
-    # Shallow first, then at twice the depth, which costs twice the time a step. 0: it stays shallow.
-    grown_steps: int = 1100  # of 8192 tokens
-    # Two layers are the fewest that can copy from the context; width costs a CPU little.
+    target_steps: int = 2500
+    grown_steps: int = 1100
     draft_width: int = 192
     draft_layers: int = 2
     draft_heads: int = 2
     draft_mlp: int = 512
-    draft_steps: int = 1500  # of 8192 tokens, on the corpus alone
-    own_sequences: int = 1536  # of 513 tokens
-    distill_steps: int = 1600  # of 8192 tokens, half of them the target's own
+    draft_steps: int = 1500
+    own_sequences: int = 1536
+    distill_steps: int = 1600
     seed: int = 0
 
 
-class Windows:
-    """Windows of `length + 1` tokens over a flat token stream, in a new order and phase every epoch.
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a model."""
 
-    `batch(step, size)` is the same whenever it is asked for: no iterator state to save.
+    width: int
+    layers: int
+    heads: int
+    mlp: int
+    context: int
+
+
+class Windows:
+    """Windows of `length + 1` tokens over a token stream, in a new order and phase every epoch.
+
+    `batch(step, size)` is the same whenever it is asked for, so there is no iterator state to save.
     """
 
     def __init__(self, stream: np.ndarray, length: int, seed: int = 0) -> None:
@@ -88,7 +120,9 @@ class Windows:
                 f"the data holds {len(stream)} tokens, too few for windows of {length}: "
                 f"give at least {2 * length + 2} tokens or a smaller length"
             )
-        self.stream, self.length, self.seed = stream, length, seed
+        self.stream = stream
+        self.length = length
+        self.seed = seed
         self.per_epoch = (len(stream) - length - 1) // length
         self._order = lru_cache(maxsize=2)(self._new_order)
 
@@ -97,71 +131,62 @@ class Windows:
         return rng.permutation(self.per_epoch) * self.length + rng.integers(self.length)
 
     def batch(self, step: int, size: int) -> Tensor:
-        """Tokens [size, length + 1] of the given step."""
-        starts = [
-            self._order(i // self.per_epoch)[i % self.per_epoch]
-            for i in range(step * size, (step + 1) * size)
-        ]
-        rows = np.stack([self.stream[start : start + self.length + 1] for start in starts])
-        return torch.from_numpy(rows.astype(np.int64))
+        """Return the tokens [size, length + 1] of a step."""
+        rows = []
+        for number in range(step * size, (step + 1) * size):
+            start = self._order(number // self.per_epoch)[number % self.per_epoch]
+            rows.append(self.stream[start : start + self.length + 1])
+        return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-def new_llama(
-    tokenizer: PreTrainedTokenizerBase,
-    width: int,
-    layers: int,
-    heads: int,
-    mlp: int,
-    context: int,
-    seed: int,
-) -> LlamaForCausalLM:
-    """A fresh Llama with tied embeddings over the tokenizer's vocabulary, with heads of 64."""
+def new_llama(tokenizer: PreTrainedTokenizerBase, shape: Shape, seed: int) -> LlamaForCausalLM:
+    """Return a fresh Llama with tied embeddings over the tokenizer's vocabulary."""
     torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            head_dim=64,
-            intermediate_size=mlp,
-            max_position_embeddings=context,
-            tie_word_embeddings=True,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.width,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        head_dim=HEAD_SIZE,
+        intermediate_size=shape.mlp,
+        max_position_embeddings=shape.context,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
+    return LlamaForCausalLM(config)
 
 
 @torch.no_grad()
 def deepen(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """A model of twice the layers that computes the same: every layer is followed by a copy of itself that adds
-    nothing yet, its output projections being 0. For training on; stacking is an old idea (Gong et al. 2019), the
-    silent copies are those of LLaMA Pro (arXiv 2401.02415)."""
-    config = LlamaConfig(
-        **model.config.to_dict() | {"num_hidden_layers": 2 * model.config.num_hidden_layers}
-    )
-    deep = LlamaForCausalLM(config)
-    old, new = model.state_dict(), {}
-    for name, value in old.items():
+    """Return a model of twice the layers that computes the same, to train on.
+
+    Every layer is followed by a copy of itself that adds nothing yet, because its output
+    projections are 0. Stacking is an old idea (Gong et al. 2019); the silent copies are those of
+    LLaMA Pro (arXiv 2401.02415).
+    """
+    facts = model.config.to_dict()
+    facts["num_hidden_layers"] *= 2
+    deep = LlamaForCausalLM(LlamaConfig(**facts))
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
         head, _, tail = name.partition("layers.")
         if not tail:
-            new[name] = value
+            state[name] = value
             continue
         number, _, rest = tail.partition(".")
-        new[f"{head}layers.{2 * int(number)}.{rest}"] = value
-        silent = rest in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-        new[f"{head}layers.{2 * int(number) + 1}.{rest}"] = (
-            torch.zeros_like(value) if silent else value
-        )
-    deep.load_state_dict(new)
+        is_silent = rest in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+        copy = torch.zeros_like(value) if is_silent else value
+        state[f"{head}layers.{2 * int(number)}.{rest}"] = value
+        state[f"{head}layers.{2 * int(number) + 1}.{rest}"] = copy
+    deep.load_state_dict(state)
     return deep
 
 
-def next_token_loss(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """Mean cross-entropy in nats of tokens[:, 1:] given what stands before them, for tokens [B, T+1]."""
+def next_token_loss(model: PreTrainedModel) -> Loss:
+    """Return the mean cross-entropy in nats of tokens[:, 1:], for tokens [B, T+1]."""
 
     def loss(tokens: Tensor) -> Tensor:
         with mixed_precision(tokens.device):
@@ -173,34 +198,31 @@ def next_token_loss(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 @torch.no_grad()
 def mean_loss(model: PreTrainedModel, batches: list[Tensor]) -> float:
-    """Mean of `next_token_loss` over token batches [B, T+1] of one shape."""
-    loss, training = next_token_loss(model), model.training
+    """Return the mean of `next_token_loss` over batches [B, T+1] of one shape."""
+    loss = next_token_loss(model)
+    training = model.training
     model.eval()
     value = sum(float(loss(batch.to(model.device))) for batch in batches) / len(batches)
     model.train(training)
     return value
 
 
-def maybe_compiled(loss: Callable[[Tensor], Tensor], compiled: bool) -> Callable[[Tensor], Tensor]:
-    """The loss, compiled where that is wished for and there is a C++ compiler."""
-    return torch.compile(loss) if compiled and shutil.which("g++") else loss
-
-
 class Corpus:
     """The splits of a source tree as token streams, made once and kept in the working folder."""
 
     def __init__(self, work: Path, recipe: PairRecipe, root: Path | None) -> None:
-        self.work, self.root = work, root
+        self.work = work
+        self.root = root
         folder = work / "tokenizer"
         if not folder.exists():
             texts = (text for _, text in source_files("train", root))
-            half = work / "tokenizer.tmp"
-            train_tokenizer(texts, recipe.vocabulary).save_pretrained(half)
-            half.rename(folder)
+            temporary = work / "tokenizer.tmp"
+            train_tokenizer(texts, recipe.vocabulary).save_pretrained(temporary)
+            temporary.rename(folder)
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 
     def stream(self, split: Split) -> np.ndarray:
-        """A split as one token stream [n]."""
+        """Return a split as one token stream [n]."""
         path = self.work / "tokens" / f"{split}.safetensors"
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
@@ -210,57 +232,23 @@ class Corpus:
 
 
 def held_batches(stream: np.ndarray, length: int, rows: int = 64) -> list[Tensor]:
-    """`rows` fixed windows in batches of 16."""
+    """Return `rows` fixed windows in batches of 16."""
     windows = Windows(stream, length)
     return [windows.batch(step, 16) for step in range(rows // 16)]
-
-
-def train_target(
-    work: Path, recipe: PairRecipe, corpus: Corpus, compiled: bool, say: Say
-) -> PreTrainedModel:
-    """The target: a shallow one, then one of twice the depth that goes on from it. The last fifth of the steps of
-    each uses windows of twice the length."""
-    shape = recipe.target_width, recipe.target_layers, recipe.target_heads, recipe.target_mlp
-    model = new_llama(corpus.tokenizer, *shape, recipe.context, recipe.seed)
-    stream = corpus.stream("train")
-    held = held_batches(corpus.stream("validation"), recipe.window)
-
-    def run(model: LlamaForCausalLM, config: TrainConfig, folder: str, seed: int) -> None:
-        short, long = (
-            Windows(stream, recipe.window, seed),
-            Windows(stream, 2 * recipe.window, seed + 1),
-        )
-
-        def batch(step: int) -> Tensor:
-            if step < config.steps * 4 // 5:
-                return short.batch(step, recipe.batch)
-            return long.batch(step, recipe.batch // 2)
-
-        loss = maybe_compiled(next_token_loss(model), compiled)
-        train(model, loss, batch, lambda: mean_loss(model, held), config, work / folder, say)
-
-    run(model, TrainConfig(recipe.target_steps), "target", recipe.seed)
-    if not recipe.grown_steps:
-        return model
-    model = deepen(model)
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    # It starts trained: a lower rate that falls for most of the way.
-    grown = TrainConfig(recipe.grown_steps, lr=3e-3, warmup=50, cooldown=0.8)
-    run(model, grown, "target-grown", recipe.seed + 10)
-    losses = best_between(start, model, lambda: mean_loss(model, held))
-    say(
-        "validation loss by share of the way from the start: "
-        + ", ".join(f"{s}: {v:.3f}" for s, v in losses.items())
-    )
-    return model
 
 
 @torch.no_grad()
 def best_between(
     start: dict[str, Tensor], model: PreTrainedModel, loss: Callable[[], float]
 ) -> dict[float, float]:
-    """Puts the model where its loss is least on the line from weights `start` to its own, by fifths; returns the loss
-    at each. On a small corpus both ends have overfitted, each to its own order of it (arXiv 2109.01903)."""
+    """Put the model where its loss is least on the line from weights `start` to its own.
+
+    The line is searched by fifths. On a small corpus both ends have overfitted, each to its own
+    order of it (arXiv 2109.01903).
+
+    Returns:
+        The loss by the share of the way.
+    """
     end = {name: value.clone() for name, value in model.state_dict().items()}
 
     def go(share: float) -> None:
@@ -274,63 +262,171 @@ def best_between(
     return losses
 
 
-def train_draft_on_corpus(
-    work: Path, recipe: PairRecipe, corpus: Corpus, compiled: bool, say: Say
-) -> PreTrainedModel:
-    """The draft trained on text alone: what distillation starts from, and what it is compared with."""
-    shape = recipe.draft_width, recipe.draft_layers, recipe.draft_heads, recipe.draft_mlp
-    model = new_llama(corpus.tokenizer, *shape, recipe.context, recipe.seed + 1)
-    windows = Windows(corpus.stream("train"), recipe.window, recipe.seed + 2)
-    held = held_batches(corpus.stream("validation"), recipe.window)
-    loss = next_token_loss(model)
-    train(
-        model,
-        maybe_compiled(loss, compiled),
-        lambda step: windows.batch(step, recipe.batch),
-        lambda: mean_loss(model, held),
-        TrainConfig(recipe.draft_steps),
-        work / "draft-corpus",
-        say,
-    )
-    return model
+class PairTraining:
+    """The stages of the recipe.
 
+    Args:
+        work: the folder of everything that is made.
+        recipe: sizes and lengths.
+        root: the source tree to learn from; this interpreter's standard library by default.
+        compiled: whether losses are compiled, if there is a C++ compiler.
+        say: gets lines of progress.
 
-def train_pair(
-    work: Path,
-    recipe: PairRecipe,
-    root: Path | None = None,
-    compiled: bool = True,
-    say: Say = print,
-) -> dict[str, Any]:
-    """Makes the whole pair under `work`, the finished models in `work/pair`; returns and stores the results.
-
-    `root` is the source tree to learn from, by default this interpreter's standard library. Raises ValueError
-    where `work` holds another recipe or the tree is too small.
+    Raises:
+        ValueError: `work` holds another recipe, or the tree is too small.
     """
-    if not any(True for _ in source_files("train", root)):
-        raise ValueError(f"{root or 'the standard library'} holds no Python sources to learn from")
-    note = {"recipe": json.dumps(asdict(recipe))}
-    claim(work, asdict(recipe) | {"corpus": str(root.resolve()) if root else None})
-    corpus = Corpus(work, recipe, root)
-    tokenizer = corpus.tokenizer
-    pair = work / "pair"
-    if not (pair / "target" / WEIGHTS).exists():
-        tokenizer.save_pretrained(pair / "target")
-        save_quantised(
-            train_target(work, recipe, corpus, compiled, say), pair / "target", note, bits=6
+
+    def __init__(
+        self, work: Path, recipe: PairRecipe, root: Path | None, compiled: bool, say: Say
+    ) -> None:
+        if not any(True for _ in source_files("train", root)):
+            raise ValueError(
+                f"{root or 'the standard library'} holds no Python sources to learn from"
+            )
+        claim(work, asdict(recipe) | {"corpus": str(root.resolve()) if root else None})
+        self.work = work
+        self.recipe = recipe
+        self.root = root
+        self.compiled = compiled
+        self.say = say
+        self.corpus = Corpus(work, recipe, root)
+        self.tokenizer = self.corpus.tokenizer
+        self.pair = work / "pair"
+
+    def run(self) -> dict[str, Any]:
+        """Make the whole pair in `work/pair`; return and store the results."""
+        recipe = self.recipe
+        target = self.finished_target()
+        draft = self.train_draft_on_corpus()
+        test = held_batches(self.corpus.stream("test"), recipe.window)
+        corpus_loss = mean_loss(draft, test)
+        if not (self.pair / "draft" / WEIGHTS).exists():
+            self.distil(target, draft)
+        tokens = min(128, recipe.context // 4)
+        prompts = held_out_prompts(self.tokenizer, "test", tokens=tokens, root=self.root)
+        distilled = load_quantised(self.pair / "draft")
+        results = gate(Pair(target, distilled, self.tokenizer), corpus_loss, test, prompts)
+        results["recipe"] = asdict(recipe)
+        results["versions"] = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+        results["sha256"] = {part: self._sha256(part) for part in ("target", "draft")}
+        write_text(self.pair / "results.json", json.dumps(results, indent=1) + "\n")
+        for name, value in results["gate"].items():
+            self.say(f"gate {name}: {value}")
+        return results
+
+    def _sha256(self, part: str) -> str:
+        return hashlib.sha256((self.pair / part / WEIGHTS).read_bytes()).hexdigest()
+
+    def _note(self) -> dict[str, str]:
+        return {"recipe": json.dumps(asdict(self.recipe))}
+
+    def _compiled(self, loss: Loss) -> Loss:
+        """Return the loss, compiled if that is wanted and there is a C++ compiler."""
+        return torch.compile(loss) if self.compiled and shutil.which("g++") else loss
+
+    def finished_target(self) -> PreTrainedModel:
+        """Return the target in few bits, trained if it is not yet."""
+        folder = self.pair / "target"
+        if not (folder / WEIGHTS).exists():
+            self.tokenizer.save_pretrained(folder)
+            save_quantised(self.train_target(), folder, self._note(), bits=6)
+        return load_quantised(folder)
+
+    def train_target(self) -> PreTrainedModel:
+        """Train a shallow target, then one of twice the depth that continues from it."""
+        recipe = self.recipe
+        shape = Shape(
+            recipe.target_width,
+            recipe.target_layers,
+            recipe.target_heads,
+            recipe.target_mlp,
+            recipe.context,
         )
-    target = load_quantised(pair / "target")
-    draft = train_draft_on_corpus(work, recipe, corpus, compiled, say)
-    test = held_batches(corpus.stream("test"), recipe.window)
-    corpus_loss = mean_loss(draft, test)
-    if not (pair / "draft" / WEIGHTS).exists():
+        model = new_llama(self.tokenizer, shape, recipe.seed)
+        held = held_batches(self.corpus.stream("validation"), recipe.window)
+        self._train_target(model, TrainConfig(recipe.target_steps), "target", recipe.seed, held)
+        if not recipe.grown_steps:
+            return model
+        model = deepen(model)
+        start = {name: value.clone() for name, value in model.state_dict().items()}
+        # It starts trained, so its rate is lower and falls for most of the way.
+        grown = TrainConfig(recipe.grown_steps, lr=3e-3, warmup=50, cooldown=0.8)
+        self._train_target(model, grown, "target-grown", recipe.seed + 10, held)
+        losses = best_between(start, model, lambda: mean_loss(model, held))
+        shown = [f"{share}: {loss:.3f}" for share, loss in losses.items()]
+        self.say(f"validation loss by share of the way from the start: {', '.join(shown)}")
+        return model
+
+    def _train_target(
+        self,
+        model: LlamaForCausalLM,
+        config: TrainConfig,
+        folder: str,
+        seed: int,
+        held: list[Tensor],
+    ) -> None:
+        """Train a target; the last fifth of the steps has windows of twice the length."""
+        recipe = self.recipe
+        stream = self.corpus.stream("train")
+        short = Windows(stream, recipe.window, seed)
+        long = Windows(stream, 2 * recipe.window, seed + 1)
+
+        def batch(step: int) -> Tensor:
+            if step < config.steps * 4 // 5:
+                return short.batch(step, recipe.batch)
+            return long.batch(step, recipe.batch // 2)
+
+        train(
+            model,
+            self._compiled(next_token_loss(model)),
+            batch,
+            lambda: mean_loss(model, held),
+            config,
+            self.work / folder,
+            self.say,
+        )
+
+    def train_draft_on_corpus(self) -> PreTrainedModel:
+        """Train the draft on text alone.
+
+        Distillation starts from it, and the distilled draft is compared with it.
+        """
+        recipe = self.recipe
+        shape = Shape(
+            recipe.draft_width,
+            recipe.draft_layers,
+            recipe.draft_heads,
+            recipe.draft_mlp,
+            recipe.context,
+        )
+        model = new_llama(self.tokenizer, shape, recipe.seed + 1)
+        windows = Windows(self.corpus.stream("train"), recipe.window, recipe.seed + 2)
+        held = held_batches(self.corpus.stream("validation"), recipe.window)
+        train(
+            model,
+            self._compiled(next_token_loss(model)),
+            lambda step: windows.batch(step, recipe.batch),
+            lambda: mean_loss(model, held),
+            TrainConfig(recipe.draft_steps),
+            self.work / "draft-corpus",
+            self.say,
+        )
+        return model
+
+    def distil(self, target: PreTrainedModel, draft: PreTrainedModel) -> None:
+        """Distil the draft from the target, and write it in few bits."""
+        recipe = self.recipe
+        float32 = self.work / "float32"
         for name, model in (("target", target), ("draft-corpus", draft)):
-            model.save_pretrained(work / "float32" / name)
-            tokenizer.save_pretrained(work / "float32" / name)
-        texts = work / "texts.jsonl"
-        lines = [json.dumps({"text": text}) for _, text in source_files("train", root)]
+            model.save_pretrained(float32 / name)
+            self.tokenizer.save_pretrained(float32 / name)
+        texts = self.work / "texts.jsonl"
+        lines = [json.dumps({"text": text}) for _, text in source_files("train", self.root)]
         write_text(texts, "\n".join(lines))
-        float32 = [str(work / "float32" / name) for name in ("target", "draft-corpus")]
         distilled = DraftRecipe(
             recipe.own_sequences,
             recipe.window,
@@ -338,80 +434,90 @@ def train_pair(
             batch=recipe.batch,
             seed=recipe.seed,
         )
-        run = Run(float32[0], work / "draft", [str(texts)], say=say)
-        train_draft(run, distilled, init=float32[1])
-        tokenizer.save_pretrained(pair / "draft")
-        save_quantised(LlamaForCausalLM.from_pretrained(run.out), pair / "draft", note)
-    prompts = held_out_prompts(tokenizer, "test", tokens=min(128, recipe.context // 4), root=root)
-    results = gate(target, load_quantised(pair / "draft"), tokenizer, corpus_loss, test, prompts)
-    results["recipe"] = asdict(recipe)
-    results["versions"] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    results["sha256"] = {
-        part: hashlib.sha256((pair / part / WEIGHTS).read_bytes()).hexdigest()
-        for part in ("target", "draft")
-    }
-    write_text(pair / "results.json", json.dumps(results, indent=1) + "\n")
-    for name, value in results["gate"].items():
-        say(f"gate {name}: {value}")
-    return results
+        run = Run(str(float32 / "target"), self.work / "draft", [str(texts)], say=self.say)
+        train_draft(run, distilled, init=str(float32 / "draft-corpus"))
+        self.tokenizer.save_pretrained(self.pair / "draft")
+        finished = LlamaForCausalLM.from_pretrained(run.out)
+        save_quantised(finished, self.pair / "draft", self._note())
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, its draft and their tokenizer."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
 
 
 def distinct_share(tokens: list[int], n: int = 4) -> float:
-    """Distinct n-grams / n-grams of an output; low where it loops."""
-    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    """Return distinct n-grams / n-grams of an output, which is low if it loops."""
+    grams = [tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1)]
     return len(set(grams)) / max(1, len(grams))
 
 
 def gate(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    draft_corpus_loss: float,
-    test: list[Tensor],
-    prompts: list[list[int]],
+    pair: Pair, draft_corpus_loss: float, test: list[Tensor], prompts: list[list[int]]
 ) -> dict[str, Any]:
-    """Whether the pair is fit to measure with, on files that no stage has seen; see docs/results/pair.md."""
-    results: dict[str, Any] = {"distinct_4gram_share": {}, "sd": {}}
+    """Return whether the pair is fit to measure with, on files that no stage has seen.
+
+    See docs/results/pair.md.
+    """
+    shares: dict[str, float] = {}
+    drafting: dict[str, dict[str, Any]] = {}
     for temperature in (0.0, 0.8):
-        params = SamplingParams(
-            max_new_tokens=min(128, target.config.max_position_embeddings // 2),
-            temperature=temperature,
-            seed=0,
-            ignore_eos=True,
-        )
-        plain = Decoder(target, tokenizer, method=AR()).generate(prompts, params)
-        shares = [distinct_share(completion.tokens) for completion in plain]
-        results["distinct_4gram_share"][str(temperature)] = round(statistics.median(shares), 4)
-        drafted = Decoder(target, tokenizer, draft, SD(gamma=5), guard=False).generate(
-            prompts, params
-        )
-        stats = summarise(
-            [step for completion in drafted for step in completion.steps], seconds=0.0
-        )
-        results["sd"][str(temperature)] = {
-            "gamma": 5,
-            "tau": round(stats.tau, 4),
-            "alpha": round(stats.alpha, 4),
-        }
-    loss = mean_loss(target, test)
-    share = results["distinct_4gram_share"]["0.0"]
-    results["loss"] = {
-        "target": round(loss, 4),
-        "draft_on_corpus": round(draft_corpus_loss, 4),
-        "draft_distilled": round(mean_loss(draft, test), 4),
+        key = str(temperature)
+        shares[key], drafting[key] = _decoded(pair, prompts, temperature)
+    loss = mean_loss(pair.target, test)
+    gap = draft_corpus_loss - loss
+    share = shares["0.0"]
+    return {
+        "distinct_4gram_share": shares,
+        "sd": drafting,
+        "loss": {
+            "target": round(loss, 4),
+            "draft_on_corpus": round(draft_corpus_loss, 4),
+            "draft_distilled": round(mean_loss(pair.draft, test), 4),
+        },
+        "parameters": {
+            "target": pair.target.num_parameters(),
+            "draft": pair.draft.num_parameters(),
+        },
+        "gate": {
+            f"target's loss at least {LEAST_GAP} nats below the draft's": _passed(gap, LEAST_GAP),
+            f"median distinct 4-gram share at least {LEAST_DISTINCT}": _passed(
+                share, LEAST_DISTINCT
+            ),
+        },
     }
-    results["parameters"] = {"target": target.num_parameters(), "draft": draft.num_parameters()}
-    results["gate"] = {
-        "target's loss at least 0.4 nats below the draft's": f"{draft_corpus_loss - loss:.3f} "
-        + ("passed" if draft_corpus_loss - loss >= 0.4 else "MISSED"),
-        "median distinct 4-gram share at least 0.5": f"{share:.3f} "
-        + ("passed" if share >= 0.5 else "MISSED"),
+
+
+def _passed(value: float, least: float) -> str:
+    return f"{value:.3f} {'passed' if value >= least else 'MISSED'}"
+
+
+def _decoded(
+    pair: Pair, prompts: list[list[int]], temperature: float
+) -> tuple[float, dict[str, Any]]:
+    """Return the median share of distinct 4-grams of plain outputs, and the figures of drafting."""
+    params = SamplingParams(
+        max_new_tokens=min(128, pair.target.config.max_position_embeddings // 2),
+        temperature=temperature,
+        seed=0,
+        ignore_eos=True,
+    )
+    plain = Decoder(pair.target, pair.tokenizer, method=AR()).generate(prompts, params)
+    share = statistics.median(distinct_share(output.tokens) for output in plain)
+    method = SD(gamma=GATE_GAMMA)
+    decoder = Decoder(pair.target, pair.tokenizer, pair.draft, method, guard=False)
+    drafted = decoder.generate(prompts, params)
+    stats = summarise([step for output in drafted for step in output.steps], seconds=0.0)
+    figures = {
+        "gamma": GATE_GAMMA,
+        "tau": round(stats.tau, 4),
+        "alpha": round(stats.alpha, 4),
     }
-    return results
+    return round(share, 4), figures
 
 
 def main() -> None:
@@ -427,15 +533,15 @@ def main() -> None:
     )
     parser.add_argument("--no-compile", action="store_true", help="train without torch.compile")
     parser.add_argument("--threads", type=int)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     names = {field.name for field in fields(PairRecipe)}
-    settings = dict(each.split("=", 1) for each in asked.set)
+    settings = dict(setting.split("=", 1) for setting in args.set)
     if not settings.keys() <= names:
         parser.error(f"the recipe has {', '.join(sorted(names))}")
-    if asked.threads:
-        torch.set_num_threads(asked.threads)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     recipe = replace(PairRecipe(), **{name: int(value) for name, value in settings.items()})
-    train_pair(asked.out, recipe, asked.corpus, not asked.no_compile)
+    PairTraining(args.out, recipe, args.corpus, not args.no_compile, print).run()
 
 
 if __name__ == "__main__":
