@@ -34,7 +34,7 @@ from transformers.generation import logits_process as hf
 
 import forerun
 from benchmarks.baselines.heuristic import Heuristic
-from benchmarks.embedded.tokenizer import train_tokenizer
+from benchmarks.training.tokenizer import train_tokenizer
 from forerun import Decoder
 from forerun.backends.hot import prepare_draft
 from forerun.drafters.plain import PlainDrafter
