@@ -25,7 +25,7 @@ settings.load_profile("suite")
 @pytest.fixture(scope="module")
 def server() -> Iterator[Any]:
     """A server with a tiny model, for the tests of a module."""
-    from serving import live
+    from tests.support.serving import live
 
     with live(max_body=2**21) as found:
         yield found

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ggufs import VOCAB, small, write
 
 from benchmarks.gpu.answers import exercise
 from benchmarks.gpu.heads import Compared
 from benchmarks.gpu.target import Target
+from tests.support.ggufs import VOCAB, small, write
 
 
 @pytest.fixture(scope="module", params=["qwen2", "llama"])

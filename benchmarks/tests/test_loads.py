@@ -9,9 +9,7 @@ from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
 
-import commands
 import pytest
-from toys import noisy_copy, tiny
 
 from benchmarks.hf import Generate
 from benchmarks.load import (
@@ -31,6 +29,8 @@ from forerun.api.load import Decoder
 from forerun.bench.plan import parse_methods
 from forerun.methods import AR, SD
 from forerun.sampling.params import SamplingParams
+from tests.support import commands
+from tests.support.toys import noisy_copy, tiny
 
 PARAMS = SamplingParams(ignore_eos=True)
 PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11], [12]]

@@ -10,21 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import commands
 import pytest
 import sklearn.metrics
 import torch
-from ggufs import small, write
-from toys import (
-    noisy_copy,
-    random_head,
-    random_layer,
-    refuses,
-    save_lines,
-    save_models,
-    tiny,
-    tiny_tokenizer,
-)
 from transformers import PreTrainedModel
 
 from benchmarks import llama
@@ -56,6 +44,18 @@ from forerun.engine.stats import Stats
 from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import EagerForward
 from forerun.sampling.params import SamplingParams
+from tests.support import commands
+from tests.support.ggufs import small, write
+from tests.support.toys import (
+    noisy_copy,
+    random_head,
+    random_layer,
+    refuses,
+    save_lines,
+    save_models,
+    tiny,
+    tiny_tokenizer,
+)
 
 Pair = tuple[PreTrainedModel, PreTrainedModel]
 ASSISTED = [f"hf-assisted/{schedule}" for schedule in SCHEDULES]

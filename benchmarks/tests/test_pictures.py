@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from toys import noisy_copy, tiny
 
 from benchmarks.timeline import PROFILED, SKIPPED, Activity, kind_of, plot_timeline, step_of
 from forerun import Decoder, SamplingParams
 from forerun.methods import method
+from tests.support.toys import noisy_copy, tiny
 
 
 def test_what_ran_at_once_counts_once_and_has_a_kind() -> None:

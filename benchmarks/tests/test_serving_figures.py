@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import live
+
+from tests.support.serving import live
 
 if find_spec("psutil") is None:
     pytest.skip("the benchmarks of the server need psutil", allow_module_level=True)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModelForCausalLM, PromptTuningConfig, get_peft_model
-from toys import VOCAB, noisy_copy, refuses, tiny
 from transformers import PreTrainedModel
 
 import forerun
 from forerun.api.decoder import Decoder
 from forerun.methods import AR, SD
 from forerun.model.causal_lm import CausalLM
+from tests.support.toys import VOCAB, noisy_copy, refuses, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # PEFT reads it
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from toys import refuses
 
 from forerun.api.choose import RULES, Situation, choose
 from forerun.methods import SD, Lyanna, Pacer, Suffix
 from forerun.zoo import MODELS, WEIGHTS_FOLDER, ModelSource, own_draft
+from tests.support.toys import refuses
 
 NOTHING = Situation(
     method=None,

@@ -10,13 +10,22 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import commands
 import pytest
 import torch
 import transformers
 from scipy.stats import chisquare
 from torch import Tensor
-from toys import (
+from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+
+import forerun
+from forerun.api.custom_generate import _KEPT
+from forerun.heads.pre_verifier import PreVerifier
+from forerun.methods import SD, Cumulative, Pacer
+from forerun.model.causal_lm import CausalLM
+from forerun.model.compat import CACHE_NAMES, cache_argument
+from tests.support import commands
+from tests.support.toys import (
     CONTEXT,
     COSTS,
     VOCAB,
@@ -27,15 +36,6 @@ from toys import (
     tiny,
     tiny_tokenizer,
 )
-from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
-
-import forerun
-from forerun.api.custom_generate import _KEPT
-from forerun.heads.pre_verifier import PreVerifier
-from forerun.methods import SD, Cumulative, Pacer
-from forerun.model.causal_lm import CausalLM
-from forerun.model.compat import CACHE_NAMES, cache_argument
 
 pytestmark = pytest.mark.versions
 
@@ -454,7 +454,7 @@ def test_a_users_cache_must_be_empty_under_either_name(name: str) -> None:
     refuses(f"^{name} must be empty and not quantized", called, **{name: filled})
 
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
 
 @pytest.mark.slow

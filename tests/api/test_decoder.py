@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from toys import noisy_copy, parts_of, refuses, tiny, tiny_tokenizer
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 import forerun
 from forerun import Decoder, EngineOptions
 from forerun.methods import METHODS, method
 from forerun.sampling.params import SamplingParams
+from tests.support.toys import noisy_copy, parts_of, refuses, tiny, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 IDS = TOKENIZER("def add")["input_ids"]

@@ -8,13 +8,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, normalizers
-from toys import noisy_copy, random_head, random_layer, refuses, save_models, tiny, tiny_tokenizer
 from transformers import LogitsProcessorList, PreTrainedModel, SuppressTokensLogitsProcessor
 
 import forerun
@@ -31,6 +29,16 @@ from forerun.model.eager import EagerForward
 from forerun.planning.stop_rules import FixedLength
 from forerun.sampling.sampler import Sampler
 from forerun.zoo.quantise import WEIGHTS
+from tests.support import families
+from tests.support.toys import (
+    noisy_copy,
+    random_head,
+    random_layer,
+    refuses,
+    save_models,
+    tiny,
+    tiny_tokenizer,
+)
 
 PROMPTS = ["the cat sat", "def add(a", "for"]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
-import commands
 import pytest
+
+from tests.support import commands
 
 PROGRAM = """
 import gc, json, sys

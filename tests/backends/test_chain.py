@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny
-from toys import BASELINES, COSTS, join_all, p_value, random_layer, rows_of
 from transformers import (
     LogitsProcessorList,
     TemperatureLogitsWarper,
@@ -31,6 +29,8 @@ from forerun.model.causal_lm import CausalLM
 from forerun.planning.stop_rules import Bounds, FixedLength, Within
 from forerun.sampling.sampler import ChainSampling, Drafted, Sampler, SamplingDistribution
 from forerun.sampling.seeded import FLOOR, SeededStream
+from tests.support.families import tiny
+from tests.support.toys import BASELINES, COSTS, join_all, p_value, random_layer, rows_of
 
 PROMPT = [5, 9, 12, 5, 9, 30, 31, 5]
 PLAIN, WARM = SamplingDistribution(), SamplingDistribution(0.7, 0.8)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import families
 import pytest
 import torch
-from toys import CONTEXT, join_all, random_tree, refuses, tiny
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -22,6 +20,8 @@ from forerun.backends.quantised import QuantisedForward, quantised_forward
 from forerun.engine.draft import Draft
 from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import EagerForward
+from tests.support import families
+from tests.support.toys import CONTEXT, join_all, random_tree, refuses, tiny
 
 VOCAB = families.SIZES["vocab_size"]
 

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import ggufs
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
-from toys import refuses
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel
 
 from forerun.api.loading import load_model, translation_for
@@ -30,6 +28,8 @@ from forerun.backends.stored import STORED_TYPES, StoredEmbedding, StoredLinear
 from forerun.cli.info import _shown, file_facts
 from forerun.zoo import gguf_file
 from forerun.zoo.gguf_file import find, open_gguf
+from tests.support import ggufs
+from tests.support.toys import refuses
 
 OWN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # types of blocks of 32, which stay as they are
 IDS = torch.randint(ggufs.VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import families
 import pytest
 import torch
 import transformers
-from toys import (
+from transformers import LogitsProcessorList, TemperatureLogitsWarper
+
+import forerun
+from forerun import Decoder
+from forerun.backends.hot import HotHead, hot_tokens, prepare_draft, save_hot
+from forerun.backends.stored import store
+from forerun.methods import method
+from forerun.model.causal_lm import CausalLM
+from forerun.zoo import HOT_FILE, WEIGHTS_FOLDER, hot_folder
+from tests.support import families
+from tests.support.toys import (
     COSTS,
     joint_distribution,
     noisy_copy,
@@ -19,15 +28,6 @@ from toys import (
     save_models,
     tiny,
 )
-from transformers import LogitsProcessorList, TemperatureLogitsWarper
-
-import forerun
-from forerun import Decoder
-from forerun.backends.hot import HotHead, hot_tokens, prepare_draft, save_hot
-from forerun.backends.stored import store
-from forerun.methods import method
-from forerun.model.causal_lm import CausalLM
-from forerun.zoo import HOT_FILE, WEIGHTS_FOLDER, hot_folder
 
 PROMPTS = [[1, 2, 3, 9, 2], [30, 31, 4], [7]]
 

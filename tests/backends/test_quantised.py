@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import MODELS, tiny
 from gguf import GGMLQuantizationType as Type
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from toys import join_all, refuses
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from forerun import load
@@ -28,6 +26,8 @@ from forerun.model.batch import Inputs
 from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import EagerForward
 from forerun.model.kv_cache import KVCache
+from tests.support.families import MODELS, tiny
+from tests.support.toys import join_all, refuses
 
 KINDS = ("int4", "int8", "bfloat16")
 METHODS = (

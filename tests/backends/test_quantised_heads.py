@@ -10,7 +10,6 @@ import pytest
 import torch
 from test_hidden import OF_C, features_of, sequence
 from torch import Tensor
-from toys import random_head, tiny
 
 from forerun.backends.heads import HiddenLM
 from forerun.backends.quantised_heads import Beams
@@ -22,6 +21,7 @@ from forerun.engine.step import RowOutcome
 from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna
 from forerun.model.causal_lm import CausalLM
 from forerun.planning.cost_model import Costs
+from tests.support.toys import random_head, tiny
 
 FORMS: dict[str, dict[str, Any]] = {
     "today's": {},

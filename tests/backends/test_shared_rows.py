@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny
 
 from benchmarks.bits.forwards import Cases, Check, Difference, contexts, reference_of
 from forerun.backends import prepare
@@ -17,6 +16,7 @@ from forerun.csrc.library import library
 from forerun.engine.draft import Draft
 from forerun.engine.target import Output
 from forerun.model.causal_lm import CausalLM
+from tests.support.families import tiny
 
 LONGEST, CASES = 600, 36
 # Architecture, weights and settings. Keys and values are float32 with float32 weights, else float16.

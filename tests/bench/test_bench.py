@@ -12,10 +12,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import commands
 import pytest
 from tokenizers.processors import TemplateProcessing
-from toys import noisy_copy, refuses, save_lines, save_models, tiny, tiny_tokenizer
 from transformers import PreTrainedModel
 
 from benchmarks.embedded.tokenizer import END_OF_TEXT
@@ -41,6 +39,8 @@ from forerun.engine.stats import Stats, summarise
 from forerun.methods import AR, SD, Method, Suffix, method
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
+from tests.support import commands
+from tests.support.toys import noisy_copy, refuses, save_lines, save_models, tiny, tiny_tokenizer
 
 Pair = tuple[PreTrainedModel, PreTrainedModel]
 FACTS = {"prompts": 1, "cut": 0, "sha256": ""}

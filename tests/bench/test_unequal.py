@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny
-from toys import save_models
 
 from forerun.api.load import Decoder
 from forerun.bench import unequal
@@ -21,6 +19,8 @@ from forerun.bench.plan import Plan, Runner
 from forerun.bench.unequal import Anew, Side, first_difference, first_unlike, judged
 from forerun.cli.bench import tell
 from forerun.methods import AR, method
+from tests.support.families import tiny
+from tests.support.toys import save_models
 
 PROMPTS = [Prompt("a", tokens=tuple(range(3, 40))), Prompt("b", tokens=(9, 8, 7, 9, 8))]
 NEW, AT = 12, 5  # tokens of an output, and the one that is wrong

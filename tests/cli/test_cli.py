@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from commands import run
 
 import forerun
 from forerun.cli.options import DecodeOptions, ServingOptions
+from tests.support.commands import run
 
 COMMAND = [sys.executable, "-m", "forerun"]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ggufs import small, write
-from toys import refuses
 
 import forerun.api.load
 from forerun.cli.generate import chat, generate
 from forerun.cli.options import SamplingOptions
+from tests.support.ggufs import small, write
+from tests.support.toys import refuses
 
 pytest.importorskip("llguidance", reason="needs the extra `grammar`")
 

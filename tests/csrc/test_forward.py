@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import MODELS, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
@@ -27,6 +26,7 @@ from forerun.backends.stored import store
 from forerun.csrc.build import HERE, VARIANT_FLAGS, build
 from forerun.csrc.library import BatchArgument, ChainArgument, library, run, variants
 from forerun.model.kv_cache import KVCache
+from tests.support.families import MODELS, tiny
 
 VOCABULARY, CAPACITY = 130, 512
 

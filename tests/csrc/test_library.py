@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from toys import refuses
 
 from forerun.csrc import library as loader
 from forerun.csrc.build import HERE, LIBRARY, build, build_of, install, sources_id
 from forerun.csrc.library import VARIABLE, build_id, library, variant, variants
+from tests.support.toys import refuses
 
 
 @pytest.fixture

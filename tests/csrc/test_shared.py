@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import tiny
 
 from forerun.api.load import Decoder
 from forerun.backends import prepare, quantised
@@ -24,6 +23,7 @@ from forerun.backends.quantised import QuantisedForward
 from forerun.csrc.library import checked, library, variant, variants
 from forerun.methods import AR, method
 from forerun.model.causal_lm import CausalLM
+from tests.support.families import tiny
 
 DEADLINE = 120  # seconds
 SHORT, LONG = 40, 600  # tokens, in tables of 256 and of 1,024 positions

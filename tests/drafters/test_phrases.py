@@ -6,23 +6,8 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-import toys
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import (
-    COSTS,
-    DRAFT,
-    PROMPT,
-    TARGET,
-    TableLM,
-    decode,
-    fit,
-    noisy_copy,
-    random_table,
-    sampled,
-    tiny,
-    tokens_of,
-)
 
 from benchmarks.baselines.lookahead import Lookahead, LookaheadDrafter
 from forerun import Decoder
@@ -39,6 +24,21 @@ from forerun.engine.step import RowOutcome
 from forerun.methods import Method, Ouroboros, Pacer, PacerOuroboros, Parts
 from forerun.planning.stop_rules import FixedLength, LengthPolicy
 from forerun.sampling.sampler import Sampler
+from tests.support import toys
+from tests.support.toys import (
+    COSTS,
+    DRAFT,
+    PROMPT,
+    TARGET,
+    TableLM,
+    decode,
+    fit,
+    noisy_copy,
+    random_table,
+    sampled,
+    tiny,
+    tokens_of,
+)
 
 
 def contents(pool: PhrasePool) -> dict[int, list[tuple[int, ...]]]:

@@ -10,19 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_engine import interrupt_once
-from toys import (
-    DRAFT,
-    TARGET,
-    TableLM,
-    fit,
-    noisy_copy,
-    piecemeal,
-    random_head,
-    random_layer,
-    refuses,
-    sampled,
-    tiny,
-)
 from transformers import LogitsProcessorList
 
 from forerun import Decoder
@@ -44,6 +31,19 @@ from forerun.planning.forecast import StepSituation
 from forerun.planning.guard import Guard, GuardedDrafter
 from forerun.planning.source_chooser import SourceChooser, SourceOutcome
 from forerun.sampling.sampler import Constraint, Sampler
+from tests.support.toys import (
+    DRAFT,
+    TARGET,
+    TableLM,
+    fit,
+    noisy_copy,
+    piecemeal,
+    random_head,
+    random_layer,
+    refuses,
+    sampled,
+    tiny,
+)
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=24)
 

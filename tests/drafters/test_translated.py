@@ -11,24 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import toys
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
-from toys import (
-    DRAFT,
-    PROMPT,
-    TARGET,
-    TableLM,
-    decode,
-    fit,
-    pieces,
-    sampled,
-    tiny,
-    tiny_tokenizer,
-    tokens_of,
-)
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation import logits_process as hf
 
@@ -48,6 +34,20 @@ from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler
 from forerun.text.vocabularies import Translation, Vocabulary, translate, whole
 from forerun.zoo import SMOLLM2, find, locate
+from tests.support import toys
+from tests.support.toys import (
+    DRAFT,
+    PROMPT,
+    TARGET,
+    TableLM,
+    decode,
+    fit,
+    pieces,
+    sampled,
+    tiny,
+    tiny_tokenizer,
+    tokens_of,
+)
 
 TEXT = "the cat sat on the mat, def add(a, b): caf\u00e9 \u6771\u4eac"
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from toys import p_value, random_tree, refuses, tiny
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
@@ -33,6 +32,7 @@ from forerun.sampling.sampler import (
     sample,
 )
 from forerun.sampling.seeded import SeededStream
+from tests.support.toys import p_value, random_tree, refuses, tiny
 
 V, LENGTH, TRIALS, FITS, BROKEN = 4, 3, 6000, 1e-4, 1e-6
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from families import tiny
-from toys import COSTS, noisy_copy, random_head, random_layer
 
 from benchmarks.bits.chances import run_by_chance
 from benchmarks.bits.forwards import Difference
@@ -18,6 +16,8 @@ from forerun.csrc.library import library
 from forerun.engine.draft import Draft
 from forerun.methods import SD, Hybrid, Lyanna, Method, Pacer, Parts, Suffix
 from forerun.model.causal_lm import CausalLM
+from tests.support.families import tiny
+from tests.support.toys import COSTS, noisy_copy, random_head, random_layer
 
 
 @pytest.fixture(autouse=True)

@@ -9,23 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import toys
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from toys import (
-    DRAFT,
-    PROMPT,
-    TARGET,
-    TableLM,
-    decode,
-    fit,
-    noisy_copy,
-    random_table,
-    sampled,
-    tiny,
-    tokens_of,
-)
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -49,6 +35,20 @@ from forerun.methods import AR, SD, Confidence, Cumulative, Hybrid, Method, Ouro
 from forerun.planning.stop_rules import DraftState, Fixed, FixedLength
 from forerun.sampling.probabilities import last_probabilities
 from forerun.sampling.sampler import Sampler
+from tests.support import toys
+from tests.support.toys import (
+    DRAFT,
+    PROMPT,
+    TARGET,
+    TableLM,
+    decode,
+    fit,
+    noisy_copy,
+    random_table,
+    sampled,
+    tiny,
+    tokens_of,
+)
 
 FITS, BROKEN = 1e-4, 1e-6
 

@@ -12,22 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from eagle3_heads import random_eagle3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import (
-    VOCAB,
-    TableLM,
-    decode,
-    drain,
-    noisy_copy,
-    parts_of,
-    random_table,
-    refuses,
-    take_step,
-    tiny,
-    tokens_of,
-)
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -47,6 +33,20 @@ from forerun.methods import METHODS, method
 from forerun.model.causal_lm import CausalLM
 from forerun.model.prefix_store import PrefixStore
 from forerun.sampling.sampler import Sampler
+from tests.support.eagle3_heads import random_eagle3
+from tests.support.toys import (
+    VOCAB,
+    TableLM,
+    decode,
+    drain,
+    noisy_copy,
+    parts_of,
+    random_table,
+    refuses,
+    take_step,
+    tiny,
+    tokens_of,
+)
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "sd": {"gamma": 3},

@@ -7,12 +7,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import families
 import pytest
 import torch
 from test_cache import Pair
 from test_engine import SETTINGS, interrupt_once
-from toys import drain, join_all, noisy_copy, parts_of, random_head, refuses, tiny, tokens_of
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import logits_process as hf
 
@@ -31,6 +29,17 @@ from forerun.model.causal_lm import CausalLM
 from forerun.model.kv_cache import KVCache
 from forerun.sampling.probabilities import best_of
 from forerun.sampling.sampler import Sampler
+from tests.support import families
+from tests.support.toys import (
+    drain,
+    join_all,
+    noisy_copy,
+    parts_of,
+    random_head,
+    refuses,
+    tiny,
+    tokens_of,
+)
 
 POISON = 62  # a token whose embedding is NaN
 BAD = [5, 6, POISON, *range(7, 40)]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from toys import joint_distribution, noisy_copy, p_value, random_head, refuses, tiny, tokens_of
 from transformers import LogitsProcessorList
 
 from forerun import Decoder
@@ -15,6 +14,15 @@ from forerun.methods import method
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.sampler import LogitBias, Penalties
+from tests.support.toys import (
+    joint_distribution,
+    noisy_copy,
+    p_value,
+    random_head,
+    refuses,
+    tiny,
+    tokens_of,
+)
 
 PROMPT = [1, 2, 3, 2, 1, 2]
 PENALTIES: dict[str, Any] = {

@@ -12,14 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import run as run_cli
-from eagle3_heads import FORMS, Plain, Speculators, save_eagle3
-from families import MODELS
-from families import tiny as few_bits
-from languages import SIZE, VOCAB, cycle, model, moves
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from toys import COSTS, drain, join_all, refuses, save_models, tiny, tiny_tokenizer
 
 import forerun
 from forerun import Decoder
@@ -42,6 +36,12 @@ from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import capture_hidden_states
 from forerun.planning.cost_model import Costs
 from forerun.sampling.sampler import Sampler
+from tests.support.commands import run as run_cli
+from tests.support.eagle3_heads import FORMS, Plain, Speculators, save_eagle3
+from tests.support.families import MODELS
+from tests.support.families import tiny as few_bits
+from tests.support.languages import SIZE, VOCAB, cycle, model, moves
+from tests.support.toys import COSTS, drain, join_all, refuses, save_models, tiny, tiny_tokenizer
 
 TOKENS = [5, 6, 7, 8, 9, 1, 2, 3, 60, 11]
 PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]

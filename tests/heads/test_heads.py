@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from toys import decode, random_head, refuses, save_models, tiny, tokens_of
 
 import forerun
 from benchmarks.embedded.quantise import save_quantised
@@ -39,6 +38,7 @@ from forerun.planning.cost_model import Costs
 from forerun.planning.forecast import StepSituation, forecast
 from forerun.planning.tree_plan import Group, TreeCosts, TreePlan
 from forerun.sampling.sampler import Sampler
+from tests.support.toys import decode, random_head, refuses, save_models, tiny, tokens_of
 
 PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]
 FREE = Costs({1: 1.0, 100: 1.0}, {}, head={1: 0.0})  # drafting and verifying cost nothing more

@@ -13,19 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from toys import (
-    COSTS,
-    PROMPT,
-    TableLM,
-    decode,
-    fit,
-    noisy_copy,
-    random_layer,
-    random_table,
-    refuses,
-    tiny,
-    tokens_of,
-)
 
 from forerun import Decoder
 from forerun.api.layers import load_pre_verifier
@@ -46,6 +33,19 @@ from forerun.train.pre_verifier import auc, survival_loss
 from forerun.train.rollout import history, roll_out
 from forerun.train.texts import of_windows
 from forerun.zoo import WEIGHTS_FOLDER
+from tests.support.toys import (
+    COSTS,
+    PROMPT,
+    TableLM,
+    decode,
+    fit,
+    noisy_copy,
+    random_layer,
+    random_table,
+    refuses,
+    tiny,
+    tokens_of,
+)
 
 
 @pytest.fixture(autouse=True)

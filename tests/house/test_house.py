@@ -1,6 +1,6 @@
 """Rules of style that ruff has not: `CONTRIBUTING.md` gives the reason for each.
 
-As a command it lists what breaks them: python tests/test_house.py [FILE or FOLDER ...]
+As a command it lists what breaks them: python tests/house/test_house.py [FILE or FOLDER ...]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "forerun"
 VAGUE = {"found", "own", "each"}
 VAGUE_LINES = 2  # a vague name may live this many lines after the one that binds it

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import api_page, chart
 from forerun.methods import METHODS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CODE, TALK = ("stdlib-test", "humaneval"), ("test.jsonl", "humaneval", "gsm8k")
 README, RESULTS = "README.md", "docs/results/README.md"
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toys import noisy_copy, refuses, save_models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from forerun.integrations.vllm import Proposer
+from tests.support.toys import noisy_copy, refuses, save_models
 
 CONTEXT = 256
 MOST = 6
@@ -220,7 +220,7 @@ def answered(folder: Path) -> Answers:
         "OMP_NUM_THREADS": "1",
     }
     settings |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    settings |= {"PYTHONPATH": str(Path(__file__).parents[1])}
+    settings |= {"PYTHONPATH": str(Path(__file__).parents[2])}
     asked = json.dumps([str(folder / "target"), PROMPTS, cases])
     command, env = [sys.executable, "-c", ENGINE, asked], os.environ | settings
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=290)

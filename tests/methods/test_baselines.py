@@ -9,10 +9,8 @@ from textwrap import dedent
 from typing import Any, ClassVar
 
 import pytest
-from commands import run
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import BASELINES, LAYERED, noisy_copy, piecemeal, random_layer, refuses, tiny
 
 import forerun
 from benchmarks.baselines.lookup import Lookup, LookupDrafter
@@ -21,6 +19,16 @@ from forerun.bench.plan import parse_methods
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Drafter
 from forerun.methods import METHODS, Method, Parts, method, parse_value
+from tests.support.commands import run
+from tests.support.toys import (
+    BASELINES,
+    LAYERED,
+    noisy_copy,
+    piecemeal,
+    random_layer,
+    refuses,
+    tiny,
+)
 
 PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40))]
 

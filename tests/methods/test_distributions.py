@@ -6,15 +6,15 @@ from functools import cache
 
 import pytest
 import torch
-from eagle3_heads import random_eagle3
 from torch import Tensor
-from toys import joint_distribution, noisy_copy, p_value, parts_of, tiny
 from transformers import GenerationConfig, PreTrainedModel
 
 from forerun import Decoder
 from forerun.backends.heads import HiddenLM
 from forerun.methods import method
 from forerun.model.causal_lm import CausalLM
+from tests.support.eagle3_heads import random_eagle3
+from tests.support.toys import joint_distribution, noisy_copy, p_value, parts_of, tiny
 
 VOCAB, ROWS, JOINT = 6, 700, 3
 PROMPT = [1, 2, 3, 2, 1, 2]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from toys import ARCHITECTURES, CORE, VOCAB, decode, noisy_copy, parts_of, tiny, tokens_of
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -24,6 +23,16 @@ from forerun.engine.engine import Proposal
 from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Cumulative, Hybrid, Method, Pacer, Suffix
 from forerun.model.causal_lm import CausalLM
+from tests.support.toys import (
+    ARCHITECTURES,
+    CORE,
+    VOCAB,
+    decode,
+    noisy_copy,
+    parts_of,
+    tiny,
+    tokens_of,
+)
 
 pytestmark = pytest.mark.versions
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from languages import SIZE, VOCAB, copying_head, counter, cycle, head, layer, model
-from recipes import make_run
 from transformers import PreTrainedModel
 
 from benchmarks.baselines.lookahead import Lookahead
@@ -28,6 +26,8 @@ from forerun.planning.cost_model import Costs
 from forerun.train.head import measure
 from forerun.train.labels import label
 from forerun.train.texts import of_windows
+from tests.support.languages import SIZE, VOCAB, copying_head, counter, cycle, head, layer, model
+from tests.support.recipes import make_run
 
 TURN = 12  # the usual language says 0, 1, .., 11, 0, ..
 WRONG = 20  # nobody's token

@@ -4,11 +4,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import families
 import pytest
 import torch
 import transformers
-from toys import ARCHITECTURES, VOCAB, WINDOW, extend, join_all, random_tree, refuses, tiny
 from transformers import PreTrainedModel
 
 from benchmarks.baselines.lookup import Lookup
@@ -17,6 +15,17 @@ from forerun.backends import prepare
 from forerun.engine.draft import Draft
 from forerun.model.causal_lm import CausalLM, fingerprint, same_model
 from forerun.model.eager import EagerForward, capture_hidden_states
+from tests.support import families
+from tests.support.toys import (
+    ARCHITECTURES,
+    VOCAB,
+    WINDOW,
+    extend,
+    join_all,
+    random_tree,
+    refuses,
+    tiny,
+)
 
 
 @torch.inference_mode()

@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import noisy_copy, refuses, take_step, tokens_of
 
 from forerun import Decoder
 from forerun.backends import prepare
@@ -32,6 +30,8 @@ from forerun.model.buffers import can_reserve
 from forerun.model.causal_lm import CausalLM
 from forerun.model.kv_cache import BLOCK, KVCache
 from forerun.server.memory import free_memory
+from tests.support.families import tiny
+from tests.support.toys import noisy_copy, refuses, take_step, tokens_of
 
 LAYERS, HEADS, DIM = 2, 2, 3
 CALLS = ["add", "commit", "commit", "forget", "crop", "drop", "reset", "copy", "take"]

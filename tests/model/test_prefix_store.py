@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toys import VOCAB, extend, random_tree, tiny
 
 from forerun.backends import prepare
 from forerun.model.buffers import can_reserve
 from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import capture_hidden_states
 from forerun.model.prefix_store import PrefixStore, common
+from tests.support.toys import VOCAB, extend, random_tree, tiny
 
 HALF = [5, 9, 3, 7, 7, 2, 11, 60, 4, 8]
 

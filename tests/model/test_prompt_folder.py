@@ -14,17 +14,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import commands
-import families
 import httpx
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving import until
-from shelves import LARGE, put, random_text, read, shelf_in, whole
 from test_server_process import health, started
-from toys import extend, noisy_copy, parts_of, refuses, save_models, tiny, tiny_tokenizer
 
 import forerun
 from forerun.api.decoder import Decoder
@@ -37,6 +32,18 @@ from forerun.model.causal_lm import CausalLM
 from forerun.model.prompt_folder import PromptFolder
 from forerun.model.segments import LEAST, LENGTH
 from forerun.model.shelf import Shelf
+from tests.support import commands, families
+from tests.support.serving import until
+from tests.support.shelves import LARGE, put, random_text, read, shelf_in, whole
+from tests.support.toys import (
+    extend,
+    noisy_copy,
+    parts_of,
+    refuses,
+    save_models,
+    tiny,
+    tiny_tokenizer,
+)
 
 LONG: dict[str, Any] = {"max_position_embeddings": 4096}
 FORMS: dict[str, Callable[[], CausalLM]] = {
@@ -468,7 +475,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from forerun.model.segments import LENGTH
-from shelves import put, random_text, read, shelf_in
+from tests.support.shelves import put, random_text, read, shelf_in
 path, number = Path(sys.argv[1]), int(sys.argv[2])
 shelf = shelf_in(path, limit=20 * int(sys.argv[3]))
 shared = random_text(2 * LENGTH)
@@ -483,8 +490,7 @@ for turn in range(12):
 def test_two_processes_may_share_a_folder(tmp_path: Path) -> None:
     put(shelf_in(tmp_path), random_text(2 * LENGTH))
     size = files(tmp_path)[0].stat().st_size
-    root = Path(__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", WRITER, str(tmp_path)]
     writers = [
         subprocess.Popen(

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from toys import noisy_copy, refuses, tiny, tiny_tokenizer
 
 from forerun.api.choose import shipped
 from forerun.api.load import Decoder
@@ -26,6 +25,7 @@ from forerun.planning.forecast import StepSituation, forecast
 from forerun.planning.source_chooser import SourceChooser
 from forerun.planning.stop_rules import BestLength
 from forerun.planning.tree_plan import TreePlanner
+from tests.support.toys import noisy_copy, refuses, tiny, tiny_tokenizer
 
 COSTS = Costs(target={1: 10.0, 2: 10.0, 4: 12.0, 8: 20.0}, draft={1: 1.0, 2: 1.5})
 

@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from toys import DRAFT, TableLM, decode, fit, noisy_copy, random_table, sampled, tiny, tokens_of
-from toys import TARGET as SAMPLED
 
 from benchmarks.baselines.lookup import Lookup
 from forerun import Decoder, SamplingParams
@@ -39,6 +37,18 @@ from forerun.planning.guard import (
 )
 from forerun.planning.stop_rules import BestLength, FixedLength, LengthPolicy
 from forerun.sampling.sampler import Sampler
+from tests.support.toys import (
+    DRAFT,
+    TableLM,
+    decode,
+    fit,
+    noisy_copy,
+    random_table,
+    sampled,
+    tiny,
+    tokens_of,
+)
+from tests.support.toys import TARGET as SAMPLED
 
 TARGET = random_table(8, 5)
 NEVER = -TARGET

@@ -8,7 +8,6 @@ from math import prod, sqrt
 
 import pytest
 import torch
-from toys import TableLM, decode, fit, random_table, tokens_of
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
@@ -34,6 +33,7 @@ from forerun.planning.stop_rules import (
 )
 from forerun.sampling.probabilities import argmax_of
 from forerun.sampling.sampler import Sampler
+from tests.support.toys import TableLM, decode, fit, random_table, tokens_of
 
 V, FITS = 8, 1e-4
 TARGET = random_table(V, 1, 1.3)

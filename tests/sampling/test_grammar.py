@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import toys
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from torch import Tensor
-from toys import TableLM, decode, refuses, tiny_tokenizer, tokens_of
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.baselines.lookahead import Lookahead
@@ -29,6 +27,8 @@ from forerun.methods import AR, SD, Hybrid, Lyanna, Method, Ouroboros, Pacer, Pa
 from forerun.planning.stop_rules import FixedLength
 from forerun.sampling import response_format as formats
 from forerun.sampling.sampler import Sampler
+from tests.support import toys
+from tests.support.toys import TableLM, decode, refuses, tiny_tokenizer, tokens_of
 
 llguidance = pytest.importorskip("llguidance")
 grammar = pytest.importorskip("forerun.sampling.grammar")

@@ -9,18 +9,6 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare
 from test_decode import DRAFTERS, PROCESSORS
-from toys import (
-    DRAFT,
-    PROMPT,
-    TARGET,
-    TableLM,
-    decode,
-    fit,
-    noisy_copy,
-    random_table,
-    tiny,
-    tokens_of,
-)
 
 from forerun import Decoder
 from forerun.drafters.model_chain import ChainDrafter
@@ -32,6 +20,18 @@ from forerun.methods import method
 from forerun.planning.stop_rules import FixedLength
 from forerun.sampling.sampler import Sampler
 from forerun.sampling.seeded import FLOOR, SeededStream
+from tests.support.toys import (
+    DRAFT,
+    PROMPT,
+    TARGET,
+    TableLM,
+    decode,
+    fit,
+    noisy_copy,
+    random_table,
+    tiny,
+    tokens_of,
+)
 
 
 def counts(distribution: torch.Tensor, trials: int) -> np.ndarray:

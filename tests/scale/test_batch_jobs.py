@@ -12,8 +12,6 @@ import pytest
 import typer
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
-from serving import make_decoder, models, until
-from toys import refuses, save_lines, save_models
 
 from forerun.api.decoder import Decoder
 from forerun.api.load import load
@@ -21,6 +19,8 @@ from forerun.cli.batch_jobs import batch
 from forerun.scale.batch_file import CHAT, COMPLETION, BadLine, read_line, scan
 from forerun.scale.batch_folder import Folder
 from forerun.server import worker
+from tests.support.serving import make_decoder, models, until
+from tests.support.toys import refuses, save_lines, save_models
 
 
 @pytest.fixture(scope="module")

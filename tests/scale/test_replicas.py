@@ -13,10 +13,10 @@ from unittest.mock import MagicMock, Mock
 
 import httpx
 import pytest
-from serving import PLAIN, make_decoder
-from toys import refuses
 
 from forerun.server.app import Settings
+from tests.support.serving import PLAIN, make_decoder
+from tests.support.toys import refuses
 
 pytest.importorskip("ray", reason="needs ray: pip install '.[ray]'")
 

@@ -9,7 +9,13 @@ from typing import Any
 import openai
 import pytest
 import torch
-from serving import (
+
+from forerun import Decoder
+from forerun.engine.engine import Engine
+from forerun.engine.sequence import Request
+from forerun.methods import method
+from forerun.model.causal_lm import CausalLM
+from tests.support.serving import (
     CHAT,
     HELLO,
     NAME,
@@ -23,13 +29,7 @@ from serving import (
     make_decoder,
     post,
 )
-from toys import noisy_copy, tiny
-
-from forerun import Decoder
-from forerun.engine.engine import Engine
-from forerun.engine.sequence import Request
-from forerun.methods import method
-from forerun.model.causal_lm import CausalLM
+from tests.support.toys import noisy_copy, tiny
 
 PROMPT = list(range(5, 65))
 SAT: list[Any] = [{"role": "user", "content": "the cat sat"}]

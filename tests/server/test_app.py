@@ -17,13 +17,13 @@ from unittest.mock import MagicMock, Mock
 
 import httpx
 import pytest
-from serving import NAME, held, live, make_decoder, make_filler, post
 
 from forerun.server import answers, run
 from forerun.server.app import STATIC, Settings, create_app
 from forerun.server.errors import ApiError
 from forerun.server.run import Protocol
 from forerun.server.worker import Worker
+from tests.support.serving import NAME, held, live, make_decoder, make_filler, post
 
 CASES = 500  # at least
 OPTIONS = (

@@ -10,7 +10,11 @@ from unittest.mock import AsyncMock, Mock, patch
 
 import httpx
 import pytest
-from serving import (
+from test_engine import Panic
+
+from forerun.sampling.grammar import FormError, Grammar
+from forerun.server.middleware import BodyLimit
+from tests.support.serving import (
     CHAT,
     HELLO,
     PLAIN,
@@ -25,10 +29,6 @@ from serving import (
     post,
     until,
 )
-from test_engine import Panic
-
-from forerun.sampling.grammar import FormError, Grammar
-from forerun.server.middleware import BodyLimit
 
 
 def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:

@@ -16,8 +16,6 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from openai.types.chat.chat_completion import ChoiceLogprobs
 from openai.types.completion_choice import Logprobs
-from serving import CHAT, HELLO, PLAIN, Live, events, figures, live, make_decoder, post, until
-from toys import tiny_tokenizer
 
 from forerun.engine.step import Step
 from forerun.sampling.probabilities import Logprob
@@ -26,6 +24,19 @@ from forerun.server.errors import ApiError
 from forerun.server.job import Job
 from forerun.server.logprobs import SLICE, LogprobsJson, TokenTexts
 from forerun.server.readers import READERS
+from tests.support.serving import (
+    CHAT,
+    HELLO,
+    PLAIN,
+    Live,
+    events,
+    figures,
+    live,
+    make_decoder,
+    post,
+    until,
+)
+from tests.support.toys import tiny_tokenizer
 
 HEAVY = {"prompt": "heavy", "max_tokens": 2}
 

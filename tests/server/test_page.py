@@ -21,12 +21,12 @@ pytest.importorskip("prometheus_client", reason="needs the extra `serve`")
 from fastapi import FastAPI, Request  # noqa: E402
 from fastapi.responses import JSONResponse, Response, StreamingResponse  # noqa: E402
 from fastapi.staticfiles import StaticFiles  # noqa: E402
-from serving import live, running  # noqa: E402
 
 from forerun.server.app import PAGE_HEADERS, STATIC  # noqa: E402
+from tests.support.serving import live, running  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 AXE = Path(os.environ.get("AXE_CORE", ROOT / "node_modules" / "axe-core" / "axe.min.js"))
 TIMEOUT = 20_000  # milliseconds; for a machine with much else to do
 ORIGINS = ("draft", "lookup", "phrase", "window", "reused", "correction", "bonus")

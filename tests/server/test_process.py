@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import commands
 import httpx
 import pytest
-from serving import models, until
-from toys import save_models
 
 from forerun import cli
+from tests.support import commands
+from tests.support.serving import models, until
+from tests.support.toys import save_models
 
 COMMAND = [sys.executable, "-m", "forerun", "serve"]
 

@@ -8,10 +8,21 @@ from typing import Any
 import openai
 import pytest
 from openai.types.responses import Response
-from serving import CHAT, HELLO, NAME, Live, client_of, live, make_decoder, post, served
 from test_server_errors import refusal, sent
-from tools import make_decoder as make_caller
-from tools import scripted
+
+from tests.support.serving import (
+    CHAT,
+    HELLO,
+    NAME,
+    Live,
+    client_of,
+    live,
+    make_decoder,
+    post,
+    served,
+)
+from tests.support.tools import make_decoder as make_caller
+from tests.support.tools import scripted
 
 RESPONSES = "/v1/responses"
 SCHEMA: dict[str, Any] = {

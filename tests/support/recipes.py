@@ -5,10 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from toys import noisy_copy, save_models, tiny, tiny_tokenizer
-
 from forerun.model.causal_lm import CausalLM
 from forerun.train.run import Run
+from tests.support.toys import noisy_copy, save_models, tiny, tiny_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"

@@ -18,7 +18,6 @@ import httpx
 import pytest
 import uvicorn
 from tokenizers import AddedToken
-from toys import noisy_copy, tiny, tiny_tokenizer
 
 from forerun.api.decoder import Decoder
 from forerun.engine.engine import Engine
@@ -26,6 +25,7 @@ from forerun.server.app import Service, Settings, create_app
 from forerun.server.listening import listen
 from forerun.server.run import Protocol
 from forerun.server.worker import Worker
+from tests.support.toys import noisy_copy, tiny, tiny_tokenizer
 
 NAME = "tiny"
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"

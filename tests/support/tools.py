@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken
-from toys import noisy_copy, tiny, tiny_tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from forerun.api import requests
 from forerun.api.decoder import Decoder
+from tests.support.toys import noisy_copy, tiny, tiny_tokenizer
 
 NAMES = ("hermes", "llama3", "mistral")
 TEMPLATES = {

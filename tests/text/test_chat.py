@@ -18,9 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ggufs import TEMPLATE, small, write
 from rich.console import Console
-from toys import refuses, tiny_tokenizer
 from transformers import LogitsProcessorList
 
 import forerun
@@ -34,6 +32,8 @@ from forerun.cli.writing import Answer, Reading
 from forerun.methods import AR
 from forerun.sampling.params import SamplingParams
 from forerun.text.chat import chat_prompt, turn_ends
+from tests.support.ggufs import TEMPLATE, small, write
+from tests.support.toys import refuses, tiny_tokenizer
 
 END = 2
 USER = {"role": "user", "content": "hello"}

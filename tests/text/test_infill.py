@@ -6,7 +6,13 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import (
+from test_server_errors import refusal, sent
+from tokenizers import AddedToken
+
+from forerun import Decoder
+from forerun.text import infill
+from forerun.text.infill import infill_form
+from tests.support.serving import (
     FILLERS,
     NAME,
     PLAIN,
@@ -19,13 +25,7 @@ from serving import (
     served,
     until,
 )
-from test_server_errors import refusal, sent
-from tokenizers import AddedToken
-from toys import pieces, tiny_tokenizer
-
-from forerun import Decoder
-from forerun.text import infill
-from forerun.text.infill import infill_form
+from tests.support.toys import pieces, tiny_tokenizer
 
 CODE = "def add(a, b): return a + b\nfor i in range(10): print(i)\n" * 4
 

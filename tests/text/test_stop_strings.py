@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from toys import pieces as make_pieces
-from toys import tiny_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, StopStringCriteria
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from forerun.api.loading import load_tokenizer
 from forerun.text.stop_strings import StopStrings, TextStream
+from tests.support.toys import pieces as make_pieces
+from tests.support.toys import tiny_tokenizer
 
 ODD = "\ufffd"
 # The tokenizer has "ab", "aa" and the like; other characters take two to four tokens each.

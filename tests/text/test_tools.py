@@ -8,10 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-import toys
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import (
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import LogitsProcessorList, PreTrainedTokenizerFast
+
+from forerun.engine.sequence import Request
+from forerun.methods import AR, SD, Hybrid, Parts, Suffix
+from forerun.sampling.grammar import compiled
+from forerun.sampling.response_format import form_of
+from forerun.sampling.sampler import Sampler
+from forerun.text.chat import checked
+from forerun.text.tool_calls import FORMS, ToolCall, ToolStream, form_of_template
+from forerun.text.tools import checked_choice, checked_tools, tools_for
+from tests.support import toys
+from tests.support.serving import (
     CHAT,
     HELLO,
     NAME,
@@ -24,19 +36,7 @@ from serving import (
     post,
     served,
 )
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from tools import MARKERS, TEMPLATES, make_decoder, scripted
-from transformers import LogitsProcessorList, PreTrainedTokenizerFast
-
-from forerun.engine.sequence import Request
-from forerun.methods import AR, SD, Hybrid, Parts, Suffix
-from forerun.sampling.grammar import compiled
-from forerun.sampling.response_format import form_of
-from forerun.sampling.sampler import Sampler
-from forerun.text.chat import checked
-from forerun.text.tool_calls import FORMS, ToolCall, ToolStream, form_of_template
-from forerun.text.tools import checked_choice, checked_tools, tools_for
+from tests.support.tools import MARKERS, TEMPLATES, make_decoder, scripted
 
 CALL = '{"name": "f", "arguments": {"x": "a\\"}{[", "y": [1, {}]}}'
 PIECES = {  # of texts that are partly calls

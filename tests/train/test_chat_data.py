@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from recipes import losses, make_run, save_pair
-from toys import refuses
 
 from benchmarks.chat.data import ChatRecipe, Question, apart, is_sound, make_chats
 from benchmarks.chat.questions import questions
@@ -21,6 +19,8 @@ from forerun.train.corpus import STRETCH
 from forerun.train.draft import DraftRecipe, train_draft
 from forerun.train.head import HeadRecipe, train_head
 from forerun.train.texts import Conversation, of_chats, of_windows, read_chats
+from tests.support.recipes import losses, make_run, save_pair
+from tests.support.toys import refuses
 
 RECIPE = ChatRecipe(conversations=120, answer=12, shard=40)
 GIVEN = list(questions(120))

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from recipes import make_run, save_pair
-from toys import refuses, save_lines, save_models, tiny, tiny_tokenizer
 
 from forerun import Decoder
 from forerun.api.layers import load_pre_verifier
@@ -23,6 +21,8 @@ from forerun.sampling.sampler import Sampler
 from forerun.train.pre_verifier import Recipe, of_conversations, train_pre_verifier
 from forerun.train.rollout import FIELDS, roll_out
 from forerun.train.texts import Conversation, Texts
+from tests.support.recipes import make_run, save_pair
+from tests.support.toys import refuses, save_lines, save_models, tiny, tiny_tokenizer
 
 WINDOW: Any = {"prompt": 16, "output": 40}  # of text
 RECIPE = Recipe(

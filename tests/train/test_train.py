@@ -9,16 +9,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import commands
 import numpy as np
 import pytest
 import torch
-from recipes import TEXT, judge, losses, make_run, save_pair
 from safetensors.torch import load_file
-from serving import until
 from torch import Tensor, nn
 from torch.nn import functional
-from toys import refuses, tiny, tiny_tokenizer
 
 import forerun
 from forerun import Decoder
@@ -35,6 +31,10 @@ from forerun.train.labels import TOP, cross_entropy, in_parts, label, top_probs
 from forerun.train.loop import TrainConfig, train
 from forerun.train.run import OwnOutput
 from forerun.train.texts import Texts, joined, of_windows, read_texts, split_windows, tokenize
+from tests.support import commands
+from tests.support.recipes import TEXT, judge, losses, make_run, save_pair
+from tests.support.serving import until
+from tests.support.toys import refuses, tiny, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ from random import Random
 
 import pytest
 import torch
-from toys import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import forerun
@@ -20,6 +19,7 @@ from forerun.train.corpus import STRETCH, held_out_prompts, sharing, source_file
 from forerun.train.texts import SPLITS
 from forerun.zoo import QWEN_CODER, SMOLLM2, WEIGHTS_FOLDER
 from forerun.zoo.quantise import WEIGHTS, load_quantised, unpack6
+from tests.support.toys import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

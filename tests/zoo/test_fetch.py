@@ -16,11 +16,8 @@ from types import SimpleNamespace
 from typing import IO, Any
 from unittest import mock
 
-import commands
-import ggufs
 import huggingface_hub
 import pytest
-from toys import random_head, random_layer, refuses
 from typer.testing import CliRunner
 
 import forerun
@@ -36,6 +33,8 @@ from forerun.model.causal_lm import CausalLM
 from forerun.zoo import companion, locate, own_draft
 from forerun.zoo import fetch as fetching
 from forerun.zoo.fetch import sha256_of
+from tests.support import commands, ggufs
+from tests.support.toys import random_head, random_layer, refuses
 
 SMOLLM2, QWEN = zoo.MODELS["smollm2"], zoo.MODELS["qwen-coder"]
 FILE, REQUIREMENT, WHEEL = SMOLLM2.file, SMOLLM2.requirement, SMOLLM2.wheel_of(1)
