@@ -1,4 +1,8 @@
-"""Settings of the whole suite: a thread a process, the same examples in every run, nothing from or for a home."""
+"""Settings of the whole suite.
+
+Each process computes in one thread, Hypothesis draws the same examples in every run, and nothing is
+read from or written to the user's home folder.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,15 @@ def server() -> Iterator[Any]:
 
     with live(max_body=2**21) as found:
         yield found
+
+
+@pytest.fixture
+def native_settings() -> Iterator[None]:
+    """Restore torch's number of threads and the best variant of the C library after a test."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    library().fr_select(b"")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -75,7 +75,8 @@ def test_a_loss_is_the_cross_entropy(law: bool) -> None:
 
 
 def test_exercises_are_signatures_with_a_docstring() -> None:
-    code = 'def add(a, b):\n    """Return the sum of a and b, two numbers.\n\n    >>> add(1, 2)\n    3\n    """\n'
+    docstring = '"""Return the sum of a and b, two numbers.\n\n    >>> add(1, 2)\n    3\n    """'
+    code = f"def add(a, b):\n    {docstring}\n"
     text = f"Sure:\n```python\nimport math\n\n{code}    return a + b\n```"
     assert exercise(text) == ("add", code)
     assert exercise("def add(a, b):\n    return a + b") is None and exercise("No code") is None

@@ -1,4 +1,4 @@
-"""Loads: closed loops, open ones, the servers they are put on, and `benchmarks.loads` as a command."""
+"""Loads: closed and open loops, the servers they run on, and the command `benchmarks.loads`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11], [12]]
 
 
 class Clockwork:
-    """A server of `rows` rows, and its clock: each step takes 1 s and brings a token for each row."""
+    """A server of `rows` rows, and its clock.
+
+    Each step takes 1 s and adds a token to each row.
+    """
 
     def __init__(self, rows: int = 1000) -> None:
         self.now, self.rows = 100.0, rows

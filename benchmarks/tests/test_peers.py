@@ -1,4 +1,7 @@
-"""Peers in a bench: transformers' own methods, our methods on transformers' own forwards, and llama.cpp."""
+"""Peers in a bench.
+
+They are transformers' own methods, our methods on transformers' own forwards, and llama.cpp.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +164,7 @@ def test_peers_sample_with_top_p_and_seeds(name: str, pair: Pair) -> None:
     assert narrow.tokens == greedy.tokens
 
 
-def test_the_command(folder: Path) -> None:
+def test_the_command_measures_peers_beside_our_methods(folder: Path) -> None:
     out = folder / "out"
     options = [
         "--target",
@@ -397,7 +400,8 @@ for await (const line of readline.createInterface({input: process.stdin})) {
         found.push(last = table[last]);
     const drafts = Object.keys(asked.mode).length;
     const forwards = found.length - drafts, first = 0.1 + asked.known;
-    console.log(JSON.stringify({tokens: found, seconds: asked.sampling.temperature, forwards, first}));
+    const seconds = asked.sampling.temperature;
+    console.log(JSON.stringify({tokens: found, seconds, forwards, first}));
 }
 """
 
@@ -465,7 +469,10 @@ def test_names_say_how_it_drafts(tmp_path: Path) -> None:
 
 
 def test_it_is_a_runner_of_a_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is started once for all its methods. `test_bench.py` has what is counted of a runner's outputs."""
+    """One process serves all methods.
+
+    `tests/bench/test_bench.py` checks what is counted of a runner's outputs.
+    """
     started: list[str] = []
 
     def load_llama(loaded: Loaded) -> Any:

@@ -1,4 +1,7 @@
-"""The benchmarks of the server: its clients against a real one with a tiny model, and the pages made of figures."""
+"""The benchmarks of the server.
+
+The clients run against a real server with a tiny model; the pages are made from figures.
+"""
 
 from __future__ import annotations
 

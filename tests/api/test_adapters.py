@@ -1,4 +1,4 @@
-"""PEFT's adapters, switched between calls: no call answers from what another adapter left behind."""
+"""PEFT adapters switched between calls: no call uses what another adapter has left behind."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def states(model: PeftModelForCausalLM) -> Iterator[str]:
 
 
 def check(model: PeftModelForCausalLM, answer: Answer) -> None:
-    """Answers are those of transformers' generate without forerun, whatever the adapters were switched to before."""
+    """Whichever adapter was on before, answers equal those of transformers' own `generate`."""
     base, said = model.get_base_model(), {}
     for state in states(model):
         for prompt in (PROMPTS[0], *PROMPTS):

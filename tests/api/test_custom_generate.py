@@ -1,4 +1,7 @@
-"""`model.generate(custom_generate=forerun.custom_generate)` beside transformers' own loop, on tiny models."""
+"""`model.generate(custom_generate=forerun.custom_generate)` on tiny models.
+
+Its output is compared with that of transformers' own loop.
+"""
 
 import copy
 import gc

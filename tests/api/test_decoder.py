@@ -66,7 +66,9 @@ def test_text_and_token_prompts_are_the_same(decoders: Decoders) -> None:
     assert by_text.text == TOKENIZER.decode(by_text.tokens, skip_special_tokens=True)
 
 
-def test_users_own_processors_and_criteria(decoders: Decoders, target: PreTrainedModel) -> None:
+def test_users_own_processors_and_criteria_are_obeyed(
+    decoders: Decoders, target: PreTrainedModel
+) -> None:
     ids = torch.tensor([IDS])
     processors = LogitsProcessorList(
         [transformers.SuppressTokensLogitsProcessor(list(range(0, 300, 2)))]

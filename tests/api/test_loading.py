@@ -1,4 +1,7 @@
-"""What `load` makes of folders: pairs of tokenizers, padded vocabularies, broken checkpoints, device maps."""
+"""What `load` makes of folders.
+
+Pairs of tokenizers, padded vocabularies, broken checkpoints and device maps.
+"""
 
 import json
 import os
@@ -46,7 +49,7 @@ PROMPTS = ["the cat sat", "def add(a", "for"]
 def changed(
     old: str = "{", new: str = "{", more: str | None = None, lowercase: bool = False
 ) -> Any:
-    """The toys' tokenizer with another text in its file, a token more, or a normaliser that it lacks."""
+    """The toys' tokenizer with a replaced text in its file, an added token or normaliser."""
     text = tiny_tokenizer().backend_tokenizer.to_str()
     assert old in text
     tokenizer = transformers.PreTrainedTokenizerFast(

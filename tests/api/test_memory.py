@@ -51,7 +51,10 @@ print(json.dumps(figures))
     "methods", ["ar,sd,pacer-ouroboros", "suffix,hybrid,pacer", "lyanna,pacer-lyanna"]
 )
 def test_nothing_is_alive_when_a_decoder_is_gone(methods: str) -> None:
-    """Finished, dropped and failed calls leave nothing behind either. A stream that is held holds its decoder."""
+    """Finished, dropped and failed calls leave nothing behind either.
+
+    A stream that somebody holds keeps its decoder alive.
+    """
     done = commands.run(methods, program=PROGRAM)
     assert done.returncode == 0, done.stderr
     for held, left in json.loads(done.stdout):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,22 +79,31 @@ def rolled(
     return tokens, probs
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Where a draft ends: its length, the least probability of a token and of all, and tokens."""
+
+    most: int = 6
+    least: float = 0.0
+    product: float = 0.0
+    ends: Sequence[int] = ()
+
+
 @torch.inference_mode()
 def at_once(
     model: CausalLM,
     pending: Sequence[int] = (7,),
-    most: int = 6,
-    least: float = 0.0,
-    product: float = 0.0,
-    ends: Sequence[int] = (),
     how: ChainSampling | None = None,
     id: int = 0,
+    **limits: Any,
 ) -> Drafted:
-    """A draft in one call of C; without distributions if nothing is drawn."""
+    """Return a draft of one call of C. It has no distributions if nothing is sampled."""
     assert model.fused_draft is not None
-    found = model.fused_draft(model.cache, id, list(pending), most, least, product, list(ends), how)
-    assert how is not None or found.probs is None
-    return found
+    limit = Limits(**limits)
+    bounds = (limit.most, limit.least, limit.product, list(limit.ends))
+    drafted = model.fused_draft(model.cache, id, list(pending), *bounds, how)
+    assert how is not None or drafted.probs is None
+    return drafted
 
 
 def kept(model: CausalLM, id: int) -> list[torch.Tensor]:
@@ -140,7 +150,7 @@ def test_tokens_keys_and_values_are_those_of_roll(
 def test_a_long_draft_to_the_end_of_the_cache_takes_no_more_room() -> None:
     one, other, pending = begun(small()), begun(small()), [7 + number % 50 for number in range(90)]
     most = 257 - one.length(0) - len(pending)
-    assert at_once(other, pending, most).tokens == rolled(one, pending, most)[0]
+    assert at_once(other, pending, most=most).tokens == rolled(one, pending, most)[0]
     assert other.cache.capacity == one.cache.capacity == 256
 
 
@@ -149,7 +159,7 @@ def test_tokens_of_the_text_are_drafted_beside_the_hot_ones() -> None:
         weight[31] *= 50  # it stands in the prompt, and is not hot
 
     model, other = (begun(small(hot=True, change=change)) for _ in range(2))
-    drafts = [at_once(model, [4], 1).tokens for _ in range(12)]
+    drafts = [at_once(model, [4], most=1).tokens for _ in range(12)]
     assert [31] in drafts
     assert drafts == [rolled(other, [4], 1)[0] for _ in range(12)]
 
@@ -213,7 +223,7 @@ def test_copies_have_buffers_of_their_own() -> None:
     assert other.fused_draft is not model.fused_draft
 
 
-def test_a_cache_that_grows_and_other_threads() -> None:
+def test_a_cache_that_grows_and_other_threads_change_no_draft() -> None:
     before = torch.get_num_threads()
     one, other = begun(small()), begun(small())
     try:
@@ -251,7 +261,10 @@ def test_methods_draft_the_same(
     calls: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lengths and all, alone and where a second request joins, greedy or with a seed; and the call is what drafts."""
+    """Tokens and lengths are equal, and the call in C is what drafts.
+
+    This holds for one request and where a second one joins, greedily and with a seed.
+    """
 
     def decoded(**more: Any) -> list[list[tuple[Any, ...]]]:
         parts = (
@@ -323,7 +336,10 @@ def probabilities_by(logits: torch.Tensor, sampling: SamplingDistribution) -> to
 def test_drafts_are_sampled_from_the_given_distributions(
     sampling: SamplingDistribution, hot: bool
 ) -> None:
-    """Each token stands where its number falls in the distribution that transformers makes of the model's logits."""
+    """Each token is the one in whose interval the random number falls.
+
+    The intervals are those of the distribution that transformers' processors make of the logits.
+    """
     numbers = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for _ in range(4):
         tokens, probs, _ = at_once(
@@ -352,8 +368,11 @@ def test_drafts_are_sampled_from_the_given_distributions(
 def test_a_seed_drafts_its_streams_tokens(
     sampling: SamplingDistribution, scale: float, more: int, hot: bool
 ) -> None:
-    """The tokens of `forerun.sampling.seeded`, the improbable ones, which run as one, included; a target may have
-    `more`."""
+    """The drafted tokens are those that `forerun.sampling.seeded` chooses.
+
+    That includes the improbable tokens, which the stream treats as one. `more` tokens belong to the
+    target's vocabulary alone.
+    """
     model = small(
         hot=True,
         change=lambda weight: weight.mul_(scale),
@@ -377,7 +396,10 @@ def test_a_seed_drafts_its_streams_tokens(
 
 @pytest.mark.parametrize("hot", [False, True])
 def test_output_of_sampled_calls_follows_the_targets_distribution(hot: bool) -> None:
-    """Three tokens, of which two are drafted with other probabilities, or one where the rule ends the draft."""
+    """Check the law of three tokens.
+
+    Two of them are drafted with other probabilities, or one where the rule ends the draft.
+    """
     model, sampling, joint = (
         begun(small()),
         SamplingDistribution(0.3, 0.5),

@@ -57,7 +57,7 @@ def test_a_small_float32_forward_in_c_equals_the_stock_one(
             lm.commit(ids, paths)
 
 
-def test_the_last_position_of_the_context() -> None:
+def test_the_last_position_of_the_context_can_be_used() -> None:
     model = families.tiny("llama", max_position_embeddings=CONTEXT)
     plain, quick = CausalLM(model), prepare(model)
     for lm in (plain, quick):

@@ -1,4 +1,4 @@
-"""Models out of GGUF files: their values, their forwards, their tokenizers, and files that are damaged."""
+"""Models from GGUF files: values, forwards, tokenizers, and files that are damaged."""
 
 import ast
 import copy
@@ -72,7 +72,9 @@ def test_matrices_keep_their_values(tmp_path: Path, kind: str, tied: bool) -> No
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *OWN])
 @pytest.mark.parametrize("architecture", list(ggufs.ARCHITECTURES))
-def test_forwards(tmp_path: Path, architecture: str, kind: str) -> None:
+def test_forwards_of_a_file_are_those_of_its_values(
+    tmp_path: Path, architecture: str, kind: str
+) -> None:
     original = ggufs.small(architecture)
     expected = logits(ggufs.rounded(original, kind))
     path = ggufs.write(tmp_path / "a.gguf", original, kind)
@@ -101,7 +103,7 @@ def test_formats_that_the_library_does_not_know_are_stored_anew(tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "bfloat16"])
 @pytest.mark.parametrize("file", ["F32", "Q4_1", "Q8_0", "Q5_0"])
-def test_weights_that_were_asked_for(
+def test_weights_are_stored_as_asked_for(
     tmp_path: Path, kind: str, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_file, "_CHUNK", 64 * 10)  # rows come in several parts
@@ -140,7 +142,7 @@ def test_a_head_keeps_eight_bits_of_its_values_unless_the_file_has_four(tmp_path
         )
 
 
-def test_floats_beside_blocks(tmp_path: Path) -> None:
+def test_floats_beside_blocks_stay_floats(tmp_path: Path) -> None:
     original = ggufs.small()
     types = {
         "token_embd.weight": "F16",
@@ -170,7 +172,7 @@ def test_floats_beside_blocks(tmp_path: Path) -> None:
     load_gguf(path, "bfloat16")
 
 
-def test_configuration(tmp_path: Path) -> None:
+def test_the_configuration_is_the_models_own(tmp_path: Path) -> None:
     original = ggufs.small("qwen3", num_attention_heads=8)
     metadata = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.padding_token_id": 5}
     path = ggufs.write(tmp_path / "a.gguf", original, "F16", metadata=metadata)
@@ -214,7 +216,7 @@ def test_configuration(tmp_path: Path) -> None:
     assert (config.head_dim, config.rope_parameters["rope_theta"]) == (16, 10000)
 
 
-def test_rotations_and_windows(tmp_path: Path) -> None:
+def test_rotations_and_windows_are_read_from_the_file(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
     metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F32", metadata=metadata)
@@ -245,7 +247,7 @@ def test_rotations_and_windows(tmp_path: Path) -> None:
     assert not torch.allclose(logits(model)[:, 30:], expected[:, 30:], atol=1e-2)
 
 
-def test_tokenizer(tmp_path: Path) -> None:
+def test_tokenizers_cut_texts_as_their_kind_does(tmp_path: Path) -> None:
     for pre, text, tokens in (
         ("smollm", "  12 the", ["ĠĠ", "1", "2", "Ġthe"]),  # digits by themselves
         ("gpt-2", "  12 the", ["Ġ", "Ġ", "12", "Ġthe"]),  # with the space before them
@@ -262,7 +264,7 @@ def test_tokenizer(tmp_path: Path) -> None:
         assert "<|im_end|>" not in tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_pieces(tmp_path: Path) -> None:
+def test_pieces_are_cut_as_sentencepiece_does(tmp_path: Path) -> None:
     path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F16", pre="pieces")
     tokenizer = gguf_tokenizer(path)
     ids = tokenizer(" the low</s>\u00e9")["input_ids"]
@@ -317,7 +319,7 @@ def test_tokens_equal_those_of_llama_cpp(tmp_path: Path, pre: str) -> None:
         assert ours(text)["input_ids"] == expected, text
 
 
-def test_special_tokens_and_chat_template(tmp_path: Path) -> None:
+def test_special_tokens_and_the_chat_template_are_those_of_the_file(tmp_path: Path) -> None:
     path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F16")
     tokenizer = gguf_tokenizer(path)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 0)
@@ -329,7 +331,7 @@ def test_special_tokens_and_chat_template(tmp_path: Path) -> None:
     assert gguf_tokenizer(path)("the")["input_ids"] == [1, *tokenizer("the")["input_ids"]]
 
 
-def test_tokenizers_that_cannot_be_had(tmp_path: Path) -> None:
+def test_tokenizers_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"tokenizer": False}, "it has no tokenizer"),
         ({"pre": "new"}, "pre-tokenizer is 'new'; known are default, gpt-2, smollm"),
@@ -344,7 +346,9 @@ def test_tokenizers_that_cannot_be_had(tmp_path: Path) -> None:
             gguf_tokenizer(ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F16", **changes))
 
 
-def test_files_with_the_same_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_with_the_same_tokenizer_need_no_translation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def file(name: str, **changes: Any) -> Path:
         return ggufs.write(tmp_path / name, ggufs.small(), "F16", **changes)
 
@@ -438,7 +442,7 @@ def refused(path: Path) -> str:
     return str(caught.value)
 
 
-def test_contents_that_do_not_fit(tmp_path: Path) -> None:
+def test_contents_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for changes, words in (
         ({"split.count": 3}, "one of 3 shards"),
         (
@@ -479,7 +483,7 @@ def test_contents_that_do_not_fit(tmp_path: Path) -> None:
         assert words in refused(ggufs.write(tmp_path / "a.gguf", model, **{part: changes}))
 
 
-def test_files_that_are_cut_short_or_no_gguf(tmp_path: Path) -> None:
+def test_files_that_are_cut_short_or_no_gguf_are_refused(tmp_path: Path) -> None:
     path = ggufs.write(tmp_path / "a.gguf", ggufs.small(num_hidden_layers=1))
     whole = path.read_bytes()
     data = min(tensor.data_offset for tensor in open_gguf(path).tensors.values())
@@ -499,7 +503,7 @@ HOSTILE = [0, 1, 7, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2
 
 
 def damaged(whole: bytes, header: int, generator: np.random.Generator) -> bytes:
-    """A file cut short, or with other numbers in front or in the table of tensors after the vocabulary."""
+    """A file cut short, or with numbers changed in its header or in its table of tensors."""
     if generator.random() < 0.1:
         return whole[: int(generator.integers(len(whole)))]
     changed = bytearray(whole)
@@ -513,8 +517,11 @@ def damaged(whole: bytes, header: int, generator: np.random.Generator) -> bytes:
 
 
 @torch.inference_mode()
-def test_damaged_files(tmp_path: Path) -> None:
-    """Each is refused in one line, or loads and runs. `make sanitize` does so for FORERUN_FUZZ seconds."""
+def test_damaged_files_are_refused_or_run(tmp_path: Path) -> None:
+    """Each file is refused in one line, or loads and runs.
+
+    `make sanitize` tries such files for FORERUN_FUZZ seconds.
+    """
     wide = ggufs.small("qwen2", hidden_size=256, intermediate_size=256)
     made = [
         ggufs.write(tmp_path / "a.gguf", ggufs.small(num_hidden_layers=1), "Q4_1"),
@@ -551,7 +558,7 @@ def test_damaged_files(tmp_path: Path) -> None:
     assert len(found) > 10 and ran > 10
 
 
-def test_find(tmp_path: Path) -> None:
+def test_find_takes_a_file_or_a_folder_with_one(tmp_path: Path) -> None:
     assert find("org/name") is None and find(tmp_path) is None
     file = tmp_path / "a.gguf"
     refuses(r"there is no file '.*a\.gguf'", find, file)

@@ -68,7 +68,7 @@ def test_logits_are_those_of_the_hot_tokens_and_of_the_text(architecture: str) -
 @pytest.mark.parametrize(
     ("name", "setting"), [("Granite", {"logits_scaling": 4.0}), ("Cohere", {"logit_scale": 0.25})]
 )
-def test_a_models_own_scale_of_logits(name: str, setting: dict[str, float]) -> None:
+def test_a_models_own_scale_of_logits_is_kept(name: str, setting: dict[str, float]) -> None:
     sizes = {
         "hidden_size": 32,
         "num_hidden_layers": 1,

@@ -1,4 +1,4 @@
-"""Weights in few bits: what is stored, and that a row's bits do not depend on what stands beside it."""
+"""Weights in few bits: what is stored, and that a row's bits do not depend on its neighbours."""
 
 from __future__ import annotations
 
@@ -149,7 +149,10 @@ def _tree(draw: st.DrawFn, tokens: list[int]) -> tuple[Draft, list[int]]:
 @settings(max_examples=6, deadline=None, phases=[Phase.generate])
 @given(data=st.data())
 def test_verifying_gives_the_bits_of_single_steps(model: CausalLM, data: st.DataObject) -> None:
-    """Chains, trees, ragged batches, prompts in any pieces, prefixes from the store, and what is decoded after."""
+    """Chains, trees and ragged batches have the bits of single steps.
+
+    So do prompts in any pieces, prefixes from the store, and what is decoded after them.
+    """
     length = data.draw(st.sampled_from([1, 3, 9, 40, 250, 254]))
     maker = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
     tokens = torch.randint(3, 130, (length + 12,), generator=maker).tolist()
@@ -239,7 +242,7 @@ def test_drafts_are_in_8_bits_where_they_can_be(tmp_path: Path) -> None:
             assert is_stored(loaded) == (fits and weights == "auto")
 
 
-def test_embeddings() -> None:
+def test_embeddings_are_the_stored_rows() -> None:
     weight, ids = torch.randn(50, 64), torch.tensor([[3, 7], [49, 0]])
     rows = RawMatrix.quantised(weight, Type.BF16)
     assert torch.equal(StoredEmbedding(rows, torch.float32)(ids), weight.bfloat16().float()[ids])
@@ -265,7 +268,7 @@ def test_every_method_says_what_plain_decoding_says(kind: str) -> None:
     assert all(each == said["ar"] for each in said.values())
 
 
-def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_stored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     with pytest.raises(
         ValueError, match="weights 'int8' are for models that are loaded by name; this target is an"

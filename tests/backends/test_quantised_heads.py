@@ -1,5 +1,8 @@
-"""Heads over hidden states: the states that were trained, rows and branches that depend on nothing beside them, and
-drafts that C chooses in one call."""
+"""Heads over hidden states in C.
+
+The states are those of training, rows and branches do not depend on what runs beside them, and a
+draft that C chooses in one call equals that of many calls.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,10 @@ def error(found: Tensor, wanted: Tensor) -> float:
 @IN_C
 @pytest.mark.parametrize(("kind", "form"), CASES)
 def test_states_are_those_of_training(kind: str, form: str, in_c: bool) -> None:
-    """Drafted from a cache after every place of a text, beside the unrolled training pass in float32."""
+    """States drafted after each position equal those of the training pass.
+
+    The drafts use a cache; the training pass is unrolled, in float32.
+    """
     target, tokens = CausalLM(tiny("llama")), torch.tensor([5, 6, 7, 8, 9, 1, 2, 3])
     trained = random_head(target, kind=kind, **OF_C | FORMS[form])
     fast = head_of(target, in_c, kind=kind, **FORMS[form])
@@ -98,7 +104,11 @@ def test_states_are_those_of_training(kind: str, form: str, in_c: bool) -> None:
     ("kind", "form"), [("lyanna", "today's"), ("lyanna", "two layers"), ("eagle", "today's")]
 )
 def test_rows_are_what_they_are_alone(kind: str, form: str, in_c: bool) -> None:
-    """Rows of their own lengths with one new feature or several, in any order, after prompts in chunks of any size."""
+    """A row's states do not depend on the other rows.
+
+    Rows have different lengths and one or several new features, in any order, after prompts that
+    were read in chunks of any size.
+    """
     target = CausalLM(tiny("llama"))
     whole = head_of(target, in_c, kind=kind, **FORMS[form])
     features = {id: features_of(target, text) for id, text in TEXTS.items()}
@@ -134,7 +144,10 @@ def test_rows_are_what_they_are_alone(kind: str, form: str, in_c: bool) -> None:
 
 @IN_C
 def test_branches_are_what_their_paths_are(in_c: bool) -> None:
-    """Each beam of an EAGLE-like head against a chain of its own path, rows of different lengths together."""
+    """Each beam of an EAGLE-like head equals a chain along its path.
+
+    Rows of different lengths run in one forward.
+    """
     target = CausalLM(tiny("llama"))
     head = head_of(target, in_c, kind="eagle")
     texts = [[5, 6, 7, 8, 9, 1], [3, 4, 5]]
@@ -209,8 +222,11 @@ WIDTHS += [
 def test_a_draft_in_one_call_is_that_of_many(
     kind: str, form: str, is_planned: bool, reuse: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over steps with one waiting feature or several, with old logits and a budget; other rows come and go, of which
-    one has no place left."""
+    """A draft that C makes in one call equals that of many calls.
+
+    Steps have one or several waiting features, old logits and a budget. Other rows come and go; one
+    of them has no room left.
+    """
     target = CausalLM(tiny("llama"))
     head, calls, found = head_of(target, kind=kind, **FORMS[form]), list[Any](), {}
     head.curves = [[0.5, 1.0, 0.9], [0.2, 1.1, 0.8]] * 4
@@ -254,8 +270,11 @@ def test_a_draft_in_one_call_is_that_of_many(
     ],
 )
 def test_a_draft_has_the_bits_of_its_steps(kind: str, form: str, hot: int, width: int) -> None:
-    """Of its first places in one call and of its last ones in another, with old logits of some places, all far below
-    zero, which may fill up the hot set; of two rows, one of which ends."""
+    """A draft has the same bits in one call and in two.
+
+    Two calls make the first and the last positions. Some positions have old logits, all far below
+    zero, which may fill up the hot set. One of the two rows ends.
+    """
     target = CausalLM(tiny("llama"))
     head = head_of(target, kind=kind, **FORMS[form], hot=hot)
     features, tokens = features_of(target, TEXTS[9])[:8], TEXTS[9][1:9]

@@ -1,8 +1,7 @@
-"""Forwards of many rows, trees and chunks at all lengths, in all bits those of decoding one by one."""
+"""Forwards of many rows, trees and chunks at all lengths have the bits of decoding one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,14 +11,16 @@ from benchmarks.bits.forwards import Cases, Check, Difference, contexts, referen
 from forerun.backends import prepare
 from forerun.backends.quantised import QuantisedForward
 from forerun.backends.stored import store
-from forerun.csrc.library import library
 from forerun.engine.draft import Draft
 from forerun.engine.target import Output
 from forerun.model.causal_lm import CausalLM
 from tests.support.families import tiny
 
+pytestmark = pytest.mark.usefixtures("native_settings")
+
 LONGEST, CASES = 600, 36
-# Architecture, weights and settings. Keys and values are float32 with float32 weights, else float16.
+# Architecture, weights and settings. With float32 weights keys and values are float32, else
+# float16.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "1 head a group": ("qwen3", "int4", {}),
     "2 heads a group, float32": ("llama", "float32", {}),
@@ -41,15 +42,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "windows in some layers": ("smollm3", "bfloat16", {"sliding_window": 70}),
     "a window of 5": ("smollm3", "float32", {}),
 }
-
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """Each test leaves the library with the best variant and torch's number of threads."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    library().fr_select(b"")
 
 
 def model_of(name: str) -> CausalLM:

@@ -1,4 +1,4 @@
-"""`forerun bench`: processes on tiny random models, and the parts whose answers are known by hand."""
+"""`forerun bench`: processes on tiny random models, and parts whose answers are known by hand."""
 
 import copy
 import gzip
@@ -78,7 +78,7 @@ def options(folder: Path, *more: str) -> list[str]:
     ]
 
 
-def test_a_run(folder: Path, tmp_path: Path) -> None:
+def test_a_run_writes_its_records_and_a_summary(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = options(
         folder, "--methods", "sd", "--methods", "suffix", "--json", "--out", str(out)
@@ -143,7 +143,10 @@ def test_a_run(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_stopped_goes_on_and_no_other(folder: Path, tmp_path: Path) -> None:
-    """The same cells, those before the stop to the letter; other arguments, models and versions are refused by name."""
+    """A resumed run has the same cells, those before the stop to the letter.
+
+    A run with other arguments, models or versions is refused, and the message names the difference.
+    """
     target, out = shutil.copytree(folder / "target", tmp_path / "target"), tmp_path / "out"
     records, claim, left = out / "records.jsonl", out / "run.json", [4]
     pair = {"target": str(target), "draft": str(folder / "draft")}
@@ -205,7 +208,10 @@ def test_a_run_that_was_stopped_goes_on_and_no_other(folder: Path, tmp_path: Pat
 
 
 def test_methods_of_others_run_beside_ours(folder: Path) -> None:
-    """A runner gets the prompts and the target, is warmed up, measured in turns and compared like any method."""
+    """A runner of others is measured like any method.
+
+    It gets the prompts and the target, is warmed up, takes turns and is compared.
+    """
     seen: list[Any] = []
 
     def make(loaded: Loaded) -> Run:
@@ -308,7 +314,9 @@ MISTAKES = {
     "bench --methods ar --method-arg sd.gamma=3": "method 'sd' is not among --methods",
     "bench --tune sd.gamma=2,three": "sd.gamma must be of type int | None, not 'three'",
     "bench --tune sd.gamma=2 --methods sd": "leave out --methods",
-    "bench --dataset mbpp": "unknown dataset 'mbpp'; there are stdlib-test, stdlib-validation and FILE.jsonl",
+    "bench --dataset mbpp": (
+        "unknown dataset 'mbpp'; there are stdlib-test, stdlib-validation and FILE.jsonl"
+    ),
     "bench --dataset nothing.jsonl": "cannot read nothing.jsonl",
     "bench --dataset stdlib-test,stdlib-test": "dataset 'stdlib-test' is given twice",
     "bench --dataset vocabulary.jsonl": "prompt '1' has token ids outside 0..",
@@ -349,7 +357,7 @@ def test_files_without_prompts_are_refused(tmp_path: Path) -> None:
         refuses(message, read_prompts, path)
 
 
-def test_public_datasets(tmp_path: Path) -> None:
+def test_public_datasets_are_read_as_published(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt") as file:
         file.write('{"task_id": "HumanEval/0", "prompt": "def f():"}\n')
     (tmp_path / "gsm8k_test.jsonl").write_text(
@@ -539,8 +547,8 @@ def test_a_prompt_is_read_again_but_for_its_known_beginning(
 
     monkeypatch.setattr(CausalLM, "prefill", counting)
     outputs = [run([prompt], [0], None, known).tokens for known in ([], [], [12])]
-    # All but the last token, by target and draft. What is known comes first, all of it by the target, whose own step
-    # reads its last token.
+    # Target and draft read all but the last token. The known beginning is read first, all of it by
+    # the target, because a step of its own reads the last token.
     assert read == [19, 19, 19, 19, 11, 11, 7, 8] and outputs == outputs[:1] * 3
 
 

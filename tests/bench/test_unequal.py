@@ -198,7 +198,7 @@ def test_verdicts_whose_answers_are_known() -> None:
     assert "logits computed anew differ by 0.0001" in unknown.text
 
 
-def test_first_differences() -> None:
+def test_first_differences_are_found_bit_by_bit() -> None:
     others = [3], [1, 3], [1], [1, 2, 3]
     assert [first_difference([1, 2], other) for other in others] == [0, 1, 1, 2]
     keys = torch.zeros(2, 6, 4, dtype=torch.float16)

@@ -94,7 +94,10 @@ def test_mistakes_are_one_line_and_exit_2(arguments: list[str], message: str) ->
 
 @pytest.mark.parametrize("begin", [0.05, 0.6, 1.5, 2.5])
 def test_interrupts_are_one_line_and_exit_130(begin: float) -> None:
-    """Many of them, too, and wherever they come: in imports, in torch's code, while one is handled, at the end."""
+    """So are many interrupts, wherever they come.
+
+    They come in imports, in torch's code, while another one is handled, and at the end.
+    """
     chance, program = (
         random.Random(begin),
         "from forerun.cli import main; print('ready', flush=True); main()",
@@ -164,7 +167,7 @@ def test_demo_shows_equal_output(options: str) -> None:
     )
 
 
-def test_info_and_version() -> None:
+def test_info_and_version_tell_the_facts() -> None:
     facts = json.loads(apart("info", "--json").stdout)
     assert set(facts["methods"]) == {
         *(
@@ -185,7 +188,10 @@ def test_info_and_version() -> None:
 
 
 def test_a_terminal_shows_the_prompt_and_figures() -> None:
-    """The prompt dimly, then the answer, then the line of figures on stderr, which is the terminal too."""
+    """The prompt is dim, the answer follows, then a line of figures on stderr.
+
+    Here stderr is the terminal too.
+    """
     master, end = pty.openpty()
     command = [
         *COMMAND,

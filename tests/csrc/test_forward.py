@@ -1,4 +1,7 @@
-"""The C library's forward, bit by bit: what is asked in other pieces, beside other tokens or on other processors."""
+"""The C library's forward, bit by bit.
+
+The bits are the same in other pieces, beside other tokens and on other processors.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,20 +31,13 @@ from forerun.csrc.library import BatchArgument, ChainArgument, library, run, var
 from forerun.model.kv_cache import KVCache
 from tests.support.families import MODELS, tiny
 
+pytestmark = pytest.mark.usefixtures("native_settings")
+
 VOCABULARY, CAPACITY = 130, 512
 
 
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """Each test leaves the library with the best variant and torch's number of threads."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    library().fr_select(b"")
-
-
 class Native:
-    """A model that runs in C, and a cache of four rows for it, with all that a batch may ask for."""
+    """A model that runs in C, with a cache of four rows and all that a batch may ask for."""
 
     def __init__(self, model: PreTrainedModel, kind: str) -> None:
         forward = prepare(model if kind == "float32" else store(model, kind)).backend

@@ -1,4 +1,7 @@
-"""The C library's matrices: panels hold the file's values, and each instruction set gives the same bits."""
+"""The C library's matrices.
+
+Panels hold the file's values, and each instruction set gives the same bits.
+"""
 
 import ctypes
 import subprocess
@@ -128,7 +131,7 @@ def test_products_are_near_the_exact_ones_and_the_same_on_every_variant(case):
     results = products(matrix, x)
     inputs_read = x.astype(np.float64) if name in FLOATS else rounded(x)
     error = np.abs(results["plain"] - inputs_read @ values.T)
-    # Q4_0's minimum is added apart from its codes: the bound counts what is added, not what is left.
+    # Q4_0's minimum is added apart from its codes, so the bound counts all that is added.
     bound = np.abs(inputs_read) @ (np.abs(values) + np.abs(values).max(1, keepdims=True)).T
     assert (error <= 1e-6 * bound).all()
     for variant, result in results.items():
@@ -243,7 +246,10 @@ def test_extreme_codes_do_not_overflow():
 
 
 def test_inputs_that_are_no_numbers():
-    """NaN and infinity make a row NaN and no other; tiny and zero inputs give zeros; each variant says the same."""
+    """NaN and infinity make their own row NaN and no other.
+
+    Tiny inputs and zeros give zeros. All variants agree.
+    """
     x = np.ones((5, 288), dtype=np.float32)
     x[1, 280], x[2, 3], x[3], x[4] = np.nan, -np.inf, 0, 1e-40
     for out in products(packed("Q4_0", random_rows("Q4_0", 8, 288, 5)), x).values():

@@ -132,7 +132,9 @@ def test_tables_that_another_thread_keeps_change_no_call(monkeypatch: pytest.Mon
     assert all(same(*pair) for pair in zip(found, wanted, strict=True))
 
 
-def test_nor_a_call_that_has_been_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_that_another_thread_keeps_change_no_checked_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """C checks positions against the tables. Then it waits, as this test has the threads' pool.
 
     If the machine is so busy that C has not checked yet, the test passes all the same; it only
@@ -166,7 +168,7 @@ def test_nor_a_call_that_has_been_checked(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(same(*pair) for pair in zip(found, wanted, strict=True))
 
 
-def test_two_decoders_of_one_model_in_two_threads(
+def test_two_decoders_of_one_model_do_not_disturb_each_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A step that failed would be tried again, with a warning."""

@@ -93,7 +93,7 @@ WAYS: dict[str, Method] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma3", "mistral"])
-def test_equality_on_real_models(architecture: str, way: str) -> None:
+def test_greedy_output_is_that_of_plain_decoding(architecture: str, way: str) -> None:
     """Batch 1 and 4, with cold pools and warm ones."""
     target = tiny(architecture)
     small = noisy_copy(target, 0.03)
@@ -150,7 +150,10 @@ def test_steps_with_many_greedy_rows_go_without_phrases() -> None:
 
 
 def test_a_row_keeps_its_state_between_both_ways() -> None:
-    """Echoes, runs of accepted tokens and the draft's cache are those of one sequence, however it is drafted."""
+    """A sequence's notes do not depend on how it is drafted.
+
+    They are its echoes, its runs of accepted tokens and the draft's cache.
+    """
     made = few(1)
     engine = Engine(TableLM(TARGET), made, max_rows=2)
     first = engine.add(Request(PROMPT, 60))
@@ -182,7 +185,10 @@ def test_the_policy_of_pacer_ouroboros_is_priced_by_how_rows_are_drafted() -> No
 def test_phrases_rest_where_forwards_with_them_draft_less_a_ms(
     ms: float, least: int, most: int
 ) -> None:
-    """By costs alone or by what they gave, and they are tried again. `ms` is of 64 tokens, where one takes 1."""
+    """Phrases end by their costs alone or by their yield, and are tried again.
+
+    `ms` is the time of a forward of 64 tokens, where one token takes 1 ms.
+    """
     made, ways = drafter(suffixes=0), []
     made.chooser.costs = replace(COSTS, draft={1: 1.0, 64: ms}, chained=0.0)
     for way, grow in enumerate((made._grow, made._grow_by_phrases)):
@@ -232,7 +238,10 @@ def test_sampled_sequences_have_pools_of_their_own() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_phrases_behind_a_draft_fill_all_the_room_that_is_left(count: int) -> None:
-    """The draft ends `count` tokens short of what the sequence may draft; as many tokens of a phrase fit."""
+    """A phrase fills what the draft leaves free.
+
+    The draft ends `count` tokens short of what the sequence may draft, so as many tokens fit.
+    """
     made = drafter(guesses=0, suffixes=1, gamma=2)
     seq = Sequence(Request([0], 2 + count + 1))
     list(made.admit(seq, None, 8))

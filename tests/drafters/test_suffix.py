@@ -417,7 +417,10 @@ def test_the_other_one_sees_the_steps_that_it_has_to_see(wants_hidden: Capture) 
 
 
 def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
-    """In a pause of its guard, and where it is asked in vain; but a guard's plain steps stay plain."""
+    """Suffixes draft in a pause of the other one's guard, and where it drafts nothing.
+
+    A guard's plain steps stay plain.
+    """
     pace = Guard()
     guarded = GuardedDrafter(Fixed(), pace)
     for other, wanted in (
@@ -475,11 +478,12 @@ def test_a_chooser_goes_by_what_came_true_and_by_costs() -> None:
             brought == 1 or forwards == 14,
             brought,
         )
-    # A method that drafts with neither a model nor a head: its forwards are free, and its tokens are verified.
+    # A method without a draft model or head: its forwards are free, and its tokens are verified.
     free = SourceChooser(Costs(target=table.target, draft={}))
     assert free.savings(StepSituation(1, greedy=False), drafts[1], 1.0).other > 0
     assert free.forecast(StepSituation(1, 999, unread=999, remaining=1), 0.1).pays
-    # What is unread must be little, or there must be many tokens to come of which the other one drafts some.
+    # Drafting pays if little is unread, or if many tokens are to come and the other one drafts
+    # some.
     for wanted, pays in ((True, [True, False, True]), (False, [True, False, False])):
         for _ in range(99):
             chooser.observe(SourceOutcome(none, 0.0, none, [1], 0, 25.0, wanted))
@@ -491,7 +495,10 @@ def test_a_chooser_goes_by_what_came_true_and_by_costs() -> None:
 
 
 def test_an_automatic_threshold_moves_from_one_drafter_to_the_other() -> None:
-    """What the text repeats is drafted by suffixes, once they have come true, and the other one drafts elsewhere."""
+    """Suffixes draft what the text repeats, the other one drafts elsewhere.
+
+    Suffixes are chosen once their drafts have come true.
+    """
     other, table = Fixed(), Costs(target={1: 30.0, 8: 45.0}, draft={1: 10.0, 8: 12.0})
     chooser = SourceChooser(table, "draft")
     made = HybridDrafter(SuffixDrafter(Suffix(least=0.1)), other, 1000.0, chooser)
@@ -506,7 +513,10 @@ def test_an_automatic_threshold_moves_from_one_drafter_to_the_other() -> None:
 
 
 def test_a_prompt_is_read_when_it_is_first_needed() -> None:
-    """At most a piece if it is the only row, else a chunk a step. Who leaves meanwhile holds nobody up."""
+    """A prompt is read in pieces if its row is alone, else a chunk per step.
+
+    A row that leaves meanwhile holds nobody up.
+    """
     made = beside(other := Fixed())
     texts = [3, 4, 5, 6, 7, 3, 4, 5], [*range(20)], [9, 8, 7], [*range(30)], [1, 2]
     seqs = [Sequence(Request(text, 20), id) for id, text in enumerate(texts)]
@@ -521,7 +531,7 @@ def test_a_prompt_is_read_when_it_is_first_needed() -> None:
 
 
 @pytest.mark.parametrize("gamma", [1, 3])
-def test_the_other_methods_settings(gamma: int) -> None:
+def test_the_other_method_has_the_settings_that_are_given(gamma: int) -> None:
     target = tiny("llama")
     chosen = method("hybrid", threshold=1000.0, other=f"sd:gamma={gamma}")
     decoder = Decoder(target, None, noisy_copy(target, 1e-6), chosen, False)

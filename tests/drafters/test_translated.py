@@ -1,4 +1,7 @@
-"""Drafts with another tokenizer: tokens as bytes, texts in the draft's tokens and back, and what comes of it."""
+"""Drafts with another tokenizer.
+
+Tokens as bytes, texts translated into the draft's tokens and back, and the output of the methods.
+"""
 
 from __future__ import annotations
 
@@ -249,7 +252,10 @@ def test_sampling_follows_the_targets_distribution(case: str) -> None:
 
 
 def test_a_wrong_distribution_is_seen() -> None:
-    """The test above has the power to see a draft that keeps what it gave tokens that the target has not got."""
+    """The test above has the power to see a wrong distribution.
+
+    Here the draft keeps the probability of tokens that the target does not have.
+    """
     drafter = drafter_of(SD(3))
     own = drafter.propose
 
@@ -342,7 +348,10 @@ PROMPTS = ["the cat sat", "def add(a, b):\n", "caf\u00e9 \u6771\u4eac \U0001f600
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_greedy_output_is_the_targets(name: str) -> None:
-    """Random models write what is no text: bytes of half characters, special tokens, words in parts."""
+    """Greedy output is the target's for any tokens.
+
+    Random models write what is no text: halves of characters, special tokens, words in parts.
+    """
     tokenizer = tiny_tokenizer()
     plain = Decoder(target_model(), tokenizer, method=AR())
     wanted = [plain.generate(prompt, max_new_tokens=24).tokens for prompt in PROMPTS]
@@ -360,7 +369,7 @@ def test_greedy_output_is_the_targets(name: str) -> None:
         assert [each.tokens for each in seeded] == [each.tokens for each in also]
 
 
-def test_hot_tokens_and_processors_that_force_others() -> None:
+def test_hot_tokens_and_forced_ones_change_no_output() -> None:
     both, plain = translation("byte-level"), Decoder(target_model(), tiny_tokenizer(), method=AR())
     draft = prepare_draft(draft_for("byte-level"), None, 40)
     decoder = Decoder(target_model(), tiny_tokenizer(), draft, SD(3), False, translation=both)
@@ -382,7 +391,10 @@ def test_hot_tokens_and_processors_that_force_others() -> None:
 
 
 def test_the_drafts_context_may_be_short() -> None:
-    """Where the draft's tokens fill it, nothing more is drafted; the target's may be fewer or more."""
+    """Where the draft's context is full, nothing more is drafted.
+
+    The target's tokens may be fewer or more than the draft's.
+    """
     long = "caf\u00e9 " * 8
     plain = Decoder(target_model(), tiny_tokenizer(), method=AR()).generate(long, max_new_tokens=30)
     for context in (8, 56):

@@ -1,4 +1,7 @@
-"""The acceptance rule: the output's distribution is the target's, and every way of breaking the rule is seen."""
+"""The acceptance rule.
+
+The output's distribution is the target's, and each way of breaking the rule is noticed.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +78,8 @@ class Grown:
     ) -> list[int]:
         """Children sampled from Q without replacement.
 
-        `tell` is the q of each: the "truth", given that its earlier siblings were rejected; that of the "first" one; or
-        "nothing", which makes it a point mass.
+        `tell` is the q of each: the "truth", given that its earlier siblings were rejected; that of
+        the "first" one; or "nothing", which makes it a point mass.
         """
         first = distribution(Q, self.paths[parent])
         left, nodes = first, []
@@ -96,7 +99,10 @@ class Grown:
 
 
 def block(rng: np.random.Generator, depth: int = 3, points: bool = False) -> Draft:
-    """A chain that is verified as a whole. Whether it goes on after its first token depends on that token."""
+    """A chain that is verified as a whole.
+
+    Whether it goes on after its first token depends on that token.
+    """
     grown = Grown()
     for node in range(depth):
         grown.sample_children(rng, node, 1)
@@ -132,7 +138,10 @@ DRAFTS: dict[str, Callable[[np.random.Generator], Draft]] = {
 
 
 def fit(make: Callable[[np.random.Generator], Draft], trials: int = TRIALS) -> float:
-    """p-value of the joint distribution of the first three tokens; where a draft gives fewer, the target goes on."""
+    """The p-value of the joint distribution of the first three tokens.
+
+    Where a draft gives fewer, the target goes on.
+    """
     rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
     outcomes = []
     for _ in range(trials):
@@ -231,7 +240,10 @@ def test_a_draft_that_lies_about_its_distributions_is_seen() -> None:
 
 
 def test_a_block_accepts_more() -> None:
-    """The example of the paper (arXiv 2403.10444, section 2): of two tokens 11 / 9 are accepted, not 10 / 9."""
+    """Block verification accepts 11 / 9 of two tokens, not 10 / 9.
+
+    This is the example of arXiv 2403.10444, section 2.
+    """
     p, q = np.array([1.0, 2.0]) / 3, np.array([2.0, 1.0]) / 3
     rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
     scores, sampled = torch.tensor(np.log(np.array([p] * 3))), torch.tensor(np.array([q] * 2))
@@ -307,7 +319,10 @@ def near_ties(size: int, generator: torch.Generator) -> Tensor:
 
 
 def greedy_is_argmax(seed: int) -> bool:
-    """Whether a random tree with nearly equal scores is walked along the argmax, and as far as it goes."""
+    """Whether a random tree is walked along the argmax, as far as it goes.
+
+    Its scores are nearly equal.
+    """
     generator = torch.Generator().manual_seed(seed)
     draft = random_tree(12, V, generator)
     scores = near_ties(len(draft), generator)
@@ -424,11 +439,12 @@ def test_scores_of_a_tree_equal_those_of_its_nodes_one_by_one(names: list[str]) 
             for i, own in enumerate(prefixes)
         ]
         assert scores.equal(torch.stack(alone))
-    # The last tree must be one in which the prefix matters: reading the root's for all gives something else.
+    # In the last tree the prefix must matter: reading the root's prefix for all nodes gives other
+    # scores.
     assert not Sampler(False, processors).scores(logits, lambda _: prefixes[0]).equal(scores)
 
 
-def test_next_tokens() -> None:
+def test_next_tokens_are_the_most_probable_or_sampled() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [-torch.inf, 0.0, -torch.inf]])
     for last, probabilities in ((True, None), (False, [0.0, 1.0, 0.0])):
         samplers = [Sampler(True), Sampler(last)]

@@ -1,32 +1,24 @@
-"""An engine whose drafters, lengths, pauses and requests are chosen by chance gives what decoding one by one gives."""
+"""An engine of random choices gives what decoding one by one gives.
+
+Its drafters, lengths, pauses and requests are chosen at random.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from benchmarks.bits.chances import run_by_chance
 from benchmarks.bits.forwards import Difference
 from forerun.backends import prepare
 from forerun.backends.heads import HiddenLM
 from forerun.backends.quantised import QuantisedForward
-from forerun.csrc.library import library
 from forerun.engine.draft import Draft
 from forerun.methods import SD, Hybrid, Lyanna, Method, Pacer, Parts, Suffix
 from forerun.model.causal_lm import CausalLM
 from tests.support.families import tiny
 from tests.support.toys import COSTS, noisy_copy, random_head, random_layer
 
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """Each test leaves the library with the best variant and torch's number of threads."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    library().fr_select(b"")
+pytestmark = pytest.mark.usefixtures("native_settings")
 
 
 def parts_of(family: str) -> Parts:

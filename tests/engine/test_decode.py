@@ -92,8 +92,11 @@ DRAFTERS: dict[str, Callable[[TableLM], Drafter]] = {
 
 
 class Remembered(LogitsProcessor):
-    """What some processors make of a text and its scores. There are few of either, and much of a test's time went into
-    making the same of them again."""
+    """Remembers what some processors make of a text and its scores.
+
+    The tests have few texts and scores, and spent much of their time on processing the same ones
+    again.
+    """
 
     def __init__(self, *processors: LogitsProcessor) -> None:
         self.processors, self.made = (
@@ -207,7 +210,8 @@ def test_a_policy_that_stops_after_a_token_keeps_the_distribution(points: str | 
 
 @pytest.mark.parametrize("points", ["none", "lost"])
 def test_dropping_a_token_that_was_looked_at_breaks_the_distribution(points: str) -> None:
-    # "lost" is no cure: the drafts that keep their q were chosen for their tokens, which no longer follow q.
+    # "lost" is no cure: drafts that keep their q were selected by their tokens, which no longer
+    # follow q.
     assert fits(DropsTheLast(TableLM(DRAFT), StopWhenUnsure(0.4), points)) < BROKEN
 
 
@@ -323,7 +327,8 @@ def test_stop_strings_cut_text_and_tokens(method: str) -> None:
     tokenizer = toys.tiny_tokenizer()
     target = tiny("llama", vocab=len(tokenizer))
     decoder = Decoder(target, tokenizer, noisy_copy(target, 0.01), METHODS[method], guard=False)
-    # ASCII output only, and a prompt that ends in what the output cannot hold: a stop string lies in the output.
+    # The output is ASCII, and the prompt ends in what it cannot hold, so stop strings lie in the
+    # output.
     texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
     odd = [token for token, text in enumerate(texts) if not text.isprintable() or "\ufffd" in text]
     processors = LogitsProcessorList([hf.SuppressTokensLogitsProcessor(odd)])

@@ -54,7 +54,7 @@ def test_merge_is_the_union_of_paths(left: Draft, right: Draft) -> None:
     assert sorted(texts(merged)) == sorted(
         set(texts(left)) | set(texts(right))
     )  # a list: nothing is there twice
-    # Distributions belong to nodes by number, so this tree's nodes must stay where they are, in front.
+    # Distributions belong to nodes by number, so this tree's nodes must stay in front.
     assert merged.tokens[: len(left)] == left.tokens and merged.parents[: len(left)] == left.parents
     assert merged.q is left.q and merged.sampled == left.sampled
     origin = dict(zip(texts(right), right.origins, strict=True)) | dict(
@@ -66,7 +66,7 @@ def test_merge_is_the_union_of_paths(left: Draft, right: Draft) -> None:
 
 
 @given(st.lists(st.integers(0, 9), max_size=8), st.booleans())
-def test_chain(tokens: list[int], sampled: bool) -> None:
+def test_a_chain_is_a_path_under_its_root(tokens: list[int], sampled: bool) -> None:
     q = torch.rand(len(tokens), 10) if sampled and tokens else None
     draft = Draft.chain(3, tokens, q, origin="phrase")
     assert (

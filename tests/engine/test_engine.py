@@ -1,4 +1,4 @@
-"""Requests join and leave: what each is given, what stays, and what happens when something goes wrong."""
+"""Requests join and leave: what each gets, what stays, and what happens when something fails."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ KEPT = (
 @settings(max_examples=8)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_request_is_given_what_it_is_given_alone(name: str, data: st.DataObject) -> None:
-    """Arrivals, aborts, lengths, seeds, greedy and sampled, with and without processors, at random."""
+    """Random arrivals, aborts, lengths and seeds; greedy or sampled, with processors or without."""
     requests, arrivals = [], []
     for _ in range(data.draw(st.integers(2, 7))):
         greedy = data.draw(st.booleans())
@@ -191,11 +191,14 @@ def ended(steps: abc.Sequence[Step]) -> bool:
 
 
 class Panic(BaseException):
-    """As pyo3's PanicException, which a library in Rust raises: no handler of exceptions catches it."""
+    """Like the PanicException of a Rust library (pyo3): `except Exception` does not catch it."""
 
 
 class Fails(LogitsProcessor, StoppingCriteria):
-    """A user's processor or criterion that raises after `length` tokens; without an error it leaves none to sample."""
+    """A user's processor or criterion that raises after `length` tokens.
+
+    Without an error it leaves no token to sample.
+    """
 
     def __init__(
         self, length: int, error: type[BaseException] | None, is_criterion: bool = False
@@ -251,7 +254,10 @@ def test_an_exception_of_a_user_ends_that_request_alone(name: str, how: str) -> 
 def test_what_goes_wrong_once_undoes_the_step_and_costs_nobody_anything(
     name: str, data: st.DataObject
 ) -> None:
-    """Interrupts and failures anywhere, with aborts, a processor that raises and sampled rows beside."""
+    """A step that failed is undone, and no request loses anything.
+
+    Interrupts and failures come anywhere, beside aborts, a processor that raises and sampled rows.
+    """
     requests = [
         Request(PROMPTS[0], 12),
         Request(PROMPTS[2], 14, Sampler(False), seed=3),
@@ -281,7 +287,8 @@ def test_what_goes_wrong_once_undoes_the_step_and_costs_nobody_anything(
             Breaking(*part(engine, place), error, times=1)
         with suppress(KeyboardInterrupt):
             take_step(engine, steps)
-    # Drafters begin anew, so sampled tokens may use other random numbers where drafts depend on what was before.
+    # Drafters begin anew, so sampled tokens may use other random numbers where drafts depend on the
+    # past.
     for id, request, tokens in zip(ids, requests, wanted, strict=True):
         found = tokens_of(steps[id])
         assert (
@@ -341,7 +348,10 @@ def part(engine: Engine, place: str) -> tuple[Any, str]:
 
 
 class Breaking:
-    """A method of an engine's part that raises where it is called for a sequence, or for any, up to `times` times."""
+    """A method of one of the engine's parts that raises.
+
+    It raises up to `times` times when it is called for one sequence, or for any.
+    """
 
     def __init__(
         self, owner: Any, name: str, error: BaseException, id: int | None = None, times: int = 2**31

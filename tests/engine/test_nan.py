@@ -1,4 +1,4 @@
-"""NaN stays where it arose: no neighbour, no successor and no stored prefix ever reads a number that is none."""
+"""NaN stays where it arose: no neighbour, no later request and no stored prefix reads it."""
 
 from __future__ import annotations
 
@@ -233,7 +233,11 @@ def test_an_aborted_sequence_leaves_nothing(target: CausalLM, spoilt: int, gone:
 
 
 def test_all_that_was_written_is_looked_at() -> None:
-    """Rejected entries stand after the committed ones, those of longer drafts after those of shorter ones."""
+    """NaN in rejected entries is never read.
+
+    Rejected entries lie behind the committed ones, those of longer drafts behind those of shorter
+    ones.
+    """
     for spoilt in (0, 1):
         pair = Pair()
         for id in (0, 1):

@@ -39,7 +39,7 @@ def made(name: str = "sd", vocab: int = 64, **options: Any) -> Decoder:
     return Decoder(model, None, draft, method(name), False, head=head, **options)
 
 
-def test_openais_penalties() -> None:
+def test_penalties_are_those_of_openai() -> None:
     ids, scores = torch.tensor([[3, 3, 1, 1, 2], [3, 3, 2, 2, 2]]), torch.zeros(2, 4)
     assert Penalties(0.5, 0.25, 2)(ids, scores).tolist() == [[0, -1.0, -0.75, 0], [0, 0, -1.25, 0]]
     beyond = Penalties(0.5, 0.25, 2)(
@@ -74,7 +74,7 @@ def test_sampling_with_penalties_follows_their_law() -> None:
 
 
 @pytest.mark.parametrize("name", ["sd", "lyanna", "hybrid"])
-def test_plain_rows_among_drafted_ones(name: str) -> None:
+def test_plain_rows_are_never_drafted_for(name: str) -> None:
     decoder = made(name)
     asked = [decoder.request(PROMPT[:size], max_new_tokens=30) for size in (3, 4, 5, 6)]
     alone = [tokens_of(steps) for steps in made("ar").session.add(asked).collect()]

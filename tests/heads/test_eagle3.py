@@ -1,5 +1,8 @@
-"""EAGLE-3 heads of others: they say what speculators' code says, the engine drafts that, and what cannot be read is
-refused. Tests with speculators run where it is installed (`.ci/speculators`)."""
+"""EAGLE-3 heads of others.
+
+Their logits are those of the speculators package, the engine drafts accordingly, and what cannot be
+read is refused. Tests that need speculators run where it is installed (`.ci/speculators`).
+"""
 
 from __future__ import annotations
 
@@ -76,8 +79,11 @@ def test_captured_states_are_those_of_transformers(architecture: str) -> None:
 
 @pytest.mark.versions
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "in C"])
-def test_states_after_layers(architecture: str) -> None:
-    """Of a prompt, read in chunks and found in the prefix store, and of the nodes of trees in a batch."""
+def test_states_after_layers_are_those_of_transformers(architecture: str) -> None:
+    """The captured states equal those of transformers.
+
+    For a prompt read in chunks, one found in the prefix store, and the nodes of trees in a batch.
+    """
     target = prepare(few_bits("llama")) if architecture == "in C" else CausalLM(tiny(architecture))
     assert isinstance(target.backend, QuantisedForward) == (architecture == "in C")
     target, wanted, close = (
@@ -104,8 +110,11 @@ def test_states_after_layers(architecture: str) -> None:
 
 @pytest.mark.parametrize("bits", ["int4", "float32"])
 @pytest.mark.parametrize("family", MODELS)
-def test_states_in_c(family: str, bits: str) -> None:
-    """The same bits in one forward of several blocks and one by one, and before the norm what the LM head gets."""
+def test_states_in_c_have_the_same_bits_in_any_pieces(family: str, bits: str) -> None:
+    """One forward of several blocks gives the same bits as single ones.
+
+    Before the norm, the state after the last layer is what the LM head gets.
+    """
     model: Any = few_bits(family)
     target = prepare(model if bits == "float32" else store(model, bits))
     assert isinstance(target.backend, QuantisedForward)
@@ -196,7 +205,10 @@ class Watched(EagleDrafter):
 def test_the_engine_drafts_what_speculators_says(
     settings: Eagle, reference: type[Any], tmp_path: Path
 ) -> None:
-    """In every step of a batch, after texts whose tokens were accepted and rejected, greedy and sampled."""
+    """Each step of a batch drafts what speculators' code drafts.
+
+    Tokens before it were accepted or rejected; requests are greedy and sampled.
+    """
     target = CausalLM(tiny("llama"))
     folder = save_eagle3(tmp_path, target)
     theirs = reference(folder, target.model.get_input_embeddings().weight)
@@ -247,7 +259,9 @@ WAYS: dict[str, Method] = {
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma3"])
 @pytest.mark.parametrize("way", WAYS)
-def test_equality_on_real_models(architecture: str, way: str, tmp_path: Path) -> None:
+def test_greedy_output_is_that_of_plain_decoding(
+    architecture: str, way: str, tmp_path: Path
+) -> None:
     model = tiny(architecture)
     folder = save_eagle3(tmp_path, CausalLM(model))
     decoder = Decoder(model, None, None, WAYS[way], False, head=folder, costs=COSTS)
@@ -270,7 +284,7 @@ def test_equality_on_real_models(architecture: str, way: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("bits", ["int4", "int8", "float32"])
-def test_targets_in_c(bits: str, tmp_path: Path) -> None:
+def test_targets_in_c_are_drafted_for(bits: str, tmp_path: Path) -> None:
     """Whose features and embeddings come from few bits."""
     model = few_bits("qwen3")
     target = prepare(model if bits == "float32" else store(model, bits))
@@ -290,7 +304,10 @@ ODD = [*range(1, VOCAB, 2)]
 
 
 def successor(folder: Path, target: CausalLM, *, is_mapped: bool = True) -> Path:
-    """A head that foresees it: its features tell the last token but one, and each of its states the next one."""
+    """A head that can foresee every token does so.
+
+    Its features tell the last token but one, and each of its states the next token.
+    """
     sizes = {
         "intermediate_size": SIZE,
         "num_attention_heads": 1,
@@ -369,7 +386,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG)
 @pytest.mark.parametrize("layout", ["speculators", "original"])
-def test_heads_of_other_forms(
+def test_heads_of_unknown_forms_are_refused(
     layout: str, wrong: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     target = CausalLM(tiny("llama"))
@@ -380,7 +397,7 @@ def test_heads_of_other_forms(
     refuses(f"the head {re.escape(repr(str(folder)))}.*{message}", load_head, folder, target)
 
 
-def test_heads_of_other_targets(tmp_path: Path) -> None:
+def test_heads_of_other_targets_are_refused(tmp_path: Path) -> None:
     target = CausalLM(tiny("llama"))
     small = CausalLM(tiny("llama", vocab=50))
     ids = "eagle_aux_hidden_state_layer_ids"
@@ -486,7 +503,7 @@ def test_a_head_alone_names_its_method(layout: str, tmp_path: Path) -> None:
     )
 
 
-def test_costs_and_shared_embeddings(tmp_path: Path) -> None:
+def test_costs_are_measured_and_embeddings_shared(tmp_path: Path) -> None:
     """Embeddings that are the target's are not kept twice."""
     target = CausalLM(tiny("llama"))
     folder = save_eagle3(tmp_path, target, embedding=True)

@@ -1,4 +1,7 @@
-"""Heads that draft from hidden states: their arithmetic, what is drafted from which position, and what is refused."""
+"""Heads that draft from hidden states.
+
+Their arithmetic, what is drafted from which position, and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def toys(kind: str = "lyanna", **settings: Any) -> tuple[CausalLM, HiddenLM]:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3"])
-def test_the_heads_rows(architecture: str) -> None:
+def test_rows_of_the_head_give_its_logits(architecture: str) -> None:
     target = CausalLM(tiny(architecture))
     tokens = torch.tensor([3, 1, 7])
     weight, bias = head_rows(target, tokens, 32)
@@ -121,8 +124,11 @@ def drafter_of(kind: str, head: HiddenLM) -> HeadDrafter:
 def test_prompts_are_read_when_a_draft_is_first_asked_for(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step reads whole prompts until it has read ENOUGH_READ tokens. Drafts are the same however many steps that takes,
-    and after a text has grown too."""
+    """Drafts do not depend on how many steps read the prompts.
+
+    A step reads whole prompts until it has read ENOUGH_READ tokens. Drafts are also the same after
+    a text has grown.
+    """
     target, head = toys(kind)
     texts = [range(2, 9), range(3, 10), range(5, 12)]
     tokens: list[list[list[int]]] = []
@@ -222,7 +228,10 @@ def test_costs_go_by_mode() -> None:
 
 @pytest.mark.parametrize("parts", [[[0, 1, 2]], [[0], [1], [2]]])
 def test_a_plan_takes_the_best_number_of_nodes(parts: list[list[int]]) -> None:
-    """Of all choices, by costs and calibrated probabilities; rows that stop together share a forward's cost."""
+    """The tree of the best expected speed is chosen.
+
+    Costs and calibrated probabilities decide; rows that stop together share a forward's cost.
+    """
     costs, probabilities = (
         Costs({1: 5.0, 4: 5.5, 30: 9.0}, {}, head={1: 0.15, 3: 0.2}),
         [0.95, 0.9, 0.7, 0.9, 0.2, 0.5],
@@ -254,11 +263,11 @@ def test_a_plan_takes_the_best_number_of_nodes(parts: list[list[int]]) -> None:
 @pytest.mark.parametrize(("width", "most"), [(1, 6), (2, 12)])
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])
 def test_a_plan_takes_what_its_costs_allow(kind: str, width: int, most: int) -> None:
-    """No forward is made that is not worth its time; each of an EAGLE-like head's is of all beams."""
+    """No forward is made unless it is worth its time. An EAGLE-like head runs all beams in each."""
     target, head = toys(kind)
 
     def drafted(costs: Costs, shift: float = 30.0, block: int = 1) -> tuple[list[int], int, int]:
-        """Numbers of tokens, the largest depth and forwards, with all tokens certain, or hopeless."""
+        """Count tokens, depth and forwards where all tokens are certain, or hopeless."""
         own = head.fresh()
         own.curves = [[shift, 1.0, exp(min(shift, 0.0))]]
         if kind == "eagle":
@@ -367,7 +376,7 @@ COSTS = Costs({1: 1.0, 16: 1.1}, {}, head={1: 0.001})
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma3"])
 @pytest.mark.parametrize("way", WAYS)
-def test_equality_on_real_models(architecture: str, way: str) -> None:
+def test_greedy_output_is_that_of_plain_decoding(architecture: str, way: str) -> None:
     target = tiny(architecture)
     decoder = Decoder(
         target, None, None, WAYS[way], False, head=head_of(CausalLM(target), way), costs=COSTS
@@ -382,8 +391,11 @@ def test_equality_on_real_models(architecture: str, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_requests_of_all_modes_in_one_batch(way: str) -> None:
-    """Greedy, sampled and seeded ones that come and end at their own times: each gets what it gets alone."""
+def test_requests_of_all_modes_get_in_a_batch_what_they_get_alone(way: str) -> None:
+    """Requests that come and end at any time get what each gets alone.
+
+    They are greedy, sampled and seeded.
+    """
     target = CausalLM(tiny("llama"))
     head = HiddenLM(head_of(target, way), target)
     modes: list[dict[str, Any]] = [

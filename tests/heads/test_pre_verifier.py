@@ -1,4 +1,4 @@
-"""The pre-verifier: its arithmetic, its files, the drafts it learns from, and the policy that asks it."""
+"""The pre-verifier: its arithmetic, its files, the drafts that it learns from, and its policy."""
 
 from __future__ import annotations
 
@@ -73,7 +73,10 @@ def varied(layer: PreVerifier) -> PreVerifier:
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_block_by_block_is_the_same_as_at_once(stored: bool) -> None:
-    """NumPy's steps, with rows that change their places, against torch's forward over whole drafts."""
+    """NumPy's steps equal torch's forward over whole drafts.
+
+    Rows change their places between steps.
+    """
     layer = (
         PreVerifier.from_pretrained(WEIGHTS_FOLDER / "pre-verifier").eval()
         if stored
@@ -107,7 +110,7 @@ def echoes_of(text: list[int], tokens: list[int]) -> list[list[int]]:
     return found
 
 
-def test_echoes_against_a_search() -> None:
+def test_echoes_are_those_that_a_search_finds() -> None:
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(3, (60,), generator=generator).tolist()
     echo = Echo()
@@ -141,7 +144,10 @@ def rolled(
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2"])
 def test_drafts_from_many_places_are_those_of_one(architecture: str) -> None:
-    """Greedy branches against plain greedy decoding of the draft, and labels against the target's own."""
+    """Greedy branches equal plain greedy decoding of the draft.
+
+    Labels are what the target says.
+    """
     target = tiny(architecture)
     draft = noisy_copy(target, 0.04)
     prompts = [[5, 6, 7, 8], [9, 3, 2, 1]]
@@ -174,13 +180,13 @@ def test_acceptance_of_sampled_drafts() -> None:
         torch.testing.assert_close(drafts["accept"][index], ratio, rtol=1e-3, atol=1e-4)
 
 
-def test_history_by_hand() -> None:
+def test_history_counts_runs_as_by_hand() -> None:
     kept = torch.tensor([[1, 1, 0, 1, 1, 1, 0, 0, 1, 1]]).bool()
     found = history(kept, torch.tensor([0]), torch.tensor([[0, 1, 2, 5, 7, 9]]))
     assert found[0].tolist() == [[0, 4, 4], [1, 4, 4], [0, 1, 4], [3, 1, 4], [0, 0, 3], [2, 0, 3]]
 
 
-def test_figures_by_hand() -> None:
+def test_auc_and_loss_are_those_computed_by_hand() -> None:
     assert auc(torch.tensor([0.1, 0.4, 0.6, 0.9]), torch.tensor([0.0, 1.0, 0.0, 1.0])) == 0.75
     logits, accept = torch.tensor([[0.3, -1.0, 2.0]]), torch.tensor([[1.0, 0.0, 1.0]])
     right, wrong = (-logits.sigmoid().log(), -(1 - logits.sigmoid()).log())
@@ -237,8 +243,11 @@ class Watching(PacerStop):
 
 
 def test_the_layer_is_given_what_it_is_to_see() -> None:
-    """Its every output recomputed from the text, by transformers' own forwards and torch's form of the layer:
-    probabilities, echoes, runs of accepted tokens. And every stop from the outputs."""
+    """Each output of the layer can be recomputed from the text.
+
+    The inputs are probabilities, echoes and runs of accepted tokens, recomputed by transformers'
+    own forwards; torch's form of the layer gives the outputs, and each stop follows from these.
+    """
     torch.manual_seed(1)
     target = tiny("llama")
     draft = noisy_copy(target, 0.03)
@@ -354,7 +363,10 @@ def test_the_automatic_threshold_goes_by_the_context() -> None:
 
 @pytest.mark.parametrize("cheap", [False, True])
 def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
-    """By the mean of all rows, of which those that have ended count as 0; sampled rows and fixed thresholds do not."""
+    """A batch stops by the mean of all rows, in which rows that have ended count as 0.
+
+    Sampled rows and fixed thresholds do not stop that way.
+    """
     layer = random_layer()
     costs = replace(COSTS, policy=50.0, glance=0.01)
 

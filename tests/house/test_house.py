@@ -69,9 +69,9 @@ def nested_expressions(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def self_attributes(function: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield the attributes of `self` that a function assigns."""
     for node in within(function):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node.value, ast.Name) and node.value.id == "self":
-                yield node.lineno, node.attr
+        is_stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if is_stored and isinstance(node.value, ast.Name) and node.value.id == "self":
+            yield node.lineno, node.attr
 
 
 def declared(body: list[ast.stmt]) -> set[str]:

@@ -12,7 +12,7 @@ import pytest
 import forerun
 
 ROOT = Path(forerun.__file__).parent
-# Folders, and the files in the package's root, from the ground up. Each may import what stands before it.
+# Folders and the files in the package's root, lowest first. Each may import what stands before it.
 ORDER = [
     *("failures", "files", "kinds", "csrc"),
     *("sampling", "text", "engine", "planning", "model", "zoo", "heads", "backends"),
@@ -23,7 +23,7 @@ ORDER = [
 
 
 def imported(path: Path) -> set[str]:
-    """Parts of forerun that a file imports anywhere, in functions and under TYPE_CHECKING as well."""
+    """Return the parts of forerun that a file imports, also in functions and for types only."""
     parts = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
@@ -41,11 +41,10 @@ def imported(path: Path) -> set[str]:
     "path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT))
 )
 def test_imports_go_one_way(path: Path) -> None:
-    own = (
-        path.relative_to(ROOT).parts[0].removesuffix(".py")
-    )  # its folder, or its name in the package's root
-    assert own in ORDER, f"say in this test where {own} stands"
-    assert imported(path) <= set(ORDER[: ORDER.index(own) + 1])
+    # The file's folder, or its name if it lies in the package's root.
+    part = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    assert part in ORDER, f"say in this test where {part} stands"
+    assert imported(path) <= set(ORDER[: ORDER.index(part) + 1])
 
 
 def test_the_loop_and_the_methods_do_not_know_each_other() -> None:
@@ -68,7 +67,8 @@ def test_settings_reach_what_runs_in_one_place() -> None:
     "module", ["forerun", "forerun.methods", "forerun.sampling.params", "forerun.api.choose"]
 )
 def test_quick_imports_need_no_torch(module: str) -> None:
-    code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    heavy = ("torch", "transformers", "numpy")
+    code = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

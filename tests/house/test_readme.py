@@ -1,4 +1,7 @@
-"""The figures of README and of docs/results/README.md are those of the JSON files that they were written from."""
+"""The figures of README and docs/results/README.md are up to date.
+
+They must equal those of the JSON files that they were written from.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ def columns(datasets: tuple[str, ...], *files: str) -> list[tuple[str, str]]:
     return [(file, dataset) for file in files for dataset in datasets]
 
 
-# Tables of figures: by page and header after the first column, the file in benchmarks/ and the dataset of each column.
+# Tables of figures: by page and header (after its first column), each column's file in benchmarks/
+# and its dataset.
 FIGURES = {
     (
         README,
@@ -34,7 +38,8 @@ FIGURES = {
     ): columns(TALK, "chat/nucleus.json", "chat/temperature-1.json"),
     (
         RESULTS,
-        "128 tokens: stdlib | HumanEval | 512 tokens: stdlib | HumanEval | temperature 1: stdlib | HumanEval",
+        "128 tokens: stdlib | HumanEval | 512 tokens: stdlib | HumanEval"
+        " | temperature 1: stdlib | HumanEval",
     ): columns(
         CODE, "embedded/greedy.json", "embedded/greedy-512.json", "embedded/temperature-1.json"
     ),
@@ -60,7 +65,7 @@ Pages = dict[str, dict[str, Rows]]
 
 
 def tables(text: str) -> dict[str, Rows]:
-    """Every table of a page: its header after the first column, and the cells of each row by its first."""
+    """Return each table of a page: its header without the first column, and rows by first cell."""
     found = {}
     for match in re.finditer(r"^\|.*\n\|[-:|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE):
         header, _, *rows = (

@@ -1,4 +1,4 @@
-"""The proposer for vLLM: what it makes of rows of tokens, and vLLM's own output with it and without."""
+"""The proposer for vLLM: what it drafts for rows of tokens, and vLLM's output with it."""
 
 import json
 import os
@@ -43,7 +43,10 @@ def config(
 
 
 def ask(proposer: Proposer, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:
-    """Ask as vLLM does: for rows of (tokens before, tokens sampled now), the latter empty while a prompt is read."""
+    """Ask as vLLM does, for rows of (tokens before, tokens sampled now).
+
+    The latter are empty while a prompt is read.
+    """
     ids = np.full((len(rows), CONTEXT), 299, dtype=np.int32)  # after a row's end there is rubbish
     counts = np.zeros(len(rows), dtype=np.int32)
     for row, (before, new) in enumerate(rows):
@@ -190,15 +193,18 @@ for options in cases:
     more = {}
     if options is not None:
         more["speculative_config"] = {
-            "method": "custom_class", "model": "forerun.integrations.vllm.Proposer", "num_speculative_tokens": 6
+            "method": "custom_class",
+            "model": "forerun.integrations.vllm.Proposer",
+            "num_speculative_tokens": 6,
         }
         more["additional_config"] = {"forerun": options}
     engine = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=4,
                  max_num_batched_tokens=64, disable_log_stats=False, **more)
-    outputs = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
-    counters = [each for each in engine.get_metrics() if "spec_decode" in each.name and hasattr(each, "value")]
-    counts = {each.name: each.value for each in counters}
-    print("RESULT" + json.dumps([[list(each.outputs[0].token_ids) for each in outputs], counts]), flush=True)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    tokens = [list(each.outputs[0].token_ids) for each in engine.generate(prompts, params)]
+    metrics = [metric for metric in engine.get_metrics() if "spec_decode" in metric.name]
+    counts = {metric.name: metric.value for metric in metrics if hasattr(metric, "value")}
+    print("RESULT" + json.dumps([tokens, counts]), flush=True)
     del engine
     gc.collect()
     cleanup_dist_env_and_memory()

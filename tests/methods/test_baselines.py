@@ -1,4 +1,7 @@
-"""The methods that serve comparison only, and the door that they and a user's own method come in through."""
+"""Methods that serve comparison only.
+
+They are named like a user's own method: MODULE:CLASS.
+"""
 
 import json
 import re
@@ -52,7 +55,7 @@ def test_greedy_output_is_the_targets(name: str) -> None:
     greedy(chosen, draft=draft, pre_verifier=layer)
 
 
-def test_settings_out_of_range() -> None:
+def test_settings_out_of_range_are_refused() -> None:
     for name, options, message in (
         ("suffix", {"memory": True}, "memory must be an integer of at least 1, not True"),
         ("ouroboros", {"guesses": -1}, "guesses must be an integer of at least 0, not -1"),
@@ -117,7 +120,8 @@ OWN = '''
 
         def propose(self, seqs: list) -> Proposal:
             chains = [seq.tokens[-self.count :][: seq.remaining - 1] for seq in seqs]
-            return Proposal([Draft.chain(seq.tokens[-1], chain) for seq, chain in zip(seqs, chains, strict=True)])
+            pairs = zip(seqs, chains, strict=True)
+            return Proposal([Draft.chain(seq.tokens[-1], chain) for seq, chain in pairs])
 
 
     Bare = dataclass(frozen=True)(type("Bare", (), {"name": "bare"}))

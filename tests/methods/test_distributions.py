@@ -1,4 +1,7 @@
-"""Sampled output of methods with trained layers and heads follows the target's distribution, processors too."""
+"""Sampled output follows the target's distribution.
+
+Of methods with trained layers and heads, with and without logits processors.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,10 @@ def target() -> PreTrainedModel:
 
 @cache
 def joint(config: str) -> Tensor:
-    """[V] * JOINT: the exact distribution of the first tokens, by transformers' forwards and processors."""
+    """The exact distribution [V] * JOINT of the first tokens.
+
+    It is computed by transformers' forwards and processors.
+    """
     settings = GenerationConfig(do_sample=True, max_new_tokens=JOINT, top_k=0, **CONFIGS[config])
     return joint_distribution(
         target(), PROMPT, JOINT, CausalLM(target()).processors(settings, len(PROMPT))

@@ -1,4 +1,7 @@
-"""Greedy output equals that of transformers' own generate, token for token, for every method and architecture."""
+"""Greedy output equals that of transformers' own `generate`.
+
+Token for token, for every method and architecture.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +133,10 @@ def test_greedy_output_equals_transformers(architecture: str, method: str, confi
 
 
 class KnowsTheAnswer(PlainDrafter):
-    """Trees that hold the right continuation after wrong siblings, so that what is accepted is never a prefix."""
+    """Trees that hold the right continuation after wrong siblings.
+
+    So the accepted nodes are never the first ones.
+    """
 
     def __init__(self, outputs: abc.Sequence[abc.Sequence[int]]) -> None:
         self.outputs = outputs

@@ -1,5 +1,8 @@
-"""Each part of each method at work: in toy languages whose answers are known, drafts, acceptance and reuse are exactly
-what the part makes them. Without the part, or with an index wrong by one, they are not."""
+"""Each part of each method at work, in toy languages whose answers are known.
+
+Drafts, acceptance and reuse are exactly what the part makes them. Without the part, or with an
+index that is wrong by one, they are not.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ def rooted(done: Completion, prompt: Sequence[int]) -> list[tuple[int, Any]]:
 
 
 def test_states_follow_from_states() -> None:
-    """The head counts on from the state before: every place is right, without any token information."""
+    """The head counts on from the state before, so every position is right without any tokens."""
     target = model(cycle(range(TURN)))
     counts = {i: (i + 1) % TURN for i in range(TURN)}
     for tokens, states in (({i: i for i in range(TURN)}, counts), ({}, counts)):
@@ -86,7 +89,10 @@ def test_states_follow_from_states() -> None:
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_token_information_tells_what_states_cannot(width: int) -> None:
-    """All states are alike: only the token before tells the next one, at every place the token drafted there."""
+    """All states are alike: only the token before tells the next one.
+
+    At each position that is the token drafted there.
+    """
     target, method = model(cycle(range(TURN))), Lyanna(depth=6, width=width, nodes=16, reuse="off")
     alike: dict[str, Any] = {"states": {VOCAB: VOCAB}, "tokens": dict.fromkeys(range(TURN), VOCAB)}
     told = head(target, information=cycle(range(TURN)), **alike)
@@ -95,8 +101,11 @@ def test_token_information_tells_what_states_cannot(width: int) -> None:
 
 
 def surprised(**settings: Any) -> tuple[PreTrainedModel, Any]:
-    """A target and a head that never foresees 4, goes on rightly after it all the same, but is blind where the text
-    ends with 4: then it says WRONG, with little confidence, and nothing else."""
+    """A target, and a head that never foresees 4.
+
+    The head goes on rightly after a 4 that it did not foresee. But where the text ends with 4 it is
+    blind: it says WRONG, with little confidence, and nothing else.
+    """
     state_after = [VOCAB + i for i in range(TURN)]  # the head's state after each token
     unforeseen, blind = VOCAB + TURN, VOCAB + TURN + 1
     rows = {unforeseen: WRONG, blind: {WRONG: 0.01}}
@@ -127,8 +136,11 @@ def left_over(done: Completion, prompt: Sequence[int], depth: int) -> list[tuple
     [*[(reuse, width, 0.6) for reuse in ("add", "both") for width in (1, 2)], ("add", 1, 0.01)],
 )
 def test_old_logits_stand_in_for_blind_ones(reuse: str, width: int, weight: float) -> None:
-    """Added to logits that say nothing of use, or as branches beside these, the logits of the step before are right as
-    far as they go, unless their weight is too little to matter."""
+    """Logits of the step before are right where the new ones are useless.
+
+    They are added to the new ones, or stand beside them as branches; too small a weight has no
+    effect.
+    """
     target, made = surprised()
     settings: dict[str, Any] = {"depth": 8, "width": width, "nodes": 16}
     off = run(target, Lyanna(**settings, reuse="off"), head=made)
@@ -145,7 +157,7 @@ def test_old_logits_stand_in_for_blind_ones(reuse: str, width: int, weight: floa
     assert done.stats.tau > 1.15 * off.stats.tau
 
 
-def test_old_logits_by_themselves() -> None:
+def test_old_logits_by_themselves_are_right_and_run_no_head() -> None:
     """A draft of the old logits alone is right as far as they go, and runs no head."""
     target, made = surprised()
     done = run(target, Lyanna(depth=8, reuse="free", least=2), head=made)
@@ -159,7 +171,7 @@ def test_old_logits_by_themselves() -> None:
 
 
 def test_old_logits_take_the_token_that_came() -> None:
-    """Old states that say nothing, with the information of the token that the target said, find what follows."""
+    """Useless old states find what follows if they are given the token that the target said."""
     order = [(7 * i) % TURN for i in range(TURN)]
     following = cycle(order)
     state_after, wrong, blank = [VOCAB + i for i in range(TURN)], VOCAB + TURN, VOCAB + TURN + 1
@@ -175,7 +187,8 @@ def test_old_logits_take_the_token_that_came() -> None:
     )
     done = run(target, Lyanna(depth=6, reuse="free", least=2), [order[-1], order[0]], head=made)
     steps = [step for _, step in rooted(done, [order[0]])]
-    # Of six places one is accepted and the next one rejected; four are left, and then a step begins anew.
+    # Of six positions one is accepted and the next is rejected; four are left, then a step begins
+    # anew.
     assert [step.accepted for step in steps] == [1, 4] * (len(steps) // 2) + [1] * (len(steps) % 2)
     assert all(step.origins[1:4] == ("reused",) * 3 for step in steps[1::2])
 
@@ -207,7 +220,7 @@ def test_calibration_of_old_states_is_that_of_their_own_places() -> None:
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_an_eagle_knows_where_it_stands(width: int) -> None:
-    """Its attention goes a fixed way back, from drafted tokens too, in a text whose period is that way."""
+    """Its attention goes back by the text's period, from drafted tokens too."""
     target = model(cycle(range(9)) | {VOCAB + t: t for t in range(9)})
     made = copying_head(target, 9)
     prompt = [*range(9), *range(9)]
@@ -224,8 +237,11 @@ def test_an_eagle_knows_where_it_stands(width: int) -> None:
 
 
 def test_a_beam_goes_on_from_its_own_parent() -> None:
-    """Of two beams the second goes on better and becomes the first. Both have the same token; what comes next is in
-    the state of its parent alone."""
+    """A beam that becomes the first one keeps the state of its own parent.
+
+    Of two beams the second goes on better. Both have the same token, so only the parent's state
+    tells what comes next.
+    """
     root, second, token, last, first, other = 0, 1, 2, 3, 4, 5
     forks, after_first, after_second, right, wrong = (VOCAB + i for i in range(5))
     rows = {
@@ -243,8 +259,10 @@ def test_a_beam_goes_on_from_its_own_parent() -> None:
 
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])
 def test_features_are_those_of_the_accepted_branch(kind: str) -> None:
-    """At every place the target takes the second of two tokens. The next draft follows from the state of the last
-    token that was accepted, and no token tells the head anything."""
+    """The next draft starts from the state of the last accepted token.
+
+    At every position the target takes the second of two tokens, and tokens tell the head nothing.
+    """
     told = {i: {(i + 1) % TURN: 0.4, (i + 1) % TURN + TURN: 0.6} for i in range(TURN)}
     target = model(cycle(range(TURN)) | {VOCAB + i: row for i, row in told.items()})
     states = {before: VOCAB + (i + 1) % TURN for i in range(TURN) for before in (i, VOCAB + i)}
@@ -311,7 +329,10 @@ def test_a_threshold_ends_drafts_behind_a_block() -> None:
 
 @pytest.mark.parametrize("phrases", [False, True])
 def test_echoes_find_what_the_text_contradicts(phrases: bool) -> None:
-    """The draft is wrong after 5, where the text has gone on otherwise before: each draft ends with that token."""
+    """Each draft ends with the token after 5.
+
+    There the draft is wrong, and the text has gone on otherwise before.
+    """
     turn = [*range(6), 12, *range(6, TURN)]
     target, draft = model(cycle(turn)), model(cycle(range(TURN)) | {12: 6})
     said = layer(target, draft, 5.0, [("echoes", 4, -1.0, -10.0)])
@@ -324,7 +345,7 @@ def test_echoes_find_what_the_text_contradicts(phrases: bool) -> None:
 @pytest.mark.parametrize("run_back", [0, 1, 2])
 @pytest.mark.parametrize("phrases", [False, True])
 def test_lengths_follow_earlier_runs(phrases: bool, run_back: int) -> None:
-    """A draft is long where the present run of accepted tokens, the one before or the one before that is 3 or more."""
+    """A draft is long if one of the last three runs of accepted tokens is 3 or more."""
     target, draft = pair({0: WRONG, 1: WRONG, 4: WRONG})
     said = layer(target, draft, -100 * log(1 + 2.5), [("history", run_back, 100.0, 1.0)])
     done = run(target, pacer(phrases, 5), draft=draft, pre_verifier=said)
@@ -354,8 +375,10 @@ def test_lookahead_guesses_what_came_before() -> None:
 
 
 def test_lookahead_makes_phrases_of_its_window() -> None:
-    """A text that says nothing twice: phrases that are right can only come from the window, which has gone on from
-    other tokens of the prompt before the text came to them."""
+    """In a text without repetitions, right phrases come from the window alone.
+
+    The window has gone on from other tokens of the prompt before the text reaches them.
+    """
     target = model(cycle(range(VOCAB)))
     prompt = [8] * 40 + [0]
     done = run(target, Lookahead(window=6, guesses=3, ngram=4, warm=False), prompt, new=VOCAB - 2)
@@ -363,7 +386,7 @@ def test_lookahead_makes_phrases_of_its_window() -> None:
 
 
 def test_lookaheads_window_keeps_its_place() -> None:
-    """In a language of positions the window becomes right as long as it stands where it stood before."""
+    """In a language of positions the window is right while it stays where it was."""
     method = Lookahead(window=6, guesses=3, ngram=4, warm=False)
     done = run(counter(60), method, [7, 3, 59, 7, 31], new=50)
     assert done.origins.count("window") >= 24
@@ -373,7 +396,10 @@ def test_lookaheads_window_keeps_its_place() -> None:
 
 
 def test_phrases_fill_the_room_that_is_left() -> None:
-    """Six tokens may come, five of them drafted: a phrase of four and the token after it, in one forward."""
+    """A phrase of four and the token after it are drafted in one forward.
+
+    Six tokens may come, five of them drafted.
+    """
     target, draft = pair({})
     prompt = [*range(TURN), 0]
     for new, forwards in ((6, 1), (5, 1), (3, 1), (2, 1), (7, 2), (11, 2)):

@@ -1,4 +1,7 @@
-"""CausalLM against plain forwards: trees, ragged rows, sliding windows, commits; and what it refuses to load."""
+"""CausalLM against plain forwards.
+
+Trees, ragged rows, sliding windows and commits; and what it refuses to load.
+"""
 
 import threading
 from collections.abc import Sequence
@@ -85,7 +88,7 @@ def test_trees_equal_plain_forwards(architecture: str, attention: str | None) ->
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_tree_deeper_than_the_window(architecture: str) -> None:
+def test_a_tree_deeper_than_the_window_has_the_logits_of_plain_forwards(architecture: str) -> None:
     # A spine with a leaf beside each node, so that places in the cache and positions drift apart.
     generator = torch.Generator().manual_seed(3)
     depth = WINDOW + 8
@@ -110,7 +113,8 @@ def test_chains_of_even_and_ragged_rows_equal_plain_forwards(architecture: str) 
         for sizes in ((1, 5), (4, 4), (6, 1)):
             chains = [torch.randint(VOCAB, (size,), generator=generator).tolist() for size in sizes]
             check_logits(lm, rows, [Draft.chain(chain[0], chain[1:]) for chain in chains])
-            # `extend` gives the same and commits it, of some rows alone or of all, with an empty chain too.
+            # `extend` gives the same and commits it, for some rows or all, also with an empty
+            # chain.
             logits = (
                 lm.extend([first], [chains[0]])
                 if sizes[0] == 4
@@ -136,7 +140,10 @@ def test_a_row_at_the_end_of_the_context_does_not_stop_its_neighbours() -> None:
 
 
 def small(name: str, **settings: Any) -> PreTrainedModel:
-    """A model of the class `transformers.{name}`. Settings that its configuration does not know are left unused."""
+    """A model of the class `transformers.{name}`.
+
+    Settings that its configuration does not know are ignored.
+    """
     sizes = {
         "vocab_size": 32,
         "hidden_size": 16,

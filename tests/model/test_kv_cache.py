@@ -1,4 +1,7 @@
-"""The KV cache against lists, whatever the order of calls; and memory that cannot be had, which harms nothing else."""
+"""The KV cache against plain lists, for any order of calls.
+
+And memory that cannot be allocated, which harms nothing else.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ CALLS = ["add", "commit", "commit", "forget", "crop", "drop", "reset", "copy", "
 
 
 class Pair:
-    """A KVCache and the plain lists it should equal; every entry is a number that was never used before."""
+    """A KVCache and the plain lists that it must equal. Every entry is a number used only once."""
 
     def __init__(self, width: int = DIM, context: int | None = None) -> None:
         self.cache, self.lists, self.width = (
@@ -115,7 +118,8 @@ def same(keys: torch.Tensor, values: torch.Tensor, expected: list[int], layer: i
     assert values[:, : len(expected)].equal(-whole[..., : values.shape[-1]])
 
 
-# Reservations that are large, or outgrown at once, or whose rows are no whole pages; and buffers that are copied.
+# Reservations that are large, outgrown at once, or not whole pages per row; and buffers that are
+# copied.
 MEMORIES: dict[str, dict[str, Any]] = {
     "reserved": {"context": 508},
     "outgrown": {"context": 12},
@@ -123,6 +127,79 @@ MEMORIES: dict[str, dict[str, Any]] = {
     "mapped": {"can_reserve": lambda: False},
     "plain": {"MAPPED": 10**9},
 }
+
+
+class Calls:
+    """Calls of a cache with drawn arguments, each also made of the plain lists."""
+
+    def __init__(self, data: st.DataObject, pair: Pair, context: int | None) -> None:
+        self.data = data
+        self.pair = pair
+        self.context = context
+        self.ids = iter(range(5, 100, 3))  # of sequences that are added
+
+    def draw(self, strategy: st.SearchStrategy[Any], label: str | None = None) -> Any:
+        return self.data.draw(strategy, label)
+
+    def pick(self, label: str | None = None) -> int:
+        """Draw the id of a sequence."""
+        return self.draw(st.sampled_from(list(self.pair.lists)), label)
+
+    def add(self) -> None:
+        self.pair.add(next(self.ids), self.draw(st.integers(0, 20), "reserve"))
+
+    def forget(self) -> dict[int, list[int]]:
+        """Write provisional entries of some rows, and return them. No call commits them."""
+        ids = list(self.pair.lists)
+        some = self.draw(st.lists(st.sampled_from(ids), min_size=1, unique=True), "rows")
+        return self.pair.forward({id: self.draw(st.integers(1, 6), "new") for id in some})
+
+    def commit(self) -> None:
+        written = self.forget()
+        # Paths may only hold nodes that the row had.
+        nodes = [st.sets(st.integers(0, len(row) - 1)) for row in written.values()]
+        self.pair.commit(written, [sorted(self.draw(some)) for some in nodes])
+
+    def crop(self) -> None:
+        some = self.draw(st.lists(st.sampled_from(list(self.pair.lists)), unique=True), "rows")
+        lengths = [self.draw(st.integers(0, len(self.pair.lists[id]))) for id in some]
+        self.pair.cache.crop_to(some, lengths)
+        for id, length in zip(some, lengths, strict=True):
+            self.pair.lists[id] = self.pair.lists[id][:length]
+
+    def drop(self) -> None:
+        self.pair.drop(self.draw(st.sampled_from([*self.pair.lists, 1]), "id"))
+
+    def reset(self) -> None:
+        self.pair.cache.reset()
+        self.pair.lists.clear()
+
+    def copy(self) -> None:
+        one, other = self.pick(), next(self.ids)
+        length = self.draw(st.integers(0, len(self.pair.lists[one])))
+        stored = [
+            both and (both[0].clone(), both[1].clone())
+            for both in self.pair.cache.view(one, length)
+        ]
+        self.pair.add(other)
+        self.pair.cache.copy_in(other, stored, length)
+        self.pair.lists[other] = self.pair.lists[one][:length]
+
+    def take(self) -> None:
+        """Move the beginning of another cache's row, where this cache can take it over."""
+        prompt = Pair(self.pair.width, self.context)
+        prompt.next = self.pair.next
+        prompt.add(0)
+        prompt.run({0: list(range(self.draw(st.integers(1, 9), "prompt")))})
+        self.pair.next = prompt.next
+        length = self.draw(st.integers(0, len(prompt.lists[0])))
+        other = next(self.ids)
+        if prompt.cache.is_releasable:
+            self.pair.add(other)
+            self.pair.cache.take(other, prompt.cache, 0, length)
+            self.pair.lists[other] = prompt.lists[0][:length]
+            prompt.lists[0] = []
+        prompt.check()
 
 
 @given(st.data())
@@ -136,56 +213,13 @@ def test_any_order_of_calls_equals_lists(data: st.DataObject) -> None:
         context = patches.pop("context", None)
         for name, value in patches.items():
             patch.setattr(buffers_module, name, value)
-        width, fresh = data.draw(st.sampled_from([DIM, DIM - 1])), iter(range(5, 100, 3))
-        pair = Pair(width, context)
+        pair = Pair(data.draw(st.sampled_from([DIM, DIM - 1])), context)
         pair.cache.budget = data.draw(st.sampled_from([None, 2000]), "budget")
+        calls = Calls(data, pair, context)
         for _ in range(data.draw(st.integers(1, 14), "calls")):
-            call = data.draw(st.sampled_from(CALLS))
-            ids = list(pair.lists)
-            if call == "add" or not ids:
-                pair.add(next(fresh), data.draw(st.integers(0, 20), "reserve"))
-            elif call in ("commit", "forget"):
-                some = data.draw(st.lists(st.sampled_from(ids), min_size=1, unique=True), "rows")
-                written = pair.forward({id: data.draw(st.integers(1, 6), "new") for id in some})
-                if call == "commit":
-                    # Paths may only hold nodes that the row had.
-                    counts = [len(row) for row in written.values()]
-                    pair.commit(
-                        written,
-                        [sorted(data.draw(st.sets(st.integers(0, count - 1)))) for count in counts],
-                    )
-            elif call == "crop":
-                some = data.draw(st.lists(st.sampled_from(ids), unique=True), "rows")
-                lengths = [data.draw(st.integers(0, len(pair.lists[id]))) for id in some]
-                pair.cache.crop_to(some, lengths)
-                for id, length in zip(some, lengths, strict=True):
-                    pair.lists[id] = pair.lists[id][:length]
-            elif call == "drop":
-                pair.drop(data.draw(st.sampled_from([*ids, 1]), "id"))
-            elif call == "reset":
-                pair.cache.reset()
-                pair.lists.clear()
-            elif call == "copy":
-                one, other = data.draw(st.sampled_from(ids)), next(fresh)
-                length = data.draw(st.integers(0, len(pair.lists[one])))
-                stored = [
-                    each and (each[0].clone(), each[1].clone())
-                    for each in pair.cache.view(one, length)
-                ]
-                pair.add(other)
-                pair.cache.copy_in(other, stored, length)
-                pair.lists[other] = pair.lists[one][:length]
-            if call == "take" and ids:
-                prompt, other = Pair(width, context), next(fresh)
-                prompt.next = pair.next
-                prompt.add(0)
-                prompt.run({0: list(range(data.draw(st.integers(1, 9), "prompt")))})
-                pair.next, length = prompt.next, data.draw(st.integers(0, len(prompt.lists[0])))
-                if prompt.cache.is_releasable:
-                    pair.add(other)
-                    pair.cache.take(other, prompt.cache, 0, length)
-                    pair.lists[other], prompt.lists[0] = prompt.lists[0][:length], []
-                prompt.check()
+            name = data.draw(st.sampled_from(CALLS))
+            # Without a row the only call is one that adds a row.
+            getattr(calls, name if pair.lists else "add")()
             pair.check()
 
 
@@ -450,7 +484,7 @@ REQUESTS = [([5, 6, 7, 5, 6], 12), (list(range(3, 60)), 20), ([9, 8, 7], 260), (
 
 
 def answers(engine: Engine, wanted: list[tuple[list[int], int]]) -> list[list[int] | None]:
-    """Tokens of each request, None for those that an error has ended. Steps that fail are tried again."""
+    """Return the tokens of each request, None if an error ended it. Failed steps are repeated."""
     ids = [engine.add(Request(prompt, count)) for prompt, count in wanted]
     steps: dict[int, list[Step]] = {}
     while engine.busy:

@@ -1,4 +1,7 @@
-"""Prefill, joining and the prefix store: logits are those of a run alone, and what is known is not run again."""
+"""Prefill, joining and the prefix store.
+
+Logits are those of a run alone, and what is known is not run again.
+"""
 
 from __future__ import annotations
 

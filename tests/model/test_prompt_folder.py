@@ -257,7 +257,10 @@ def stored_text(
 
 
 def reads_anew(known: tuple[CausalLM, list[int], Path, list[torch.Tensor]], path: Path) -> int:
-    """Read the text with a damaged folder; the bits must be those of the model. Return how many tokens were run."""
+    """Read the text with a damaged folder, and return how many tokens were run.
+
+    The bits must be those of the model.
+    """
     model, text, _, wanted = known
     again = begun(model, path)
     count = run(again, text, "head")

@@ -1,4 +1,7 @@
-"""What forwards cost: measured once, kept, or shipped; and methods for greedy decoding and for sampling."""
+"""What forwards cost: measured once, kept or shipped.
+
+And methods for greedy decoding and for sampling.
+"""
 
 import json
 from dataclasses import asdict, replace
@@ -34,7 +37,8 @@ def test_costs_are_measured_for_what_is_there() -> None:
     target, draft = (Decoder(tiny("llama", seed, context=64)).target for seed in (0, 1))
     before = torch.get_rng_state()
     both, alone = measure_costs(target, draft), measure_costs(target)
-    # How often it samples depends on the clock: what a user samples next, on every rank of a split target, may not.
+    # How often it samples depends on the clock. What a user samples next must not depend on it,
+    # because every rank of a split target must sample the same.
     assert torch.equal(torch.get_rng_state(), before)
     assert (
         set(both.target) == set(both.draft) == {1, 2, 4, 8, 16, 32}
@@ -91,7 +95,10 @@ def test_costs_that_are_none_are_refused(found: dict[str, Any], why: str) -> Non
 
 @given(st.dictionaries(st.integers(1, 40), st.floats(0.1, 99.0), min_size=1, max_size=7))
 def test_a_table_is_made_convex_from_below(table: dict[int, float]) -> None:
-    """And is as large as may be: where its slope changes, it has an entry of a longer forward, or its own."""
+    """The convex table is as large as it may be.
+
+    Where its slope changes, it equals the entry of that forward or of a longer one.
+    """
     found, at = convex(table), sorted(table)
     assert list(found) == list(table) and all(found[n] <= table[n] + 1e-9 for n in at)
     slopes = [(found[n] - found[m]) / (n - m) for m, n in pairwise(at)]
@@ -168,7 +175,10 @@ def test_costs_between_two_contexts_are_on_a_line_and_go_on_with_it() -> None:
 
 
 def test_a_rows_context_counts_for_the_row_alone() -> None:
-    """What two rows take beside a short text is twice what one does, and not what two tokens of one row do."""
+    """The context's cost of two rows is twice that of one row.
+
+    It is not that of two tokens of one row.
+    """
     two = BY_CONTEXT.at(4096 + 256, 2)
     assert two.verify(2) == pytest.approx(10.5 + 2 * 4) and two.verify(4) == pytest.approx(
         12 + 2 * 6

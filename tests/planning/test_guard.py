@@ -1,4 +1,4 @@
-"""The guard under clocks that the tests turn: when it drafts, and that what is said never depends on it."""
+"""The guard under clocks that tests set: when it drafts, and that output never depends on it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Ticking(TableLM):
 
 
 class Bench:
-    """A target of one second a forward and a guarded draft beside it, over as many requests as wanted."""
+    """A target that takes 1 s per forward, with a guarded draft, over any number of requests."""
 
     def __init__(self, draft: Tensor = NEVER, each: float = 0.25, gamma: int = 4) -> None:
         self.clock, self.gamma = Clock(), gamma
@@ -103,7 +103,8 @@ def pauses(steps: abc.Sequence[Step]) -> list[int]:
 
 def test_a_useless_draft_is_soon_left_out() -> None:
     steps = Bench().call(250)
-    # Two plain steps, drafting with a look until more than 4 are lost at 1 a step, then single trials.
+    # Two plain steps; drafting, with one look, until more than 4 s are lost at 1 s per step; then
+    # trials.
     assert (
         pauses(steps)[:8] == [2, 0, 0, 1, 0, CHECK_PAUSE, PAUSE_PER_LOSS, 2 * PAUSE_PER_LOSS]
         and len(pauses(steps)) <= 11
@@ -149,7 +150,8 @@ def test_drafting_comes_back_when_the_text_turns_friendly() -> None:
     bench.draft.table = TARGET
     first, *later = pauses(bench.call(600))
     assert first <= MAX_PAUSE_PER_LOSS and sum(later) <= 3  # but for looks at the plain step
-    # And goes when it turns hostile: as much as it may lose of its earnings, then a check, then trials.
+    # It ends when the text turns hostile: it loses what it may of its earnings, then a check, then
+    # trials.
     bench.draft.table = NEVER
     assert [run for run in pauses(bench.call(200)) if run][:2] == [CHECK_PAUSE, CHECK_PAUSE]
 
@@ -157,7 +159,8 @@ def test_drafting_comes_back_when_the_text_turns_friendly() -> None:
 def test_the_clock_is_read_again_when_the_machine_changes() -> None:
     bench = Bench(TARGET, each=0.25)
     bench.call(200)
-    # Everything takes four times as long: drafting seems to lose, until the check says that plain steps do as well.
+    # Everything takes four times as long. Drafting seems to lose until the check measures a plain
+    # step.
     bench.target.each, bench.draft.each = 4.0, 1.0
     steps = bench.call(200)
     assert sum(not step.drafted for step in steps) <= CHECK_PAUSE + 3
@@ -205,12 +208,16 @@ def test_rows_share_a_step_and_each_number_of_rows_has_its_plain_time() -> None:
     requests = [Request(prompt, 30 * (i + 1)) for i, prompt in enumerate(PROMPTS[:3])]
     batches = by_number(decode(bench.target, bench.drafter(), requests))
     plain = [len(batch) for batch in batches if not any(step.drafted for step in batch)]
-    # Two for the first number and an early look, one for each number that follows; the last may be a row's end.
+    # Two for the first number of rows and an early look, one for each number that follows. The last
+    # step may be the end of a row.
     assert plain[:5] == [3, 3, 3, 2, 1] and len(batches) < 30
 
 
 def test_rows_that_come_and_go_are_guarded_all_the_same() -> None:
-    """A stream of requests, three at a time: a draft that agrees is in use, one that does not is soon left out."""
+    """In a stream of requests, a draft that agrees is used, any other soon is not.
+
+    Three requests run at a time.
+    """
     for draft, least, most in ((TARGET, 0.75, 0.99), (NEVER, 0.0, 0.25)):
         bench = Bench(draft)
         requests = [Request(PROMPTS[i % 4], 20 + 7 * (i % 5)) for i in range(60)]
@@ -229,7 +236,7 @@ def test_a_new_sequence_shortens_a_pause_by_its_share() -> None:
         return pace
 
     assert [paused(128, *rows).wait for rows in ([1], [2], [16], [16] * 16)] == [64, 96, 124, 92]
-    # As one of sixteen rows, none of which are new, a request hardly ends a pause that the others have earned.
+    # One of sixteen rows that are not new hardly ends a pause that the others have earned.
     guarded = GuardedDrafter(PlainDrafter(), pace := paused(100))
     seqs = [Sequence(Request([0], 9), id) for id in range(4)]
     for seq in seqs[:3]:
@@ -245,7 +252,8 @@ def test_greedy_and_sampled_steps_have_paces_of_their_own() -> None:
     greedy, sampled = Guard(Clock()), Guard(Clock())
     drafter = GuardedDrafter(ChainDrafter(TableLM(NEVER), FixedLength(2)), greedy, sampled)
     rows = decode(TableLM(TARGET), drafter, [Request([0], 2, Sampler(False)), Request([0], 5)])
-    # Two steps of two rows are the first looks of one, the rest those of the other; the last has no room for a draft.
+    # Two steps of two rows are the first looks of one guard, the rest those of the other. The last
+    # step has no room for a draft.
     assert [len(row) for row in rows] == [2, 5] and (sampled._plain_steps, greedy._plain_steps) == (
         2,
         3,
@@ -297,7 +305,8 @@ def test_a_draft_that_is_late_is_charged() -> None:
     bench.pace.pause(2)
     bench.draft.each = 5.0
     steps = bench.call(20)
-    # The first trial ends at once, with a step that counts as twice as long as those before, and the prompt.
+    # The first trial ends at once: its step counts as twice as long as those before, plus the
+    # prompt.
     assert [step.drafted > 0 for step in steps[:3]] == [False, True, False]
     lost = 5 + 2 * 2 - 1
     assert bench.pace.failures == failures + 1
@@ -377,7 +386,10 @@ def test_a_lucky_trial_does_not_make_up_for_failures() -> None:
 
 
 def test_a_drafter_that_had_nothing_to_propose_has_shown_what_a_plain_step_costs() -> None:
-    """So no step of its silence is called a draft, whatever it takes, and none is spent on a look."""
+    """Steps without a draft count as plain ones, however long they take.
+
+    So no further step is spent on a look.
+    """
     bench = Bench()
     decode(bench.target, GuardedDrafter(PlainDrafter(), bench.pace), [Request([0], 50)])
     assert (
@@ -400,7 +412,10 @@ def test_a_drafter_that_had_nothing_to_propose_has_shown_what_a_plain_step_costs
 
 
 class Recorder(ChainDrafter):
-    """Keeps what it is called with, and checks that its rows are beginnings of sequences, short of the last token."""
+    """Keeps what it is called with.
+
+    It checks that its rows are beginnings of sequences, without the last token.
+    """
 
     def __init__(self, model: TableLM, policy: LengthPolicy, wants_hidden: bool = False) -> None:
         super().__init__(model, policy)

@@ -70,7 +70,10 @@ def run(drafter: ChainDrafter, asked: abc.Sequence[Request]) -> list[list[Step]]
 
 
 class Watched(LengthPolicy):
-    """Passes everything on and keeps, for each sequence, what each of its drafts came to and could have come to."""
+    """Passes everything on, and notes the length of each draft.
+
+    For each sequence it keeps the length that a draft had, and the one that it could have had.
+    """
 
     def __init__(self, policy: LengthPolicy) -> None:
         self.policy = policy
@@ -185,7 +188,10 @@ def test_drafts_end_where_the_rule_says(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_sequences_that_join_and_leave_between_steps_are_what_they_are_alone(name: str) -> None:
-    """Two rows at a time, six prompts in three modes: drafts and output of each; greedy output is the target's."""
+    """Drafts and output of six prompts in three modes, two rows at a time.
+
+    Greedy output is the target's.
+    """
     samplers = [*SAMPLERS.values()] * 2
 
     def asked() -> list[Request]:
@@ -225,7 +231,7 @@ def test_rules_keep_the_distribution_in_batches_of_all_lengths(
         assert fit(rows[start::3], TARGET, prompt, 2, processors) > FITS
 
 
-def test_argmax() -> None:
+def test_argmax_of_is_argmax_at_ties_and_nan_too() -> None:
     scores = torch.tensor(
         [[[0.0, 2.0, 2.0], [-torch.inf, -1.0, -3.0]], [[torch.nan, 1.0, 2.0], [3.0, 1.0, 2.0]]]
     )

@@ -1,4 +1,8 @@
-"""Structured output: the target's distribution restricted to a grammar, whatever is drafted, and what is refused."""
+"""Structured output.
+
+It follows the target's distribution restricted to a grammar, whatever is drafted. And what is
+refused.
+"""
 
 import copy
 import json
@@ -99,7 +103,7 @@ def expected() -> Tensor:
 
 
 class Blind(ChainDrafter):
-    """A draft model that does not know of the grammar. With `cut`, drafts end before a forbidden token."""
+    """A draft that does not know the grammar. With `cut`, drafts end before a forbidden token."""
 
     def __init__(self, model: TableLM, cut: bool = False) -> None:
         super().__init__(model, FixedLength(3))
@@ -185,7 +189,8 @@ def test_a_mask_at_the_root_alone_is_seen() -> None:
 
 
 def test_cutting_sampled_tokens_would_not_be_exact() -> None:
-    # `Sampler.fitting` is for point masses: tokens that are left were not sampled from a distribution without the mask.
+    # `Sampler.fitting` is for point masses: the tokens that are left no longer follow the
+    # distribution that they were sampled from.
     assert toys.p_value(outcomes(Blind(TableLM(DRAFT), cut=True), rows=2000), expected()) < BROKEN
 
 
@@ -354,7 +359,7 @@ def test_special_tokens_are_no_text_and_all_ends_may_end() -> None:
         assert closed(ids, torch.zeros(1, VOCAB))[0, [0, 300, 301]].isinf().all()
 
 
-def test_a_tokenizer_of_pieces() -> None:
+def test_a_tokenizer_of_pieces_writes_valid_json() -> None:
     asked: dict[str, Any] = {"response_format": JSON, "max_new_tokens": 120}
     plain, row = (decoder(name, toys.pieces()).generate("a cat", **asked) for name in ("ar", "sd"))
     assert valid(plain.text) and plain.tokens == row.tokens
@@ -364,7 +369,8 @@ BAD = [
     (5, "response_format must be a dict with a type, not 5"),
     (
         {},
-        "response_format.type must be one of text, json_object, json_schema, regex, grammar, not None",
+        "response_format.type must be one of text, json_object, json_schema, regex, grammar, "
+        "not None",
     ),
     ({"type": "x" * 999}, "not '" + "x" * 40 + "...'"),
     ({"type": "regex"}, "response_format.regex must be a text that is not empty, not None"),
@@ -423,7 +429,7 @@ def test_a_form_that_cannot_be_used_is_refused(form: Any, message: str) -> None:
     )
 
 
-def test_deep_and_odd_values() -> None:
+def test_values_too_deep_or_contradictory_are_refused() -> None:
     schema: dict[str, Any] = {}
     for _ in range(100_000):
         schema = {"items": schema}

@@ -114,7 +114,10 @@ def test_every_method_gives_the_tokens_of_plain_decoding(drafter: str, processor
 
 @pytest.mark.parametrize("name", ["ar", "sd", "suffix", "ouroboros"])
 def test_a_text_that_is_resumed_goes_on_as_it_would_have(name: str) -> None:
-    """As a server does that takes over from another: the prompt, and what was sampled of the answer so far."""
+    """A text that is resumed elsewhere goes on as it would have.
+
+    Another server gets the prompt and what was sampled so far.
+    """
     target = tiny("llama")
     decoder = Decoder(target, None, noisy_copy(target, 0.02), method(name), False)
     prompt, options = (

@@ -78,7 +78,7 @@ def test_defaults_fill_in_what_a_line_lacks() -> None:
         )
 
 
-def test_records_of_all_kinds_of_lines(
+def test_every_kind_of_line_gets_a_record(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     messages = [{"role": "user", "content": "the cat"}]

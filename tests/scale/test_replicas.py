@@ -50,7 +50,7 @@ def test_replicas_have_their_share_of_a_cluster(monkeypatch: pytest.MonkeyPatch)
         replicas.run("auto", make_decoder, Settings("tiny"), plan, **ADDRESS, started_at=0.0)
 
     refuses("--replicas 3 with 2 threads each do not fit into 5 cores", run, 3, 2)
-    # What cannot start is one line, and takes its application along, also where the cluster is gone.
+    # What cannot start is one line, and its application is deleted, even if the cluster is gone.
     monkeypatch.setattr(signal, "signal", Mock())
     started = Mock(side_effect=RuntimeError("Deploying failed"))
     failed = SimpleNamespace(
@@ -76,7 +76,10 @@ def test_replicas_have_their_share_of_a_cluster(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_replicas_answer_and_come_back() -> None:
-    """A replica that is killed is replaced, and another answers meanwhile; running answers end before the server."""
+    """A killed replica is replaced, and another one answers meanwhile.
+
+    Running answers end before the server does.
+    """
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,7 @@
-"""What clients get: OpenAI's and others against a server of this process; and what requests with salts share."""
+"""What clients get, and what requests with salts share.
+
+OpenAI's client and others talk to a server in this process.
+"""
 
 import json
 from collections.abc import Iterator
@@ -108,7 +111,7 @@ def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, decoder: A
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_chunks_of_a_chat(client: openai.OpenAI) -> None:
+def test_chunks_of_a_chat_carry_role_text_and_usage(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {
         "temperature": 0,
         "max_completion_tokens": 20,
@@ -157,7 +160,7 @@ def test_logprobs_are_the_models_own(client: openai.OpenAI, decoder: Any) -> Non
     assert b"".join(bytes(each.bytes or []) for each in content).decode("utf-8", "replace")
 
 
-def test_penalties_and_biases(client: openai.OpenAI, decoder: Any) -> None:
+def test_penalties_and_biases_are_those_of_the_decoder(client: openai.OpenAI, decoder: Any) -> None:
     prompt, options = "def add", {"temperature": 0, "max_tokens": 20}
     for field, value in (
         ("presence_penalty", 1.5),
@@ -233,7 +236,9 @@ def test_statistics_obey_their_identities(client: openai.OpenAI, server: Live) -
     assert after["forerun:num_requests_running"] == after["forerun:num_requests_waiting"] == 0
 
 
-def test_other_endpoints(client: openai.OpenAI, server: Live, decoder: Any) -> None:
+def test_other_endpoints_answer_as_documented(
+    client: openai.OpenAI, server: Live, decoder: Any
+) -> None:
     assert [each.id for each in client.models.list()] == [NAME]
     found = post(server, "/tokenize", {"prompt": "the cat"}).json()
     assert found["tokens"] == decoder.tokenizer("the cat")["input_ids"] and found["count"] == len(
@@ -293,7 +298,7 @@ def expected(decoder: Any) -> str:
 @pytest.mark.skipif(
     find_spec("langchain_openai") is None, reason="langchain-openai is not installed"
 )
-def test_langchain(url: str, expected: str) -> None:
+def test_langchain_gets_the_same_answers(url: str, expected: str) -> None:
     from langchain_openai import ChatOpenAI
 
     asked: dict[str, Any] = {
@@ -314,7 +319,9 @@ def test_langchain(url: str, expected: str) -> None:
 
 
 @pytest.mark.skipif(find_spec("llm") is None, reason="llm is not installed")
-def test_llm(url: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llm_gets_the_same_answers(
+    url: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
     (tmp_path / "extra-openai-models.yaml").write_text(
         f"- model_id: forerun\n  model_name: {NAME}\n  api_base: {url}\n  can_stream: true\n"
@@ -333,7 +340,9 @@ def test_llm(url: str, expected: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("client", ["litellm_client.py", "node_client.cjs"])
-def test_clients_in_processes_of_their_own(client: str, url: str, expected: str) -> None:
+def test_clients_in_processes_of_their_own_get_the_same_answers(
+    client: str, url: str, expected: str
+) -> None:
     found = client_output(client, url, "openai" if client.endswith("cjs") else "litellm")
     assert found["answer"] == found["streamed"] == expected and found["reason"] == "length"
     assert found.get("response", expected) == found.get("events", expected) == expected

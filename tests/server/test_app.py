@@ -1,6 +1,7 @@
-"""The server before its model is there, at its end, and beside readers that are not as they should be.
+"""The server before its model is loaded, at its end, and with readers that misbehave.
 
-Anything a client may send gives no 5xx, and no answer that /openapi.json does not promise."""
+Nothing that a client may send leads to a 5xx, or to an answer that /openapi.json does not promise.
+"""
 
 import asyncio
 import json
@@ -27,8 +28,9 @@ from tests.support.serving import NAME, held, live, make_decoder, make_filler, p
 
 CASES = 500  # at least
 OPTIONS = (
-    "-m schemathesis.cli run --phases examples,coverage,fuzzing --max-examples 40 --seed 1 --generation-deterministic "
-    "--no-shrink --continue-on-failure --exclude-checks positive_data_acceptance --workers 1 --request-timeout 60 "
+    "-m schemathesis.cli run --phases examples,coverage,fuzzing --max-examples 40 --seed 1 "
+    "--generation-deterministic --no-shrink --continue-on-failure "
+    "--exclude-checks positive_data_acceptance --workers 1 --request-timeout 60 "
     "--warnings off --no-color"
 )
 COMMAND = [sys.executable, *OPTIONS.split()]
@@ -164,8 +166,11 @@ def test_without_its_thread_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("schemathesis") is None, reason="schemathesis is not installed")
 def test_nothing_that_a_client_sends_breaks_it(tmp_path: Path) -> None:
-    """Schemathesis makes the same cases in each run. It also sends what the schema allows and the server refuses, such
-    as token ids that there are not: that is no failure."""
+    """Schemathesis finds no failure; it makes the same cases in each run.
+
+    It also sends what the schema allows and the server refuses, for example token ids that do not
+    exist. That is no failure.
+    """
     report = tmp_path / "report.json"
     with live(
         lambda: make_filler(context=48)

@@ -65,7 +65,8 @@ BAD: list[tuple[str, str, list[Any]]] = [  # path, field, and values that it can
     (PLAIN, "stream_options.include_usage", [3]),
     (PLAIN, "forerun_method", ["sd"]),
     (PLAIN, "prompt", ["", [], [[]], [1, "a"], [-1], [300], [True], {"a": 1}, "a\0b", "a\ud800b"]),
-    (PLAIN, "prompt", ["the cat sat " * 5000, "a" * 2**20, [[5]] * 300, ["x", {"y" * 100_000: 1}] * 5]),
+    (PLAIN, "prompt", ["the cat sat " * 5000, "a" * 2**20, [[5]] * 300]),
+    (PLAIN, "prompt", [["x", {"y" * 100_000: 1}] * 5]),
     (PLAIN, "suffix", ["x"]),
     (PLAIN, "best_of", [2, True]),
     (PLAIN, "prompt_logprobs", [0]),
@@ -73,13 +74,15 @@ BAD: list[tuple[str, str, list[Any]]] = [  # path, field, and values that it can
     (PLAIN, "response_format", [{"type": "nonsense"}]),
     (PLAIN, "user", [{"a": "b" * 100_000}]),
     (PLAIN, "cache_salt", ["", "a" * 257, "\ud800", 5]),
-    (CHAT, "messages", [[], "hello", *([{"role": role, "content": "a"}] for role in ("robot", "assistant"))]),
+    (CHAT, "messages", [[], "hello"]),
+    (CHAT, "messages", [[{"role": role, "content": "a"}] for role in ("robot", "assistant")]),
     (CHAT, "messages", [[{"role": "user", "content": each}] for each in CONTENTS]),
     (CHAT, "top_logprobs", [2]),
     (CHAT, "cache_salt", ["", ["a"]]),
     (CHAT, "logprobs", [2]),
     (CHAT, "modalities", [["audio"]]),
-    (CHAT, "chat_template_kwargs", [{"tokenize": False}, {"tools": []}, {"documents": None}, {"messages": []}]),
+    (CHAT, "chat_template_kwargs", [{"tokenize": False}, {"tools": []}]),
+    (CHAT, "chat_template_kwargs", [{"documents": None}, {"messages": []}]),
     (CHAT, "chat_template_kwargs", [{"own": "a" * 2**18}, {"a b": False}, {"tokenizer": "x"}]),
     ("/tokenize", "prompt", ["a" * 2**20, None, "\ud800"]),
     ("/detokenize", "tokens", [[1, -1], "abc"]),
@@ -124,11 +127,11 @@ NO_REQUESTS += [b'{"prompt": "a", "seed": ' + b"9" * 10**5 + b"}"]
 
 
 @pytest.mark.parametrize("body", NO_REQUESTS, ids=lambda body: repr(body[:24]))
-def test_bodies_that_are_no_requests(server: Live, body: bytes) -> None:
+def test_bodies_that_are_no_requests_are_refused(server: Live, body: bytes) -> None:
     assert refusal(sent(server, PLAIN, body))["param"] in ("body", "prompt", "temperature", "seed")
 
 
-def test_other_refusals(server: Live) -> None:
+def test_wrong_models_paths_and_sizes_are_refused(server: Live) -> None:
     assert refusal(post(server, PLAIN, {"prompt": "a", "model": "gpt"}), 404)["param"] == "model"
     assert refusal(post(server, PLAIN, {"prompt": ["a", "b", "c"], "n": 128}))["param"] == "n"
     assert refusal(post(server, PLAIN, {"prompt": "a" * 2**21}), 413)
@@ -164,7 +167,9 @@ def test_a_full_queue_answers_at_once() -> None:
                 assert [line for line in each.iter_lines() if line][-1] == "data: [DONE]"
 
 
-def test_a_form_for_the_answer(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_follows_the_form_that_is_asked_for(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("llguidance")
     form = {
         "type": "json_schema",
@@ -218,7 +223,10 @@ FAILURES += product(("forward", "commit", "prefill", "join"), ("once",))
 def test_a_failing_step_is_undone(
     monkeypatch: pytest.MonkeyPatch, place: str, how: str, error: BaseException
 ) -> None:
-    """Of 16 requests, one breaks every step and ends alone; or one call fails once, and all are answered."""
+    """A request that breaks every step ends alone; a call that fails once costs nobody an answer.
+
+    There are 16 requests.
+    """
     with live(lambda: make_decoder(max_rows=12)) as server:  # so that four wait for a row
         engine, more = (
             server.worker.engine,
@@ -303,7 +311,7 @@ def test_a_key_is_needed_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("limit", "seconds", "status"), [(1000, 0.1, 408), (3, 10, 413)])
-def test_a_body_that_never_ends(limit: int, seconds: float, status: int) -> None:
+def test_a_body_that_never_ends_is_refused(limit: int, seconds: float, status: int) -> None:
     async def receive() -> Any:
         await asyncio.sleep(0.01)
         return {"type": "http.request", "body": b" ", "more_body": True}

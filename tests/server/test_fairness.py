@@ -1,4 +1,7 @@
-"""One heavy request beside others: bodies that take long to read, answers with millions of numbers; how they end."""
+"""One heavy request beside others.
+
+Bodies that take long to read, answers with millions of numbers, and how they end.
+"""
 
 import asyncio
 import json

@@ -1,6 +1,8 @@
-"""The server's page in a browser: Debian's Chromium, driven by Playwright, against a server with scripted answers.
+"""The server's page in a browser.
 
-Skipped where one of them is missing. axe-core is looked for in the file that AXE_CORE names, and in node_modules.
+Debian's Chromium is driven by Playwright against a server with scripted answers. The tests are
+skipped where one of them is missing. axe-core is looked for in the file that AXE_CORE names, and in
+node_modules.
 """
 
 import asyncio
@@ -80,7 +82,10 @@ def refused(status: int, message: str, retry: int = 0, **more: str) -> Response:
 
 
 class Stub:
-    """A server of the page with scripted answers: what the last message says is the name of the script."""
+    """A server of the page with scripted answers.
+
+    The last message is the name of the script.
+    """
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -177,7 +182,10 @@ def stub() -> Iterator[Stub]:
 
 
 def opened(browser: Any, url: str, **options: Any) -> Any:
-    """A page of its own, with what went wrong in `page.wrong`: requests elsewhere, errors, what the policy refused."""
+    """A new page, with what went wrong in `page.wrong`.
+
+    That is requests to elsewhere, errors, and what the policy refused.
+    """
     context = browser.new_context(**{"viewport": {"width": 1200, "height": 800}, **options})
     context.set_default_timeout(TIMEOUT)
     expect.set_options(timeout=TIMEOUT)
@@ -382,7 +390,10 @@ def test_escape_stops_and_the_question_can_be_sent_again(page: Any, stub: Stub) 
 
 
 def test_steps_that_come_faster_than_frames_are_shown_together(page: Any) -> None:
-    """Else a page that lays out every step is busy for seconds, and hears neither Stop nor Escape."""
+    """Long answers leave the page responsive.
+
+    A page that lays out every step is busy for seconds, and reacts to neither Stop nor Escape.
+    """
     page.evaluate(
         "window.draws = 0; const counter = new MutationObserver(() => draws++);"
         "counter.observe(document.getElementById('forwards'), {childList: true})"
@@ -443,7 +454,9 @@ LOOKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_looks_and_accessibility(browser: Any, stub: Stub, look: str, tmp_path: Path) -> None:
+def test_every_look_is_accessible_and_fits_its_window(
+    browser: Any, stub: Stub, look: str, tmp_path: Path
+) -> None:
     page = opened(browser, stub.url, **LOOKS[look])
     expect(page.locator("#send")).to_be_enabled()
     page.check("#both")

@@ -112,8 +112,10 @@ def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Its reader sees that the stream broke off, and the next server has the same port at once. That one is terminated,
-    and ends what runs when its drain takes too long."""
+    """The reader sees that the stream broke off, and the port is free at once.
+
+    The next server is terminated, and ends what runs when its drain takes too long.
+    """
     body = {"prompt": "the cat", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 128}
     options, lines = ("--target", "embedded", "--max-rows", "1"), list[str]()
     with started(*options, folder=tmp_path) as (process, url):

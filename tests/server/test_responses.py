@@ -60,7 +60,10 @@ def streamed(server: Live, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_a_response_is_a_chats_answer(server: Live, client: openai.OpenAI) -> None:
-    """Greedily, with drafts and plainly; with usage in its own shape, and statistics as those of chats."""
+    """A response has the text of a chat's answer, greedily, with drafts and without.
+
+    Usage has its own shape; statistics are those of chats.
+    """
     wanted = make_decoder().chat(HELLO, max_new_tokens=20)
     asked: dict[str, Any] = {"model": NAME, "temperature": 0, "max_output_tokens": 20}
     message = {
@@ -150,7 +153,10 @@ def test_a_stream_tells_items_as_they_come(server: Live) -> None:
 
 
 def test_calls_are_items(caller: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text beside them is one too; what the tool says comes back as an item, and the next answer is text."""
+    """Calls are items, and so is text beside them.
+
+    What the tool says comes back as an item, and the next answer is text.
+    """
     said = f"I count.\n{CALL}\n{CALL}"
     says = scripted(lambda prompt: "So 12." if "twelve" in prompt else said)
     monkeypatch.setattr("forerun.server.requests.requests", says)
@@ -221,7 +227,7 @@ def test_forced_calls_follow_their_schema(caller: Live) -> None:
         assert json.loads(item["arguments"]) == {"x": 3} and found["tool_choice"] == choice
 
 
-def test_a_form_for_the_text(server: Live) -> None:
+def test_text_follows_the_form_that_is_asked_for(server: Live) -> None:
     pytest.importorskip("llguidance")
     form = {"type": "json_schema", "name": "x", "strict": True, "schema": {"enum": ["cat", "mat"]}}
     found = post(server, RESPONSES, {"input": "hello", "text": {"format": form}, "seed": 1}).json()
@@ -232,18 +238,25 @@ def test_a_form_for_the_text(server: Live) -> None:
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,x"}
 FILE = {"type": "input_file", "file_id": "x"}
 BAD: list[tuple[str, list[Any]]] = [
-    ("input", [None, 5, [], {}, [5], [{"role": "user"}], [{"role": "robot", "content": "a"}], "a\0"]),
-    ("input", [[{"role": "user", "content": [part]}] for part in (IMAGE, FILE, "a", {"type": ["a"]})]),
+    ("input", [None, 5, [], {}, [5], "a\0"]),
+    ("input", [[{"role": "user"}], [{"role": "robot", "content": "a"}]]),
+    ("input", [[{"role": "user", "content": [part]}] for part in (IMAGE, FILE)]),
+    ("input", [[{"role": "user", "content": [part]}] for part in ("a", {"type": ["a"]})]),
     ("input", [[{"type": kind}] for kind in ("reasoning", "item_reference", "web_search_call", 5)]),
-    ("input", [[{"role": "assistant", "content": "a"}], [{"role": "tool", "content": "a"}], "the cat " * 4000]),
-    ("input", [[{"type": "function_call", "call_id": "a", "name": "f"}, HELLO[0]]]),  # no tools in the template
+    ("input", [[{"role": role, "content": "a"}] for role in ("assistant", "tool")]),
+    ("input", ["the cat " * 4000]),
+    # The template has no tools.
+    ("input", [[{"type": "function_call", "call_id": "a", "name": "f"}, HELLO[0]]]),
     ("input", [[HELLO[0], {"type": "function_call_output", "call_id": "a", "output": "x"}]]),
     ("instructions", [5, "\ud800"]),
     ("max_output_tokens", [0, "7"]),
     ("temperature", [-1, "hot"]),
-    ("tools", [5, [5], [{"type": "web_search"}], [{"type": "function"}], [COUNT], [COUNT | {"x": float("nan")}]]),
-    ("tool_choice", ["required", "some", {"type": "allowed_tools"}, {"type": "function", "name": "f"}, [1]]),
-    ("text.format", [{"format": {"type": "json_schema"}}, {"format": {"type": "x"}}, {"format": {"a": float("nan")}}]),
+    ("tools", [5, [5], [{"type": "web_search"}], [{"type": "function"}]]),
+    ("tools", [[COUNT], [COUNT | {"x": float("nan")}]]),
+    ("tool_choice", ["required", "some", [1]]),
+    ("tool_choice", [{"type": "allowed_tools"}, {"type": "function", "name": "f"}]),
+    ("text.format", [{"format": {"type": "json_schema"}}, {"format": {"type": "x"}}]),
+    ("text.format", [{"format": {"a": float("nan")}}]),
     ("text.verbosity", [{"verbosity": "low"}]),
     ("metadata.a", [{"a": 1}]),
     ("store", ["yes"]),
@@ -318,7 +331,7 @@ def test_an_error_in_a_stream_is_its_last_event(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(
     find_spec("langchain_openai") is None, reason="langchain-openai is not installed"
 )
-def test_langchain(caller: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_langchain_gets_answers_of_responses(caller: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_openai import ChatOpenAI
 

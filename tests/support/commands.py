@@ -1,7 +1,8 @@
-"""`forerun` as a user runs it, in processes that are forked where torch and transformers are imported already.
+"""`forerun` as a user runs it, in processes that are forked after torch has been imported.
 
-These imports take most of a short command's time. Each run has a process, arguments, standard streams, an environment
-and an exit status of its own, as with `python -m forerun`. Some test runs each command by an interpreter of its own.
+The imports of torch and transformers take most of a short command's time. Each run has a process,
+arguments, standard streams, an environment and an exit status of its own, as with
+`python -m forerun`. Some test also runs each command by an interpreter of its own.
 """
 
 import gc
@@ -33,7 +34,8 @@ def run(
     env: Mapping[str, str] = os.environ,
 ) -> subprocess.CompletedProcess[str]:
     if program is not None:
-        program = f"import sys; sys.path.insert(0, {os.getcwd()!r})\n{program}"  # benchmarks/ is not installed
+        # benchmarks/ is not installed.
+        program = f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n{program}"
     with tempfile.TemporaryDirectory() as folder:
         streams = [str(Path(folder) / name) for name in ("in", "out", "err")]
         for path, text in zip(streams, (stdin, "", ""), strict=True):
@@ -43,13 +45,15 @@ def run(
             "program": program,
             "streams": streams,
             "env": dict(env),
-            "cwd": os.getcwd(),
+            "cwd": str(Path.cwd()),
         }
         server = _server(os.getpid())
         try:
             print(json.dumps(asked), file=server.stdin, flush=True)
             line = server.stdout.readline() if server.stdout else ""
-        except BaseException:  # a timeout, or Ctrl-C: what runs is not for the next one to wait for
+        except (
+            BaseException
+        ):  # a timeout, or Ctrl-C: the next run must not wait for what still runs
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
             _server.cache_clear()
@@ -62,7 +66,7 @@ def run(
 
 @cache
 def _server(pid: int) -> subprocess.Popen[str]:
-    """Start the process that forks. It ends with the process `pid`, which holds its standard input."""
+    """Start the process that forks. It ends when the process `pid`, which holds its stdin, ends."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, __file__], **pipes, start_new_session=True)
 
@@ -74,7 +78,8 @@ def _serve() -> None:
     for line in sys.stdin:
         pid = os.fork()
         if not pid:  # goes on to the interpreter's end, as any other process does
-            return _become(**json.loads(line))
+            _become(**json.loads(line))
+            return
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as others publish them: random ones in both layouts, and what they say, told without our code."""
+"""EAGLE-3 heads as others publish them: random ones in both layouts, run without our code."""
 
 from __future__ import annotations
 
@@ -38,6 +38,15 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+FLAGS = (
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "target_hidden_size",
+)
+
+
 def save_eagle3(
     folder: Path,
     target: CausalLM,
@@ -47,96 +56,124 @@ def save_eagle3(
     **settings: Any,
 ) -> Path:
     """Save a random head. `settings` are those of its layer, and those of the head."""
-    generator = torch.Generator().manual_seed(seed)
-    vocabulary, size, layers = (
-        target.vocab_size,
-        target.config.hidden_size,
-        target.config.num_hidden_layers,
-    )
+    size, layers = target.config.hidden_size, target.config.num_hidden_layers
     ids = settings.pop("eagle_aux_hidden_state_layer_ids", [layers, 0, 1])
     hot = settings.pop("draft_vocab_size", HOT)
-    named = (
-        "norm_before_residual",
-        "norm_before_fc",
-        "fc_norm",
-        "norm_output",
-        "target_hidden_size",
-    )
-    flags = {name: settings.pop(name) for name in named if name in settings}
+    flags = {name: settings.pop(name) for name in FLAGS if name in settings}
     layer: dict[str, Any] = {
         "model_type": "llama",
         "hidden_size": size,
-        "vocab_size": vocabulary,
+        "vocab_size": target.vocab_size,
         "rms_norm_eps": 1e-5,
+        **SIZES,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "max_position_embeddings": 64,
+        **settings,
     }
-    layer |= (
-        SIZES
-        | {"num_hidden_layers": 1, "hidden_act": "silu", "max_position_embeddings": 64}
-        | settings
+    shapes = matrix_shapes(layer, size * len(ids), hot)
+    if embedding:
+        shapes["embed_tokens.weight"] = (target.vocab_size, layer["hidden_size"])
+    norms = norm_sizes(layer, flags, size, len(ids))
+    weights = random_weights(shapes, norms, target.vocab_size, hot, seed)
+    config: dict[str, Any] = {"draft_vocab_size": hot, **flags}
+    if layout == "speculators":
+        config |= speculators_config(layer, ids)
+    else:
+        config |= layer | {"architectures": ["LlamaForCausalLMEagle3"]}
+        # This layout counts from the output of the first layer.
+        config["eagle_config"] = {
+            "eagle_aux_hidden_state_layer_ids": [number - 1 for number in ids]
+        }
+        weights = {
+            name.replace("layers.0.", "midlayer."): weight for name, weight in weights.items()
+        }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: weight.contiguous() for name, weight in weights.items()},
+        folder / "model.safetensors",
     )
-    feature, own, inner = size * len(ids), layer["hidden_size"], layer["intermediate_size"]
-    queries, keys = (
-        layer[f"num_{name}_heads"] * layer["head_dim"] for name in ("attention", "key_value")
-    )
-    linear = {"q_proj": (queries, 2 * own), "k_proj": (keys, 2 * own), "v_proj": (keys, 2 * own)}
-    linear |= {"o_proj": (own, queries)}
-    shapes = {f"layers.0.self_attn.{name}.weight": each for name, each in linear.items()}
-    shapes |= {f"layers.0.mlp.{name}_proj.weight": (inner, own) for name in ("gate", "up")}
-    shapes |= {
-        "layers.0.mlp.down_proj.weight": (own, inner),
-        "fc.weight": (own, feature),
-        "lm_head.weight": (hot, own),
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def matrix_shapes(layer: dict[str, Any], feature: int, hot: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a head's matrices and of their biases."""
+    width, inner = layer["hidden_size"], layer["intermediate_size"]
+    queries = layer["num_attention_heads"] * layer["head_dim"]
+    keys = layer["num_key_value_heads"] * layer["head_dim"]
+    attention = {
+        "q_proj": (queries, 2 * width),
+        "k_proj": (keys, 2 * width),
+        "v_proj": (keys, 2 * width),
+        "o_proj": (width, queries),
     }
+    shapes: dict[str, tuple[int, ...]] = {
+        f"layers.0.self_attn.{name}.weight": shape for name, shape in attention.items()
+    }
+    shapes |= {f"layers.0.mlp.{name}_proj.weight": (inner, width) for name in ("gate", "up")}
+    shapes["layers.0.mlp.down_proj.weight"] = (width, inner)
+    shapes["fc.weight"] = (width, feature)
+    shapes["lm_head.weight"] = (hot, width)
     for part, flag in (("self_attn", "attention_bias"), ("mlp", "mlp_bias")):
-        of_part = [name for name in shapes if part in name and layer.get(flag)]
-        shapes |= {name.replace(".weight", ".bias"): shapes[name][:1] for name in of_part}  # type: ignore[misc]
-    norms: dict[str, int] = {"norm.weight": own}
-    norms |= {
-        f"layers.0.{name}.weight": own
-        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-    }
+        with_bias = [name for name in shapes if part in name and layer.get(flag)]
+        shapes |= {name.replace(".weight", ".bias"): shapes[name][:1] for name in with_bias}
+    return shapes
+
+
+def norm_sizes(
+    layer: dict[str, Any], flags: dict[str, Any], size: int, features: int
+) -> dict[str, int]:
+    """Return the sizes of a head's norms. The target's states have `size` numbers."""
+    norms = {"norm.weight": layer["hidden_size"]}
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        norms[f"layers.0.{name}.weight"] = layer["hidden_size"]
     if layer["model_type"] == "qwen3":
         norms |= {f"layers.0.self_attn.{name}_norm.weight": layer["head_dim"] for name in "qk"}
     if flags.get("norm_before_fc"):
-        norms["input_norm.weight"] = feature
+        norms["input_norm.weight"] = size * features
     if flags.get("fc_norm"):
-        norms |= {f"fc_norm.{i}.weight": size for i in range(len(ids))}
-    if embedding:
-        shapes["embed_tokens.weight"] = (vocabulary, own)
+        norms |= {f"fc_norm.{i}.weight": size for i in range(features)}
+    return norms
+
+
+def random_weights(
+    shapes: dict[str, tuple[int, ...]],
+    norms: dict[str, int],
+    vocabulary: int,
+    hot: int,
+    seed: int,
+) -> dict[str, Tensor]:
+    """Draw weights, and the tables between the hot tokens and the target's vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
     weights = {
         name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()
     }
     weights |= {
-        name: 1 + 0.2 * torch.randn(each, generator=generator) for name, each in norms.items()
+        name: 1 + 0.2 * torch.randn(size, generator=generator) for name, size in norms.items()
     }
     if hot != vocabulary:
         tokens = torch.randperm(vocabulary, generator=generator)[:hot].sort().values
         weights["d2t"] = tokens - torch.arange(hot)
         weights["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, tokens, True)
-    found: dict[str, Any] = {"draft_vocab_size": hot} | flags
-    if layout == "speculators":
-        found |= {"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3"}
-        found |= {"transformer_layer_config": layer, "eagle_aux_hidden_state_layer_ids": ids}
-        proposal = {"proposal_type": "greedy", "speculative_tokens": 5}
-        found["speculators_config"] = {
-            **{
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [proposal],
-            },
+    return weights
+
+
+def speculators_config(layer: dict[str, Any], ids: list[int]) -> dict[str, Any]:
+    """Return what the format of speculators says of a head."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 5}
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": layer,
+        "eagle_aux_hidden_state_layer_ids": ids,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
             "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": None},
-        }
-    else:
-        found |= layer | {"architectures": ["LlamaForCausalLMEagle3"]}
-        # It counts from the output of the first layer.
-        found["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [number - 1 for number in ids]}
-        weights = {name.replace("layers.0.", "midlayer."): each for name, each in weights.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: each.contiguous() for name, each in weights.items()}, folder / "model.safetensors"
-    )
-    (folder / "config.json").write_text(json.dumps(found))
-    return folder
+        },
+    }
 
 
 def random_eagle3(target: CausalLM, **settings: Any) -> Head:
@@ -160,7 +197,10 @@ class Plain:
     def logits(
         self, features: Tensor, tokens: Sequence[int], drafted: Sequence[int] = ()
     ) -> Tensor:
-        """Logits [1 + k, S] after features [T, f] with the tokens [T] after them, and after each drafted token."""
+        """Logits [1 + k, S] after features [T, f] and after each drafted token.
+
+        The tokens [T] follow the features.
+        """
         count, found = len(tokens), []
         states = self._linear("fc", self._normed_features(features))
         embedded = self.embedding[torch.tensor([*tokens, *drafted])]

@@ -1,7 +1,9 @@
-"""Tiny GGUF files: models of random weights with a tokenizer, as llama.cpp's converter writes them."""
+"""Tiny GGUF files: random models with a tokenizer, as llama.cpp's converter writes them."""
 
 import copy
 import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,10 @@ SCALES = {
 
 
 def encode(name: str, weight: np.ndarray, kind: str) -> np.ndarray:
-    """A matrix in the bytes of a type. Types that `gguf` cannot make get random codes: they mean another matrix."""
+    """A matrix in the bytes of a type.
+
+    Types that `gguf` cannot make get random codes, which mean another matrix.
+    """
     type = Type[kind]
     try:
         return gguf.quantize(weight, type)
@@ -118,7 +123,10 @@ def rounded(
 
 
 def turned(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Queries or keys as llama.cpp rotates them: numbers i and i + D / 2 of a head stand beside each other."""
+    """Queries or keys in the order in which llama.cpp rotates them.
+
+    Numbers i and i + D / 2 of a head stand beside each other.
+    """
     size = len(rows) // heads
     order = [
         head * size + i + half
@@ -129,34 +137,62 @@ def turned(rows: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(rows[order])
 
 
-def write(
-    path: Path,
-    model: PreTrainedModel,
-    kind: str = "Q4_1",
-    *,
-    types: dict[str, str] | None = None,
-    tokenizer: bool = True,
-    pre: str = "smollm",
-    metadata: dict[str, Any] | None = None,
-    tensors: dict[str, np.ndarray | None] | None = None,
-    endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
-) -> Path:
-    """Writes a model.
+@dataclass(frozen=True)
+class Changes:
+    """What a file has other than a model's usual one.
 
-    Args:
-        kind: the type of all matrices, by ggml's name. Vectors are F32.
-        types: of single tensors, by their names in the file.
-        pre: how the tokenizer cuts texts, or "pieces" for one of SentencePiece.
-        metadata: numbers and texts in place of those of the model, or beside them.
-        tensors: in place of the model's (None: left out), or beside them, in F32.
+    Attributes:
+        types: types of single tensors, by their names in the file.
+        tokenizer: whether the file has a tokenizer.
+        pre: how the tokenizer cuts texts, or "pieces" for one of SentencePiece's kind.
+        metadata: numbers and texts in place of those of the model, or in addition to them.
+        tensors: tensors in place of the model's (None: left out), or in addition, in F32.
+        endianess: the order of bytes.
     """
-    config = model.config
-    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    types: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: bool = True
+    pre: str = "smollm"
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, np.ndarray | None] = field(default_factory=dict)
+    endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE
+
+
+def write(path: Path, model: PreTrainedModel, kind: str = "Q4_1", **changes: Any) -> Path:
+    """Write a model, with `changes` as in `Changes`.
+
+    Its matrices have the type `kind`, by ggml's name. Vectors are F32.
+    """
+    file = Changes(**changes)
+    arch = architecture_of(model)
     writer = gguf.GGUFWriter(
-        path, (metadata or {}).get("general.architecture", arch), endianess=endianess
+        path, file.metadata.get("general.architecture", arch), endianess=file.endianess
     )
-    told: dict[str, Any] = {
+    metadata = metadata_of(model)
+    if file.tokenizer:
+        metadata |= tokenizer_metadata(writer, model.config.vocab_size, file.pre)
+    add_metadata(writer, metadata | dict(file.metadata))
+    add_tensors(writer, model, kind, file)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def architecture_of(model: PreTrainedModel) -> str:
+    """Return llama.cpp's name of a model's architecture."""
+    return {"mistral": "llama"}.get(model.config.model_type, model.config.model_type)
+
+
+def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the sizes of a model under llama.cpp's keys."""
+    config = model.config
+    arch = architecture_of(model)
+    head_size = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    sizes = {
         f"{arch}.block_count": config.num_hidden_layers,
         f"{arch}.context_length": config.max_position_embeddings,
         f"{arch}.embedding_length": config.hidden_size,
@@ -166,48 +202,59 @@ def write(
         f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         f"{arch}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
     }
-    sizes = ("attention.key_length", "attention.value_length", "rope.dimension_count")
-    told |= {f"{arch}.{name}": size for name in sizes}
-    if tokenizer:
-        told |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
-        told |= {"tokenizer.chat_template": TEMPLATE}
-        told |= (
-            _pieces(writer, config.vocab_size)
-            if pre == "pieces"
-            else _tokenizer(writer, config.vocab_size, pre)
-        )
-    for key, value in {**told, **(metadata or {})}.items():
-        add = {
-            int: writer.add_uint32,
-            float: writer.add_float32,
-            str: writer.add_string,
-            bool: writer.add_bool,
-        }
+    for name in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        sizes[f"{arch}.{name}"] = head_size
+    return sizes
+
+
+def add_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
+    """Add numbers and texts to a file, each by its type."""
+    add = {
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        bool: writer.add_bool,
+    }
+    for key, value in metadata.items():
         if key != "general.architecture":
             add[type(value)](key, value)
-    values = {
+
+
+def add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str, file: Changes) -> None:
+    """Add the weights of a model and those of `file`: matrices of type `kind`, vectors in F32."""
+    config = model.config
+    is_turned = architecture_of(model) in ("llama", "smollm3")
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    tensors: dict[str, np.ndarray | None] = {
         stored: model.get_parameter(name).detach().numpy() for name, stored in names(model).items()
     }
-    for name, value in {**values, **(tensors or {})}.items():
+    for name, value in {**tensors, **file.tensors}.items():
         if value is None:
             continue
-        own = (types or {}).get(name, kind) if value.ndim == 2 else "F32"
-        data = encode(name, value, own) if value.ndim == 2 else value
-        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(
-            name.split(".")[-2]
-        )
-        if heads and arch in ("llama", "smollm3"):
-            data = turned(data, heads)
-        writer.add_tensor(name, data, raw_dtype=None if own in ("F16", "F32") else Type[own])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+        stored_as = file.types.get(name, kind) if value.ndim == 2 else "F32"
+        data = encode(name, value, stored_as) if value.ndim == 2 else value
+        part = name.split(".")[-2]
+        if is_turned and part in heads:
+            data = turned(data, heads[part])
+        is_float = stored_as in ("F16", "F32")
+        writer.add_tensor(name, data, raw_dtype=None if is_float else Type[stored_as])
+
+
+def tokenizer_metadata(writer: gguf.GGUFWriter, size: int, pre: str) -> dict[str, Any]:
+    """Add a tokenizer's tokens to a file, and return the rest of what describes it."""
+    described = _pieces(writer, size) if pre == "pieces" else _tokenizer(writer, size, pre)
+    return described | {
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": TEMPLATE,
+    }
 
 
 def _tokenizer(writer: gguf.GGUFWriter, size: int, pre: str) -> dict[str, Any]:
-    """Adds a tokenizer of bytes, a few merges and fillers up to `size` tokens; returns the rest of what is said."""
+    """Add a tokenizer of bytes, a few merges and fillers up to `size` tokens.
+
+    Return the metadata that are not written yet.
+    """
     tokens = [*SPECIAL, *bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in MERGES)]
     kinds = [3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)) + [5] * (size - len(tokens))
     tokens += [f"[PAD{i}]" for i in range(len(tokens), size)]
@@ -219,7 +266,10 @@ def _tokenizer(writer: gguf.GGUFWriter, size: int, pre: str) -> dict[str, Any]:
 
 
 def _pieces(writer: gguf.GGUFWriter, size: int) -> dict[str, Any]:
-    """As `_tokenizer`, of SentencePiece's kind: pieces with scores, and bytes for whatever they do not have."""
+    """Like `_tokenizer`, of SentencePiece's kind.
+
+    It has pieces with scores, and bytes for what the pieces lack.
+    """
     pieces = ["▁", *map(chr, range(97, 123)), "▁t", "he", "▁the", "ll", "ow"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     kinds = [2, 3, 3] + [6] * 256 + [1] * len(pieces) + [5] * (size - len(tokens))

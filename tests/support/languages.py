@@ -1,7 +1,8 @@
-"""Toy languages whose every answer is known, with models, heads and layers whose weights are written by hand.
+"""Toy languages whose every answer is known; models, heads and layers have weights set by hand.
 
-A state is one number that is on: state t below VOCAB is what the target says of token t, the others are a head's own.
-What follows from each state is a row of a table, so a test can say exactly what a method must do.
+A state is one-hot: state t below VOCAB is the target's state after token t, the others are a head's
+own. What follows from each state is a row of a table, so a test can say exactly what a method must
+do.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,10 @@ Row = int | Mapping[int, float]
 
 
 def logits(row: Row) -> Tensor:
-    """[VOCAB] of a distribution: one token, or tokens by probability. Others are RARE and have logit 0."""
+    """Logits [VOCAB] of a distribution: one token, or tokens by probability.
+
+    Other tokens are RARE and have logit 0.
+    """
     probabilities = torch.full((VOCAB,), RARE)
     for token, probability in {row: 0.9}.items() if isinstance(row, int) else row.items():
         probabilities[token] = probability
@@ -39,7 +43,10 @@ def cycle(tokens: Sequence[int]) -> dict[int, Row]:
 
 @torch.no_grad()
 def model(rows: Mapping[int, Row]) -> LlamaForCausalLM:
-    """A Llama whose next token follows from its last one. `rows`: of states, those of a head's own among them."""
+    """A Llama whose next token follows from its last one.
+
+    `rows` are logits by state, a head's own states among them.
+    """
     sizes = {
         "hidden_size": SIZE,
         "intermediate_size": 8,
@@ -61,8 +68,10 @@ def model(rows: Mapping[int, Row]) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def counter(period: int, coins: int = 0) -> GPT2LMHeadModel:
-    """A GPT-2 that says n % period after position n, whatever came before; after every `coins`-th position it says
-    any of the first eight tokens."""
+    """A GPT-2 that says n % period after position n, whatever came before.
+
+    After every `coins`-th position it says any of the first eight tokens.
+    """
     sizes = {"n_embd": SIZE, "n_layer": 1, "n_head": 2, "n_positions": CONTEXT}
     made = GPT2LMHeadModel(GPT2Config(vocab_size=period, **sizes, **PLAIN)).eval()
     block = made.transformer.h[0]
@@ -78,7 +87,7 @@ def counter(period: int, coins: int = 0) -> GPT2LMHeadModel:
 
 
 def moves(pairs: Mapping[int, int]) -> Tensor:
-    """[SIZE, SIZE] a matrix that turns each of these states into another one, and all others into nothing."""
+    """A matrix [SIZE, SIZE] that maps each of these states to another one, and others to zeros."""
     matrix = torch.zeros(SIZE, SIZE)
     for before, after in pairs.items():
         matrix[after, before] = 1.0
@@ -94,8 +103,11 @@ def head(
     information: Mapping[int, Row] | None = None,
     **settings: Any,
 ) -> nn.Module:
-    """A head that is a table: the next state follows from the state before by `states`, or from the token after that
-    by `tokens`; `information` is the token information."""
+    """A head that is a table.
+
+    The next state follows from the state before by `states`, or from the token after that by
+    `tokens`. `information` is the token information.
+    """
     lm = CausalLM(target)
     config = dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), SIZE)
     config |= dict.fromkeys(("rank", "vocab_size", "hot_size"), VOCAB)
@@ -123,7 +135,7 @@ def head(
 
 @torch.no_grad()
 def copying_head(target: PreTrainedModel, back: int) -> nn.Module:
-    """An eagle that says what came `back` tokens before, wherever it stands: its attention goes by distance alone.
+    """An EAGLE-like head that repeats what came `back` tokens before; its attention is by distance.
 
     State VOCAB + t is to say token t, and no other state but the target's own anything.
     """
@@ -162,8 +174,11 @@ def layer(
     bias: float,
     units: Sequence[tuple[str, int, float, float]] = (),
 ) -> PreVerifier:
-    """A pre-verifier that says bias + the sum of gain * relu(weight * input[index]) over units of (input, index,
-    weight, gain)."""
+    """A pre-verifier that is a sum over its units.
+
+    Its output is bias + the sum of gain * relu(weight * input[index]) over units of (input, index,
+    weight, gain).
+    """
     width = max(len(units), 4)
     config = PreVerifierConfig(width)
     config.target, config.draft = fingerprint(target), fingerprint(draft)

@@ -1,4 +1,4 @@
-"""What tests of training share: a small target with text or conversations, and runs of recipes on them."""
+"""What tests of training share: a small target with text or conversations, and runs of recipes."""
 
 import copy
 import json

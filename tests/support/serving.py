@@ -178,8 +178,11 @@ def answered(response: httpx.Response) -> str:
 
 
 def client_output(script: str, url: str, package: str) -> Any:
-    """The JSON that a script in `clients` prints. Python's packages may be in an environment of its own, those of Node
-    are in node_modules: .ci/run installs them. Skips where the package is not there."""
+    """Return the JSON that a script in `clients` prints.
+
+    Python packages may be in an environment of their own, those of Node are in node_modules;
+    `.ci/run` installs them. The test is skipped where the package is missing.
+    """
     scripts, own = Path(__file__).parent / "clients", Path(sys.prefix) / "clients/bin/python"
     program = str(own) if own.is_file() else sys.executable
     wanted = [program, "-c", f"from importlib.util import find_spec; find_spec('{package}').origin"]

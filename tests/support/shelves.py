@@ -1,4 +1,4 @@
-"""Shelves of the prompt folder without a model: keys and values that tell which tokens they are of."""
+"""Shelves of the prompt folder without a model: keys and values tell which tokens they are of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Chat templates with tools as three families have them, shortened, and a decoder that writes what a test wants."""
+"""Chat templates with tools, and a decoder that writes what a test wants.
+
+The templates are shortened ones of three families.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ NAMES = ("hermes", "llama3", "mistral")
 TEMPLATES = {
     name: (Path(__file__).parent / f"templates/{name}.jinja").read_text().rstrip() for name in NAMES
 }
-# Markers that are tokens, and whether they are special: as in Qwen's, Llama's and Mistral's tokenizers.
+# Markers that are tokens in Qwen's, Llama's and Mistral's tokenizers, and whether they are special.
 MARKERS = {
     "hermes": [("<tool_call>", False), ("</tool_call>", False)],
     "llama3": [("<|python_tag|>", True)],
@@ -62,7 +65,10 @@ class _Script(LogitsProcessor):
 
 
 def scripted(say: Callable[[str], str]) -> Callable[..., Any]:
-    """Stands in for `forerun.api.requests.requests`: answers are what `say` returns for the text of the prompt."""
+    """Stands in for `forerun.api.requests.requests`.
+
+    Answers are what `say` returns for the text of the prompt.
+    """
 
     def make(rows: Any, params: Any, target: Any, tokenizer: Any) -> Any:
         scripts = [

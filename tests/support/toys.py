@@ -1,4 +1,7 @@
-"""Models that tests can afford: tiny random Hugging Face ones, and tables of logits whose distributions are known."""
+"""Models that tests can afford.
+
+Tiny random Hugging Face models, and tables of logits whose distributions are known.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,8 @@ from forerun.sampling.sampler import Sampler
 
 VOCAB, CONTEXT, WINDOW = 64, 256, 16
 
-# A large initializer range makes outputs varied: with the default one a random model repeats one token.
+# A large initializer range makes outputs varied. With the default, a random model repeats one
+# token.
 _TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": None}
 _WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
 _SIZES = (
@@ -135,7 +139,10 @@ def tiny(
     context: int = CONTEXT,
     attention: str | None = None,
 ) -> PreTrainedModel:
-    """A random model of that architecture in float32; attention is the architecture's default where none is named."""
+    """A random model of that architecture in float32.
+
+    Without `attention` it has the architecture's default.
+    """
     name, sizes = _ARCHITECTURES[architecture]
     kind = getattr(transformers, name)
     with torch.random.fork_rng():
@@ -221,7 +228,7 @@ def random_head(target: CausalLM, hot: int = 12, **settings: Any) -> HiddenDraft
 def parts_of(
     name: str, target: PreTrainedModel, draft: PreTrainedModel | None, **settings: Any
 ) -> dict[str, Any]:
-    """The untrained layer and head that a method needs, for a Decoder. `settings` are the head's."""
+    """The untrained layer and head that a method needs in a Decoder. `settings` are the head's."""
     layer = random_layer(target, draft) if name in LAYERED else None
     kind = METHODS[name].head if name in METHODS else None
     head = random_head(CausalLM(target), kind=kind, **settings) if kind else None
@@ -241,7 +248,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def pieces(*, prefix: bool = True) -> PreTrainedTokenizerFast:
-    """As SentencePiece has it: spaces are U+2581, characters that it lacks are bytes, a space comes before a text."""
+    """A tokenizer of SentencePiece's kind.
+
+    Spaces are U+2581, characters that it lacks are bytes, and a space comes before a text.
+    """
     merges = [
         ("t", "h"),
         ("th", "e"),
@@ -277,7 +287,7 @@ def pieces(*, prefix: bool = True) -> PreTrainedTokenizerFast:
 def save_models(
     folder: Path, tokenizer: PreTrainedTokenizerFast | None = None, **models: PreTrainedModel
 ) -> Path:
-    """Save models, each in a folder of its name with a tokenizer, that of the toys if none is given."""
+    """Save each model in a folder of its name, with a tokenizer (the toys' if none is given)."""
     for name, model in models.items():
         model.save_pretrained(folder / name)
         (tokenizer or tiny_tokenizer()).save_pretrained(folder / name)
@@ -322,7 +332,10 @@ class RandomTrees(PlainDrafter):
 
 
 class TableLM:
-    """Stands in for CausalLM. Its logits [V] after tokens (.., a, b) are table[a, b], table[0, b] for a first b."""
+    """Stands in for CausalLM.
+
+    Its logits [V] after tokens (.., a, b) are table[a, b], and table[0, b] if b is the first token.
+    """
 
     context = None
     device = torch.device("cpu")
@@ -444,7 +457,10 @@ def joint_distribution(
     length: int,
     processors: LogitsProcessorList | None,
 ) -> Tensor:
-    """[V] * length: the exact distribution of the first `length` tokens after the prompt. `model` gives `logits`."""
+    """The exact distribution [V] * length of the first tokens after the prompt.
+
+    `model` gives `logits`.
+    """
     if not length:
         return torch.ones(())
     ids = torch.tensor([prompt])
@@ -469,7 +485,7 @@ def decode(
 
 
 def drain(engine: Engine, steps: dict[int, list[Step]] | None = None) -> dict[int, list[Step]]:
-    """Runs an engine until it has nothing to do; the steps of each request, after those that it had."""
+    """Run an engine until it is idle. Return each request's steps, the given ones first."""
     steps = {} if steps is None else steps
     while engine.busy:
         take_step(engine, steps)
@@ -487,7 +503,10 @@ def tokens_of(steps: Iterable[Step]) -> list[int]:
 
 
 def piecemeal(drafter: Drafter, tokens: Sequence[int], begin: int) -> list[int]:
-    """What is drafted after a text that came token by token from `begin` on, beside another that comes and goes."""
+    """What is drafted after a text that came token by token from `begin` on.
+
+    Another text comes and goes beside it.
+    """
     seq, other = (
         EngineSequence(Request(tokens[:begin], 100), 0),
         EngineSequence(Request([3, 2, 1, 0], 9), 1),
@@ -507,7 +526,10 @@ def piecemeal(drafter: Drafter, tokens: Sequence[int], begin: int) -> list[int]:
 
 
 def p_value(outcomes: Sequence[Sequence[int]], joint: Tensor) -> float:
-    """Chi-square of observed token tuples against their joint distribution; 0 where one of them is impossible."""
+    """The p-value (chi-square) of token tuples under their joint distribution.
+
+    It is 0 if one of them is impossible.
+    """
     size, ids = len(joint), torch.tensor([list(outcome) for outcome in outcomes])
     flat = sum(ids[:, i] * size ** (ids.shape[1] - 1 - i) for i in range(ids.shape[1]))
     expected, order = joint.double().flatten().mul(len(ids) / joint.double().sum()).sort()
@@ -550,7 +572,10 @@ def fit(
     length: int = 3,
     processors: LogitsProcessorList | None = None,
 ) -> float:
-    """The `p_value` of the first `length` tokens of rows of steps after the prompt, where a TableLM is the target."""
+    """The `p_value` of the first `length` tokens of rows of steps after the prompt.
+
+    The target is a TableLM.
+    """
 
     def model(ids: Tensor) -> Any:
         before, last = [0, *ids[0].tolist()][-2:]

@@ -1,4 +1,4 @@
-"""Conversations: as prompts, through a decoder, on the command line, in a terminal, and as data sets."""
+"""Conversations: prompts, decoders, the command line, a terminal, and data sets."""
 
 import io
 import json
@@ -68,7 +68,10 @@ def test_a_prompt_is_what_the_template_makes(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     ids = chat_prompt(tokenizer, [{"role": "user", "content": parts}], SYSTEM["content"])
     assert ids == chat_prompt(tokenizer, [SYSTEM, {"role": "user", "content": "hel\nlo"}])
-    text = "<|im_start|>system\n12 the<|im_end|>\n<|im_start|>user\nhel\nlo<|im_end|>\n<|im_start|>assistant\n"
+    text = (
+        "<|im_start|>system\n12 the<|im_end|>\n<|im_start|>user\nhel\nlo<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
     assert tokenizer.decode(ids).endswith(text)
 
 
@@ -105,7 +108,9 @@ def test_messages_that_are_refused(decoder: Decoder) -> None:
             refuses(re.escape(message), call, messages)
 
 
-def test_refusals_of_a_whole_chat(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chats_that_no_template_renders_are_refused(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer: Any = decoder.tokenizer
     refuses("a chat needs a tokenizer", chat_prompt, None, [USER])
     refuses("the model has no chat template", chat_prompt, tiny_tokenizer(), [USER])
@@ -184,7 +189,7 @@ def test_progress_counts_the_tokens_that_were_read(decoder: Decoder) -> None:
     assert seen == [(len(prompt) + 2, len(prompt) + 3)]
 
 
-def test_one_answer(
+def test_one_answer_is_printed_or_written_as_json(
     file: Path, decoder: Decoder, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = decoder.chat([USER], system="the", max_new_tokens=8)
@@ -197,7 +202,9 @@ def test_one_answer(
     assert (result["tokens"], result["method"]) == (wanted.tokens, "suffix")
 
 
-def test_mistakes_on_the_command_line(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_on_the_command_line_are_one_line(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for prompt, options, message in (
         (
             "x",
@@ -330,7 +337,7 @@ def test_lines_go_on_after_a_backslash(monkeypatch: pytest.MonkeyPatch) -> None:
             assert ask() == wanted
 
 
-def test_a_conversation_in_a_terminal(file: Path) -> None:
+def test_a_conversation_runs_in_a_terminal(file: Path) -> None:
     pid, terminal = pty.fork()
     if not pid:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -369,9 +376,8 @@ def test_a_conversation_in_a_terminal(file: Path) -> None:
         if prompt:
             wait(prompt)
         else:
-            time.sleep(
-                0.5
-            )  # Python does not see a signal that comes while readline is at a key until the next key
+            # Python sees a signal that comes while readline handles a key only at the next key.
+            time.sleep(0.5)
         os.write(terminal, typed)
         for text in shown:
             wait(text)

@@ -1,4 +1,4 @@
-"""Fill in the middle: prompts of each form, the answers of /v1/completions with `suffix`, and an editor."""
+"""Fill in the middle: prompts of each form, /v1/completions with `suffix`, and an editor."""
 
 import asyncio
 import copy
@@ -67,7 +67,10 @@ def test_each_form_is_found_by_its_tokens(form: tuple[str, ...]) -> None:
 
 
 def test_an_answer_fills_the_gap(editor: Live, decoder: Decoder) -> None:
-    """With drafts and without: greedily it is what the model says after the form's prompt, whole and streamed."""
+    """A greedy answer is what the model says after the form's prompt.
+
+    With drafts and without, whole and streamed.
+    """
     with client_of(editor) as client:
         asked: dict[str, Any] = {
             "model": NAME,
@@ -133,8 +136,10 @@ def test_what_has_no_gap_is_refused(editor: Live, server: Live) -> None:
 
 
 def test_an_editor_cancels_at_each_key_stroke(editor: Live) -> None:
-    """200 times: before an answer begins, after its first event, or after some. Nothing is left, and the last key
-    stroke's answer is what it is without the others."""
+    """Cancelled answers leave nothing, and the last key stroke gets its usual answer.
+
+    200 answers are cancelled: before they begin, after their first event, or after some events.
+    """
     body = {
         "suffix": "\nprint(i)",
         "temperature": 0,

@@ -83,7 +83,8 @@ def test_text_is_of_whole_characters(
             # Whatever comes after it is not text any more.
             assert push(stream, tiny_tokenizer().encode("abc"), True) == ""
             return
-        # What only looked like a stop string is out again as soon as that is known, and nothing else is held back.
+        # What only looked like a stop string is released as soon as that is known; nothing else is
+        # held.
         assert emitted == whole[: len(whole) - (0 if finished else beginning(whole, stop))]
     assert emitted == text and not stream.stopped
 
@@ -133,8 +134,9 @@ def theirs(
 
 
 STOPS = [
-    ("ab",), ("a", "ab", "ba a"), ("b a",), ("abab", "bab"), (" ",), ("\n\n", "\n"), ("</s>", "<|endoftext|>"),
-    ("a</s>",), ("t.", "\u00e9", "\u6f22"), ("a\u00e9b",), ("\U0001f600a",), ("def ", "return a", "self."), ("(a, b)",),
+    ("ab",), ("a", "ab", "ba a"), ("b a",), ("abab", "bab"), (" ",), ("\n\n", "\n"),
+    ("</s>", "<|endoftext|>"), ("a</s>",), ("t.", "\u00e9", "\u6f22"), ("a\u00e9b",),
+    ("\U0001f600a",), ("def ", "return a", "self."), ("(a, b)",),
 ]  # fmt: skip
 
 
@@ -217,7 +219,10 @@ def test_a_vocabulary_of_any_size_costs_nothing_to_begin_with(
     stops,
 )
 def test_text_ends_with_tokens(prompt: list[int], tokens: list[int], stop: list[str]) -> None:
-    """What the stream gives out of a prompt's continuation, special tokens among them, up to the token that ends it."""
+    """What the stream releases of a prompt's continuation, up to the token that ends it.
+
+    Special tokens are among it.
+    """
     tokenizer, has_ended = tiny_tokenizer(), StopStrings(tiny_tokenizer(), stop)
     count = next(
         (n for n in range(1, len(tokens) + 1) if has_ended(prompt + tokens[:n])), len(tokens)
@@ -225,7 +230,8 @@ def test_text_ends_with_tokens(prompt: list[int], tokens: list[int], stop: list[
     stream, text = TextStream(tokenizer, prompt, stop), ""
     for n, token in enumerate(tokens[:count], 1):
         text += push(stream, [token], n == count)
-    # No stop string and no end of one that began in the prompt, but for characters that were broken by the prompt.
+    # No stop string and no end of one that began in the prompt, unless the prompt ends within a
+    # character.
     if tokenizer.eos_token_id not in tokens:
         assert not any(s in text for s in stop)
     if has_ended(prompt + tokens[:count]) and not tokenizer.decode(prompt).endswith(ODD):
@@ -241,7 +247,8 @@ def test_a_stop_string_that_began_in_the_prompt_is_cut() -> None:
         stream = TextStream(tokenizer, prompt, ["abQRS", "zz"])
         assert push(stream, more, False) == "" and push(stream, last, last == s) == text
         assert stream.stopped == (last == s)
-    # The longer stop string is held from the prompt on; the shorter one stands in it wholly and does not count.
+    # The longer stop string is held from the prompt on. The shorter one lies wholly in the prompt
+    # and does not count.
     assert push(TextStream(tokenizer, prompt, ["abQ", "b", "ab"]), x, True) == "x"
 
 

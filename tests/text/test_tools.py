@@ -40,10 +40,20 @@ from tests.support.tools import MARKERS, TEMPLATES, make_decoder, scripted
 
 CALL = '{"name": "f", "arguments": {"x": "a\\"}{[", "y": [1, {}]}}'
 PIECES = {  # of texts that are partly calls
-    "hermes": [CALL, "```json\n", "```", "<tool_call>", "</tool_call>", "<too", "\n", '{"arguments": {}, "name": "f"}'],
-    "llama3": ['{"name": "g", "parameters": {"x": 1}}', "<|python_tag|>", ";", " ", '{"name": "Al", "parameters": {}}'],
-    "mistral": ["[TOOL_CALLS]", "[", CALL, ", ", "]", " ", '{"name": "g", "arguments": {}, "id": "abcdefghi"}'],
-}  # fmt: skip
+    "hermes": [
+        *(CALL, "```json\n", "```", "<tool_call>", "</tool_call>", "<too", "\n"),
+        '{"arguments": {}, "name": "f"}',
+    ],
+    "llama3": [
+        '{"name": "g", "parameters": {"x": 1}}',
+        *("<|python_tag|>", ";", " "),
+        '{"name": "Al", "parameters": {}}',
+    ],
+    "mistral": [
+        *("[TOOL_CALLS]", "[", CALL, ", ", "]", " "),
+        '{"name": "g", "arguments": {}, "id": "abcdefghi"}',
+    ],
+}
 BROKEN = [
     '{"name": "f", "a',
     '{"name": "f", "arguments": {"x": nope}}',
@@ -81,20 +91,33 @@ def test_any_split_of_a_text_gives_the_same(form: str, data: st.DataObject) -> N
 DIGITS = (
     '<tool_call>{"name": "f", "arguments": {"x": ' + "1" * 5000 + "}}</tool_call>"
 )  # more than Python's int reads
-WANTED: list[tuple[str, str, str, list[str], int]] = [  # form, text, what is left of it, names called, broken calls
+NO_BRACE = '{"name": "f", "arguments": {"x": 1}'  # a brace forgotten
+CUT = '<tool_call>\n{"name": "f", "arguments": {"x'
+NO_TOOL = '```json\n{"name": "Al", "arguments": {}}\n```'
+TWO_CALLS = '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"x": 1}}'
+# Form, text, what is left of it, names called, broken calls.
+WANTED: list[tuple[str, str, str, list[str], int]] = [
     ("hermes", f"Look: \n<tool_call>\n{CALL}\n</tool_call>", "Look:", ["f"], 0),
-    ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL} </tool_call>\nDone.\n", "\nDone.", ["f", "f"], 0),
+    (
+        "hermes",
+        f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL} </tool_call>\nDone.\n",
+        *("\nDone.", ["f", "f"], 0),
+    ),
     ("hermes", '<tool_call>{"arguments": {"name": 1}, "name": "g"}</tool_call>', "", ["g"], 0),
     ("hermes", '<tool_call>{"name": "unheard"}', "", ["unheard"], 0),
     ("hermes", '<tool_call>{"name": "f"', '<tool_call>{"name": "f"', [], 1),
-    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"x": 1}\n</tool_call>', "", ["f"], 0),  # a brace forgotten
-    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"x', '<tool_call>\n{"name": "f", "arguments": {"x', [], 1),
+    ("hermes", f"<tool_call>\n{NO_BRACE}\n</tool_call>", "", ["f"], 0),
+    ("hermes", CUT, CUT, [], 1),
     ("hermes", "a <tool_call> is\n", "a <tool_call> is\n", [], 1),
     ("hermes", DIGITS, DIGITS, [], 1),
-    ("hermes", f"<tool_call>1</tool_call>\n<tool_call>{CALL}</tool_call>", "<tool_call>1</tool_call>", ["f"], 1),
+    (
+        "hermes",
+        f"<tool_call>1</tool_call>\n<tool_call>{CALL}</tool_call>",
+        *("<tool_call>1</tool_call>", ["f"], 1),
+    ),
     ("hermes", f"So:\n```json\n{CALL}\n```\n", "So:", ["f"], 0),  # as Qwen2.5-Coder writes them
-    ("hermes", '```json\n{"name": "Al", "arguments": {}}\n```', '```json\n{"name": "Al", "arguments": {}}\n```', [], 0),
-    ("llama3", '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"x": 1}}', "", ["f", "g"], 0),
+    ("hermes", NO_TOOL, NO_TOOL, [], 0),
+    ("llama3", TWO_CALLS, "", ["f", "g"], 0),
     ("llama3", '<|python_tag|>{"name": "other", "parameters": {}}', "", ["other"], 0),
     ("llama3", '{"name": "Al", "parameters": {}}', '{"name": "Al", "parameters": {}}', [], 0),
     ("llama3", 'So: {"name": "f", "parameters": {}}', 'So: {"name": "f", "parameters": {}}', [], 0),
@@ -196,7 +219,7 @@ def written(name: str, *calls: tuple[str, str]) -> str:
 
 @pytest.mark.parametrize("are_tokens", [True, False])
 @pytest.mark.parametrize("name", FORMS)
-def test_what_the_grammars_allow(name: str, are_tokens: bool) -> None:
+def test_grammars_allow_calls_that_fit_their_tools_alone(name: str, are_tokens: bool) -> None:
     one, other = ("count", COUNT), ("get_weather", OSLO)
     many = written(name, one, other)
     strict = [tool("count", X, True), TOOLS[1]]
@@ -457,7 +480,10 @@ def test_special_tokens_of_calls_are_seen(name: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", FORMS)
 def test_the_next_turn_finds_what_the_last_one_left(name: str) -> None:
-    """The history is rendered to the tokens that were generated. Mistral's has ids that the model did not write."""
+    """The history is rendered to the tokens that were generated.
+
+    Mistral's has ids that the model did not write.
+    """
     pytest.importorskip("llguidance")
     with live(lambda: make_decoder(name)) as server:
         model: Any = server.worker.engine.target
@@ -487,7 +513,9 @@ def agent(prompt: str) -> str:
     return f"Let me see.\n{written('hermes', *calls)}" if calls else "It is sunny."
 
 
-def test_openais_client(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openais_client_calls_tools_over_several_turns(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("forerun.server.requests.requests", scripted(agent))
     with client_of(server) as client:
         for stream in (False, True):
@@ -503,14 +531,10 @@ def test_openais_client(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert choice.finish_reason == ("tool_calls" if turn < 2 else "stop")
                 assert message.content == ("Let me see." if turn < 2 else "It is sunny.")
                 messages.append(message.model_dump(exclude_none=True) if turn else message)
-                for call in message.tool_calls or []:
-                    messages.append(
-                        {
-                            "role": "tool",
-                            "tool_call_id": call.id,
-                            "content": call.function.arguments,
-                        }
-                    )
+                messages += [
+                    {"role": "tool", "tool_call_id": call.id, "content": call.function.arguments}
+                    for call in message.tool_calls or []
+                ]
             assert messages[-2]["content"] == COUNT
 
 
@@ -518,7 +542,9 @@ def test_openais_client(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("script", "package"), [("langchain_agent.py", "langchain"), ("tools_client.cjs", "openai")]
 )
-def test_agents(server: Live, monkeypatch: pytest.MonkeyPatch, script: str, package: str) -> None:
+def test_agents_of_others_call_the_tools_and_answer(
+    server: Live, monkeypatch: pytest.MonkeyPatch, script: str, package: str
+) -> None:
     monkeypatch.setattr("forerun.server.requests.requests", scripted(agent))
     found = client_output(script, f"{server.url}/v1", package)
     assert found["called"] == [["get_weather", {"city": "Oslo"}], ["count", {"x": 7}]] * 2
@@ -532,21 +558,25 @@ CALLED = {
 }
 BAD: list[tuple[str, list[Any]]] = [
     ("tools", [5, [5], [{"type": "function"}], [{"type": "retrieval", "function": {"name": "f"}}]]),
-    ("tools", [[tool("two words", X)], [tool("f", X)] * 2, [tool(f"f{each}", X) for each in range(129)]]),
-    ("tools", [[{"type": "function", "function": {"name": "f", "parameters": each}}] for each in ([], {"type": 1})]),
+    ("tools", [[tool("two words", X)], [tool("f", X)] * 2]),
+    ("tools", [[tool(f"f{number}", X) for number in range(129)]]),
+    ("tools", [[{"type": "function", "function": {"name": "f", "parameters": []}}]]),
+    ("tools", [[{"type": "function", "function": {"name": "f", "parameters": {"type": 1}}}]]),
     ("tools", [[tool("f", X, 1)], [tool("f", {"x": {"$ref": "#/no"}}, True)]]),
     ("tools", [[tool("f", {"x": {"enum": ["a" * 70000]}}, True)]]),
-    ("tool_choice", ["any", {"type": "function", "function": {"name": "other"}}, {"type": "allowed_tools"}]),
+    ("tool_choice", ["any", {"type": "allowed_tools"}]),
+    ("tool_choice", [{"type": "function", "function": {"name": "other"}}]),
     ("parallel_tool_calls", ["no"]),
     ("response_format", [{"type": "json_object"}]),
     ("ignore_eos", [True]),
-    ("messages", [[*HELLO, UNKNOWN], [*HELLO, CALLED, UNKNOWN | {"content": None}], [*HELLO, CALLED]]),
+    ("messages", [[*HELLO, UNKNOWN], [*HELLO, CALLED]]),
+    ("messages", [[*HELLO, CALLED, UNKNOWN | {"content": None}]]),
     ("messages", [[*HELLO, CALLED | {"tool_calls": [{"id": "call_1"}]}, UNKNOWN]]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("param", "values"), BAD)
-def test_what_is_refused(server: Live, param: str, values: list[Any]) -> None:
+def test_wrong_fields_of_tools_are_named(server: Live, param: str, values: list[Any]) -> None:
     pytest.importorskip("llguidance")
     body = {
         "messages": HELLO,
@@ -561,7 +591,7 @@ def test_what_is_refused(server: Live, param: str, values: list[Any]) -> None:
         )
 
 
-def test_chats_from_python() -> None:
+def test_chats_from_python_return_calls() -> None:
     pytest.importorskip("llguidance")
     decoder, read = make_decoder(), list[tuple[int, int]]()
     how: dict[str, Any] = {"tools": TOOLS, "tool_choice": NAMED, "max_new_tokens": 200}
@@ -585,7 +615,7 @@ def test_a_call_without_arguments_comes_back_as_an_object() -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == {}
 
 
-def test_templates_without_tools(server: Live) -> None:
+def test_templates_without_tools_refuse_them(server: Live) -> None:
     def plain() -> Any:
         decoder = make_decoder()
         decoder.tokenizer.chat_template = (

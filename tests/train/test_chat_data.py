@@ -103,7 +103,10 @@ def test_questions_are_mostly_words(
 
 
 def test_neighbours_of_held_out_questions_are_dropped() -> None:
-    long = "Which of the two rivers is longer, the one in the north or the one in the south, and by how many miles?"
+    long = (
+        "Which of the two rivers is longer, the one in the north or the one in the south, "
+        "and by how many miles?"
+    )
     held = conversation(f"Hello. {long}", "test")
     near = [
         conversation(f"{long} Please.", "train"),

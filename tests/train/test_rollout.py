@@ -51,7 +51,7 @@ def models_of(pair: tuple[str, str]) -> list[CausalLM]:
 
 @pytest.fixture(scope="module")
 def chats(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Conversations of different lengths, answered by the target; each other one at temperature 1."""
+    """Conversations of different lengths by the target, every other one at temperature 1."""
     folder, decoder = (
         tmp_path_factory.mktemp("chats"),
         Decoder(load_model(pair[0], "target"), method=AR()),
@@ -191,7 +191,8 @@ def test_a_layer_learns_resumes_and_loads(
     decoder = Decoder(models[0].model, None, models[1].model, Pacer(), pre_verifier=layers[0])
     plain = Decoder(models[0].model, method=AR()).generate([5, 6, 7], max_new_tokens=12).tokens
     assert decoder.generate([5, 6, 7], max_new_tokens=12).tokens == plain
-    # Another layer of the same drafts gathers nothing; another number of conversations is another run.
+    # Another layer on the same drafts gathers nothing. Another number of conversations is another
+    # run.
     said.clear()
     train(pair, tmp_path / "second", given, work=work, say=said.append)
     assert not any(line.startswith("drafts of") for line in said)
@@ -199,7 +200,9 @@ def test_a_layer_learns_resumes_and_loads(
         train(pair, tmp_path / "third", given, replace(RECIPE, sequences=14), work=work)
 
 
-def test_refusals(pair: tuple[str, str], chats: Path, tmp_path: Path) -> None:
+def test_conversations_that_cannot_be_used_are_refused(
+    pair: tuple[str, str], chats: Path, tmp_path: Path
+) -> None:
     rows = [conversation([1] * 260, [5] * 40, float(at % 2)) for at in range(4)]
     changed = {
         "long": rows,

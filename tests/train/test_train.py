@@ -203,7 +203,10 @@ def test_distributions_are_of_the_most_probable_tokens() -> None:
 
 
 def test_a_loss_in_parts_has_the_gradients_of_the_whole() -> None:
-    """By the states and by what the loss uses beside them; without gradients it is the same number."""
+    """Gradients go to the states and to what the loss uses beside them.
+
+    Without gradients the loss is the same number.
+    """
     maker = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(*shape, generator=maker) for shape in ((300, 4), (5, 4)))
     found = []
@@ -311,7 +314,10 @@ def test_train_draft_goes_on_after_sigkill(target: str, tmp_path: Path) -> None:
 
     def command(out: str, sequences: int = 8) -> list[str]:
         files = ["--target", target, "--data", str(text), "--out", str(tmp_path / out)]
-        sizes = f"--layers 1 --width 64 --steps 160 --batch 2 --length 16 --sequences {sequences} --threads 1 --hot 0.5"
+        sizes = (
+            f"--layers 1 --width 64 --steps 160 --batch 2 --length 16 --sequences {sequences} "
+            "--threads 1 --hot 0.5"
+        )
         return ["train", "draft", *files, *sizes.split()]
 
     checkpoint = tmp_path / "killed/work/training/killed/checkpoint.pt"
@@ -375,7 +381,11 @@ def test_a_head_learns_and_decodes(form: dict[str, Any], target: str, tmp_path: 
 
 
 def test_a_copied_head_begins_as_the_targets_last_layer(target: str, tmp_path: Path) -> None:
-    """Behind the linear map of least squares, which drafts better than random weights before any step."""
+    """A copied head begins as the target's last layer.
+
+    It follows the linear map of least squares, which drafts better than random weights before any
+    step.
+    """
     runs = {
         copied: make_run(target, tmp_path / str(copied), work=tmp_path / "work")
         for copied in (True, False)

@@ -69,7 +69,10 @@ def test_held_out_prompts_come_from_test_files_only(pair: Decoder) -> None:
 
 
 def test_texts_that_share_a_stretch_are_found() -> None:
-    """Against a search for every stretch, on texts of few characters and short stretches, where much is shared."""
+    """Shared stretches are those that a search for every stretch finds.
+
+    Texts have few characters and stretches are short, so much is shared.
+    """
     random = Random(0)
     for _ in range(300):
         length = random.randint(1, 9)
@@ -168,7 +171,7 @@ REUSED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", REUSED)
-def test_every_way_to_reuse_states(
+def test_every_way_to_reuse_states_gives_the_targets_output(
     greedy: tuple[list[list[int]], list[list[int]]], way: str
 ) -> None:
     """Batch 1, 2, 5 and 16 with the embedded target's own head."""

@@ -1,4 +1,7 @@
-"""Chat models by their names: getting them, finding them with what comes with forerun for them, and the demo."""
+"""Chat models by their names.
+
+Fetching them, finding them with the draft that forerun ships for them, and the demo.
+"""
 
 import copy
 import json
@@ -96,7 +99,10 @@ def wheel(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The pair in three parts each, the last shorter, and a hub that is not reached. Returns where the target goes."""
+    """The pair in three parts each, the last one shorter, and a hub that is not reached.
+
+    Return where the target goes.
+    """
     for name in ("qwen-coder", "qwen-coder-draft"):
         data = name.encode() * 1000
         monkeypatch.setitem(
@@ -107,7 +113,10 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def hub(monkeypatch: pytest.MonkeyPatch, *answers: tuple[int, bytes]) -> list[tuple[str, str]]:
-    """Have a hub that gives these answers, by status, and then breaks off. Returns what will have been asked for."""
+    """Make a hub that gives these answers, by status, and then breaks off.
+
+    Return the list of what is asked for.
+    """
     left, asked = list(answers), []
 
     @contextmanager
@@ -189,12 +198,13 @@ def test_pip_gets_the_wheel_and_the_file_is_all_that_stays(
 
 
 RETRYING = (
-    "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError('<pip.C object at 0x7f>: Failed "
-    "to establish a new connection: [Errno 111] Connection refused')': /simple/x/"
+    "WARNING: Retrying (Retry(total=0)) after connection broken by "
+    "'NewConnectionError('<pip.C object at 0x7f>: Failed to establish a new connection: "
+    "[Errno 111] Connection refused')': /simple/x/"
 )
 
 
-def test_reasons_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pips_reason_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for errors, reason in (
         (
             f"{RETRYING}\nERROR: No matching distribution found for x\n",
@@ -217,7 +227,7 @@ def test_reasons_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
         assert reason in message()
 
 
-def test_too_little_room_or_rights(
+def test_too_little_room_or_rights_are_told_before_anything_is_fetched(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -244,7 +254,7 @@ def test_one_waits_for_the_other(
     fcntl = pytest.importorskip("fcntl")
     said: list[str] = []
     for is_done in (False, True):
-        other = open(home / ".lock", "w")  # noqa: SIM115 - another process ends while we wait for it
+        other = (home / ".lock").open("w")  # another process ends while we wait for it
         fcntl.flock(other, fcntl.LOCK_EX)
 
         def say(line: str, other: IO[str] = other, is_done: bool = is_done) -> None:
@@ -387,7 +397,10 @@ def test_a_file_of_another_hash_is_removed(
 def test_the_hub_comes_first(
     pair: Path, downloaded: list[str], monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
-    """It goes on after what is here, as long as something comes. What it gave is a beginning for packages too."""
+    """The hub's download goes on after what is here, as long as something comes.
+
+    What the hub gave is also a beginning for the packages.
+    """
     data = b"qwen-coder" * 1000
     model = replace(zoo.MODELS["qwen-coder"], draft=None)
     monkeypatch.setitem(zoo.MODELS, model.name, model)

@@ -1,4 +1,7 @@
-"""LangChain's agent with two tools, whole and streamed, as one line of JSON. In an environment of its own."""
+"""LangChain's agent with two tools, whole and streamed, as one line of JSON.
+
+It runs in an environment of its own.
+"""
 
 import json
 import sys

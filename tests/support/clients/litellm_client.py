@@ -1,5 +1,7 @@
-"""LiteLLM as a client: an answer, the same streamed, and an error, as one line of JSON. It runs in an environment of
-its own, as it asks for an older `openai`."""
+"""LiteLLM as a client: an answer, the same streamed, and an error, as one line of JSON.
+
+It runs in an environment of its own, because it requires an older `openai`.
+"""
 
 import json
 import sys
