@@ -30,7 +30,8 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_states_point_where_the_model_s_do(architecture: str, tmp_path: Path) -> None:
-    model, tokens = small(architecture), torch.arange(3, 43).view(2, 20)
+    model = small(architecture)
+    tokens = torch.arange(3, 43).view(2, 20)
     target = Target(write(tmp_path / "model.gguf", model, "F32"), "cpu")
     with torch.no_grad():
         wanted = model.model(tokens).last_hidden_state
@@ -59,7 +60,8 @@ def test_a_loss_is_the_cross_entropy(law: bool) -> None:
     states, said, answer = (
         torch.randn(*shape).bfloat16().float() for shape in ((9, 16), (9, 4), (30, 4))
     )
-    lm, whole = torch.randn(30, 16).bfloat16(), torch.full((9,), 12.0)
+    lm = torch.randn(30, 16).bfloat16()
+    whole = torch.full((9,), 12.0)
     own = torch.randn(9, 16).bfloat16() if law else torch.arange(-1, 8)
     probs = (
         (own.float() @ lm.float().T - 12).exp() if law else torch.eye(30)[own] * (own >= 0)[:, None]

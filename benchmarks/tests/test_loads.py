@@ -167,7 +167,8 @@ def test_an_engine_serves_what_its_method_generates() -> None:
 def test_static_batches_begin_when_the_one_before_has_ended() -> None:
     decoder = Decoder(tiny("llama"), method=AR(), prefix_bytes=0)
     asked = [Job((3, 4, at), length, 0.0, 0) for at, length in enumerate((2, 9, 3, 5, 4))]
-    server, rows = EngineServer(decoder, PARAMS, batch=2), []
+    server = EngineServer(decoder, PARAMS, batch=2)
+    rows = []
     step = server.step
 
     def watched(timeout: float | None) -> list[Event]:

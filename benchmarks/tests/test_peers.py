@@ -485,7 +485,8 @@ def test_it_is_a_runner_of_a_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         measure, "load_prompts", lambda *_: ({"own": [Prompt("a", tokens=(5, 6, 7))]}, None)
     )
-    names, path = ["llama-cpp", "llama-cpp-lookup"], str(write(tmp_path / "small.gguf", small()))
+    names = ["llama-cpp", "llama-cpp-lookup"]
+    path = str(write(tmp_path / "small.gguf", small()))
     methods = parse_methods(names, [], None, {}, Peers())
     found = measure.bench(Plan(methods, target=path, max_new_tokens=6, weights="float32"), {})
     assert started == [path] and {found["methods"][name]["exact_match"] for name in names} == {1.0}
@@ -495,7 +496,8 @@ def test_it_is_a_runner_of_a_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     not (ROOT / "node_modules/node-llama-cpp").is_dir(), reason="node-llama-cpp is not installed"
 )
 def test_the_real_one_decodes_what_the_model_does(tmp_path: Path) -> None:
-    model, prompt = small(), [5, 6, 7, 5, 6]
+    model = small()
+    prompt = [5, 6, 7, 5, 6]
     path = str(write(tmp_path / "small.gguf", model, "F32"))
     models = {"target": path, "draft": path, "length": 256, "threads": 1}
     greedy = LlamaCpp(models, SamplingParams(max_new_tokens=24), set())

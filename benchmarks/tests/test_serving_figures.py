@@ -73,10 +73,8 @@ def test_a_soak_fails_where_an_answer_is_wrong_or_a_request_is_lost(tmp_path: Pa
     run = soak.Soak(servers.System("forerun", ()), tmp_path, [0], {"8": ["right"]})
     assert run.compare("right", 0, 8, True) == "answer" == run.compare("another", 0, 8, False)
     assert run.compare("rig", 0, 8, True) == "wrong answer to question 0" and run.compared == 2
-    run.up, run.samples = (
-        [[0, 50], [60, 110]],
-        [{"t": t, "rss_mb": 100.0} for t in range(0, 110, 5)],
-    )
+    run.up = [[0, 50], [60, 110]]
+    run.samples = [{"t": t, "rss_mb": 100.0} for t in range(0, 110, 5)]
     empty = {"num_requests_running": 0.0, "num_requests_waiting": 0.0, "kv_cache_usage_perc": 0.0}
     assert all(soak.checks(run, empty | {"status": 0}, 0.03).values())
     assert run.is_up(10, 40) and not run.is_up(40, 60)
@@ -106,7 +104,8 @@ def test_a_server_refuses_all_rubbish() -> None:
 )  # to import it would patch sockets
 def test_clients_see_whole_answers(tmp_path: Path) -> None:
     with live() as server:
-        out, cores = tmp_path / "out.json", sorted(os.sched_getaffinity(0))
+        out = tmp_path / "out.json"
+        cores = sorted(os.sched_getaffinity(0))
         found = servers.drive(
             server.url, {}, out, cores, lambda line: None, clients=3, requests=7, max_tokens=8
         )

@@ -66,7 +66,8 @@ def states(model: PeftModelForCausalLM) -> Iterator[str]:
 
 def check(model: PeftModelForCausalLM, answer: Answer) -> None:
     """Whichever adapter was on before, answers equal those of transformers' own `generate`."""
-    base, said = model.get_base_model(), {}
+    base = model.get_base_model()
+    said = {}
     for state in states(model):
         for prompt in (PROMPTS[0], *PROMPTS):
             wanted = plainly(base, prompt)
@@ -85,7 +86,8 @@ def test_custom_generate_answers_through_the_model_that_peft_wraps_around() -> N
 
 
 def test_an_adapted_draft_costs_no_wrong_token() -> None:
-    target, model = tiny("llama"), adapted()
+    target = tiny("llama")
+    model = adapted()
     draft = model.get_base_model()
     decoder = Decoder(target, draft=draft, method=SD(3), guard=False)
     for _ in states(model):
@@ -98,7 +100,8 @@ def test_an_adapted_draft_costs_no_wrong_token() -> None:
 @pytest.mark.parametrize("drafts", [False, True])
 def test_answers_are_of_the_adapter_that_is_on(drafts: bool) -> None:
     """Those of `custom_generate` and of a decoder, after a stream that was given up."""
-    model, draft = adapted(), noisy_copy(tiny("llama"), 0.03) if drafts else None
+    model = adapted()
+    draft = noisy_copy(tiny("llama"), 0.03) if drafts else None
     base = model.get_base_model()
     decoder = Decoder(base, draft=draft, method=SD(3) if drafts else AR(), guard=False)
 

@@ -98,7 +98,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma2"])
 def test_greedy_output_equals_transformers(architecture: str, settings: str) -> None:
-    model, options = target(architecture), GREEDY | SETTINGS[settings]
+    model = target(architecture)
+    options = GREEDY | SETTINGS[settings]
     for prompts in (PROMPTS[:1], PROMPTS):
         wanted = model.generate(**padded(prompts), **options).tolist()
         stats: list[Any] = []
@@ -115,7 +116,8 @@ def test_greedy_output_equals_transformers(architecture: str, settings: str) -> 
 
 def test_prefix_functions_are_called_with_the_index_that_transformers_calls_them_with() -> None:
     options = {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 3, "pad_token_id": 0}
-    inputs, called = padded(PROMPTS[:2]), list[set[int]]()
+    inputs = padded(PROMPTS[:2])
+    called = list[set[int]]()
     for generate in (partial(target().generate, **inputs), partial(fast, target(), inputs)):
         indexes: set[int] = set()
 
@@ -132,7 +134,8 @@ def test_prefix_functions_are_called_with_the_index_that_transformers_calls_them
 
 
 def test_pacer_takes_its_layer_or_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, asked = tiny("llama"), []
+    model = tiny("llama")
+    asked = []
     monkeypatch.setenv("FORERUN_HOME", str(tmp_path))
     monkeypatch.setattr(
         "forerun.api.build.measure_costs", lambda *models, **options: asked.append(models) or COSTS
@@ -199,7 +202,8 @@ def test_no_mask_is_all_ones_and_max_length_counts_the_prompt() -> None:
 
 
 def test_rows_end_at_the_context() -> None:
-    model, small = tiny("gpt2", context=48), tiny("gpt2", context=24, seed=4)
+    model = tiny("gpt2", context=48)
+    small = tiny("gpt2", context=24, seed=4)
     output = fast(model, padded([PROMPTS[2], PROMPTS[0]]), **GREEDY, draft=small)
     first = model.generate(**padded([PROMPTS[2]]), **GREEDY | {"max_new_tokens": 25})
     other = model.generate(**padded([PROMPTS[0]]), **GREEDY)
@@ -255,7 +259,8 @@ def test_sampled_tokens_follow_transformers_distribution(kind: str) -> None:
 
 
 def test_a_streamer_is_given_what_transformers_gives_it() -> None:
-    ours, theirs = Mock(), Mock()
+    ours = Mock()
+    theirs = Mock()
     output = fast(target(), **GREEDY, draft=draft(), token_streamer=ours)
     target().generate(**padded(PROMPTS[:1]), **GREEDY, streamer=theirs)
     calls, wanted = (
@@ -324,7 +329,8 @@ def test_criteria_are_asked_token_by_token_with_the_padding_in_front() -> None:
 
 
 def test_changed_weights_are_noticed_and_others_are_not_prepared_again() -> None:
-    model, other = tiny("llama", seed=5), tiny("llama", seed=6)
+    model = tiny("llama", seed=5)
+    other = tiny("llama", seed=6)
     fast(model, **GREEDY, draft=other)
     kept = vars(model)[_KEPT]
     for options in ({"draft": other}, {"method": "ar"}, {}, {"draft": other, "method": SD(3)}):
@@ -348,7 +354,8 @@ def test_changed_weights_are_noticed_and_others_are_not_prepared_again() -> None
 
 
 def test_copies_start_without_what_was_prepared_and_models_are_collected_after_use() -> None:
-    model, small = tiny("llama", seed=5), tiny("llama", seed=6)
+    model = tiny("llama", seed=5)
+    small = tiny("llama", seed=6)
     fast(model, **GREEDY, draft=small)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert vars(other)[_KEPT] is None

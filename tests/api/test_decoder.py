@@ -46,7 +46,9 @@ def test_interleaved_streams_give_what_generate_gives(
     calls = ["def add", "for i in"], ["class"]
     wanted = [result for prompts in calls for result in decoders[name].generate(prompts, params)]
     streams = [decoders[name].stream(prompts, params) for prompts in calls]
-    texts, tokens, reasons = [""] * 3, [[] for _ in wanted], [None] * 3
+    texts = [""] * 3
+    tokens = [[] for _ in wanted]
+    reasons = [None] * 3
     for turn in [0, 0, 1, 0, 1, 1] * 60:
         if (chunk := next(streams[turn], None)) is not None:
             assert chunk.text == "".join(text for text, _ in chunk.pieces)
@@ -118,10 +120,8 @@ def test_sampling_params_stand_alone(target: PreTrainedModel) -> None:
     model.generation_config.update(
         do_sample=True, temperature=5.0, repetition_penalty=3.0, max_length=17
     )
-    own, plain = (
-        Decoder(model, TOKENIZER, method=method("ar")),
-        Decoder(target, TOKENIZER, method=method("ar")),
-    )
+    own = Decoder(model, TOKENIZER, method=method("ar"))
+    plain = Decoder(target, TOKENIZER, method=method("ar"))
     assert (
         own.generate("def add", max_new_tokens=30).tokens
         == plain.generate("def add", max_new_tokens=30).tokens
@@ -134,10 +134,8 @@ def test_without_a_seed_it_follows_torch(decoders: Decoders) -> None:
     for name in decoders.keys() - {"sd", "suffix", "hybrid"}:
         decoder = decoders[name].replace(guard=False)  # which goes by the clock
         torch.manual_seed(3)
-        first, second = (
-            decoder.generate("def", params).tokens,
-            decoder.generate("def", params).tokens,
-        )
+        first = decoder.generate("def", params).tokens
+        second = decoder.generate("def", params).tokens
         torch.manual_seed(3)
         assert decoder.generate("def", params).tokens == first != second
 

@@ -79,7 +79,8 @@ def copies(folders: Path, tmp_path: Path) -> Path:
 
 def test_differing_tokenizers_are_named(copies: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first difference, before weights are loaded."""
-    draft, tokenizer = copies / "draft", tiny_tokenizer()
+    draft = copies / "draft"
+    tokenizer = tiny_tokenizer()
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", fail)
     for other, difference in (
         (changed('"~"', '"<tilde>"'), r"token \d+ is '<tilde>' there and '~' in the target's"),
@@ -140,7 +141,8 @@ def test_padded_vocabularies_of_other_sizes_draft(
     ours: int, theirs: int, temperature: float
 ) -> None:
     base = tiny("llama", vocab=300)
-    target, draft = resized(base, ours), resized(base, theirs)
+    target = resized(base, ours)
+    draft = resized(base, theirs)
     options = {
         "max_new_tokens": 24,
         "temperature": temperature,
@@ -177,7 +179,8 @@ def test_after_a_token_that_the_draft_lacks_its_row_is_decoded_without_it(sample
         return only if input_ids.shape[1] == 9 else scores
 
     base = tiny("llama", vocab=300)
-    target, draft = resized(base, 320), resized(base, 300)
+    target = resized(base, 320)
+    draft = resized(base, 300)
     # Row 0 begins with such a token, row 1 gets one, row 2 is too long for that.
     prompts = [[4, 310, 6], [7, 8, 9, 10], list(range(20, 31))]
     processors = LogitsProcessorList(

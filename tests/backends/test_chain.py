@@ -34,7 +34,8 @@ from tests.support.families import tiny
 from tests.support.toys import BASELINES, COSTS, join_all, p_value, random_layer, rows_of
 
 PROMPT = [5, 9, 12, 5, 9, 30, 31, 5]
-PLAIN, WARM = SamplingDistribution(), SamplingDistribution(0.7, 0.8)
+PLAIN = SamplingDistribution()
+WARM = SamplingDistribution(0.7, 0.8)
 
 
 def small(
@@ -70,7 +71,8 @@ def rolled(
     model: CausalLM, pending: list[int], count: int, id: int = 0
 ) -> tuple[list[int], list[float]]:
     """The same tokens and their probabilities, one by one."""
-    tokens, probs = list[int](), list[float]()
+    tokens = list[int]()
+    probs = list[float]()
     for _ in range(count):
         probability, token = model.extend([id], [pending])[0][-1].softmax(-1).max(-1)
         pending = [int(token)]
@@ -118,7 +120,8 @@ def kept(model: CausalLM, id: int) -> list[torch.Tensor]:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """How each call of a chain samples (None: it does not)."""
-    found, call = list[Any](), FusedChain.__call__
+    found = list[Any]()
+    call = FusedChain.__call__
     monkeypatch.setattr(
         FusedChain, "__call__", lambda *given: found.append(given[-1]) or call(*given)
     )
@@ -148,7 +151,9 @@ def test_tokens_keys_and_values_are_those_of_roll(
 
 
 def test_a_long_draft_to_the_end_of_the_cache_takes_no_more_room() -> None:
-    one, other, pending = begun(small()), begun(small()), [7 + number % 50 for number in range(90)]
+    one = begun(small())
+    other = begun(small())
+    pending = [7 + number % 50 for number in range(90)]
     most = 257 - one.length(0) - len(pending)
     assert at_once(other, pending, most=most).tokens == rolled(one, pending, most)[0]
     assert other.cache.capacity == one.cache.capacity == 256
@@ -199,7 +204,8 @@ def test_it_ends_where_the_bounds_say(how: ChainSampling | None) -> None:
 def test_it_does_nothing_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prepare_draft(tiny("llama"), None, None, fast=False).fused_draft is None
     biased = small()
-    weight, bias = torch.randn(biased.vocab_size, 64), torch.randn(biased.vocab_size)
+    weight = torch.randn(biased.vocab_size, 64)
+    bias = torch.randn(biased.vocab_size)
     with_head(biased, HotHead(rows_of(weight, bias), len(weight), torch.arange(9)))
     assert biased.fused_draft is None
     # With padding in its embedding it might draft what the target lacks.
@@ -225,7 +231,8 @@ def test_copies_have_buffers_of_their_own() -> None:
 
 def test_a_cache_that_grows_and_other_threads_change_no_draft() -> None:
     before = torch.get_num_threads()
-    one, other = begun(small()), begun(small())
+    one = begun(small())
+    other = begun(small())
     try:
         for threads in (1, 3, 2):
             torch.set_num_threads(threads)
@@ -285,7 +292,8 @@ def test_methods_draft_the_same(
         ]
 
     nucleus = {"top_p": 0.9} if asked else {}
-    once, done = decoded(**nucleus), len(calls)
+    once = decoded(**nucleus)
+    done = len(calls)
     assert done > (8 if asked else 0) and any(step[3] for each in once for step in each)
     assert {each and each.numbers is None for each in calls} == {
         bool(asked["seed"]) if asked else None
@@ -346,7 +354,8 @@ def test_drafts_are_sampled_from_the_given_distributions(
             begun(small(hot=hot)), [7, 31], how=ChainSampling(sampling, numbers)
         )
         assert probs is not None and len(tokens) == 6
-        other, before = begun(small(hot=hot)), [7, 31]
+        other = begun(small(hot=hot))
+        before = [7, 31]
         # Where a token stands among tokens is C's to say: hot tokens have an order of their own.
         order = list(range(other.vocab_size)) if other.hot is None else other.hot.tokens.tolist()
         for token, own, number in zip(tokens, probs, numbers.tolist(), strict=True):
@@ -381,7 +390,8 @@ def test_a_seed_drafts_its_streams_tokens(
     same, low = [], []
     for number in range(200):
         streams = [SeededStream(5, number).at(position) for position in range(4)]
-        one, other = begun(model.fresh()), begun(model.fresh())
+        one = begun(model.fresh())
+        other = begun(model.fresh())
         how = ChainSampling(sampling, None, [stream.key for stream in streams], 130 + more)
         tokens, probs, _ = at_once(one, most=4, how=how)
         assert probs is None
@@ -400,11 +410,9 @@ def test_output_of_sampled_calls_follows_the_targets_distribution(hot: bool) -> 
 
     Two of them are drafted with other probabilities, or one where the rule ends the draft.
     """
-    model, sampling, joint = (
-        begun(small()),
-        SamplingDistribution(0.3, 0.5),
-        torch.zeros(130, 130, 130),
-    )
+    model = begun(small())
+    sampling = SamplingDistribution(0.3, 0.5)
+    joint = torch.zeros(130, 130, 130)
     tokens = torch.arange(3, 120, 3) if hot else torch.arange(130)
     noise = torch.Generator().manual_seed(1)
 
@@ -447,7 +455,9 @@ def test_logits_that_are_not_numbers_end_a_sampled_draft() -> None:
 
 
 def test_a_sampler_has_a_distribution_or_none() -> None:
-    warm, best, few = TemperatureLogitsWarper(0.5), TopPLogitsWarper(0.9), TopKLogitsWarper(3)
+    warm = TemperatureLogitsWarper(0.5)
+    best = TopPLogitsWarper(0.9)
+    few = TopKLogitsWarper(3)
 
     def of(*processors: Any, greedy: bool = False) -> SamplingDistribution | None:
         return Sampler(greedy, LogitsProcessorList(processors) if processors else None).distribution
@@ -469,7 +479,8 @@ def test_a_sampler_has_a_distribution_or_none() -> None:
 
 def test_numbers_that_are_not_needed_are_still_to_come() -> None:
     """A caller's generator goes on where as many single tokens would have left it."""
-    source, draft = torch.Generator().manual_seed(6), small()
+    source = torch.Generator().manual_seed(6)
+    draft = small()
     drafter = ChainDrafter(draft, FixedLength(4))
     begun(draft)
     sampler = Sampler(False)

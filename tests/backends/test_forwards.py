@@ -32,7 +32,8 @@ def test_a_small_float32_forward_in_c_equals_the_stock_one(
     lengths: list[int], architecture: str
 ) -> None:
     model = families.tiny(architecture)
-    plain, quick = CausalLM(model), prepare(model)
+    plain = CausalLM(model)
+    quick = prepare(model)
     assert isinstance(quick.backend, QuantisedForward) and quick.exact == "bitwise"
     generator = torch.Generator().manual_seed(len(lengths))
     prompts = {
@@ -59,7 +60,8 @@ def test_a_small_float32_forward_in_c_equals_the_stock_one(
 
 def test_the_last_position_of_the_context_can_be_used() -> None:
     model = families.tiny("llama", max_position_embeddings=CONTEXT)
-    plain, quick = CausalLM(model), prepare(model)
+    plain = CausalLM(model)
+    quick = prepare(model)
     for lm in (plain, quick):
         join_all(lm, {0: [5] * (CONTEXT - 1)})
     torch.testing.assert_close(
@@ -93,7 +95,8 @@ def test_what_c_does_not_have_is_left_to_transformers(
 
 
 def test_prepare_takes_the_fastest_forward() -> None:
-    llama, qwen = families.tiny("llama"), tiny("qwen3")  # heads of 8 numbers are not C's
+    llama = families.tiny("llama")
+    qwen = tiny("qwen3")  # C has no heads of 8 numbers
     assert not isinstance(prepare(llama).backend, EagerForward)
     assert isinstance(prepare(llama, fast=False).backend, EagerForward)
     assert prepare(llama, fast=False).model is llama

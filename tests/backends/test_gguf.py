@@ -231,7 +231,8 @@ def test_rotations_and_windows_are_read_from_the_file(tmp_path: Path) -> None:
         "original_max_position_embeddings": 32,
     }
     rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaled, plain = ggufs.small(rope_parameters=rope), ggufs.small()
+    scaled = ggufs.small(rope_parameters=rope)
+    plain = ggufs.small()
     factors = (plain.model.rotary_emb.inv_freq / scaled.model.rotary_emb.inv_freq).numpy()
     assert factors.max() > 2
     path = ggufs.write(path, plain, "F32", tensors={"rope_freqs.weight": factors})
@@ -241,7 +242,8 @@ def test_rotations_and_windows_are_read_from_the_file(tmp_path: Path) -> None:
         )
     # A sliding window makes a Mistral.
     path = ggufs.write(path, plain, "F32", metadata={"llama.attention.sliding_window": 16})
-    model, expected = load_gguf(path)[0], logits(plain)
+    model = load_gguf(path)[0]
+    expected = logits(plain)
     assert type(model) is MistralForCausalLM and model.config.sliding_window == 16
     torch.testing.assert_close(logits(model)[:, :16], expected[:, :16], rtol=0, atol=1e-5)
     assert not torch.allclose(logits(model)[:, 30:], expected[:, 30:], atol=1e-2)
@@ -294,7 +296,8 @@ def test_pieces_are_cut_as_sentencepiece_does(tmp_path: Path) -> None:
 def test_tokens_equal_those_of_llama_cpp(tmp_path: Path, pre: str) -> None:
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F16", pre=pre)
-    theirs, ours = llama_cpp.Llama(str(path), vocab_only=True, verbose=False), gguf_tokenizer(path)
+    theirs = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+    ours = gguf_tokenizer(path)
     generator = np.random.default_rng(0)
     letters = [
         *"abtheLOW 12 3 \n\t'.,/_",
@@ -352,7 +355,8 @@ def test_files_with_the_same_tokenizer_need_no_translation(
     def file(name: str, **changes: Any) -> Path:
         return ggufs.write(tmp_path / name, ggufs.small(), "F16", **changes)
 
-    first, same = file("a.gguf"), file("b.gguf", metadata={"tokenizer.ggml.eos_token_id": 3})
+    first = file("a.gguf")
+    same = file("b.gguf", metadata={"tokenizer.ggml.eos_token_id": 3})
     others = (
         file("c.gguf", pre="qwen2"),
         file("d.gguf", metadata={"tokenizer.ggml.add_bos_token": True}),
@@ -538,7 +542,10 @@ def test_damaged_files_are_refused_or_run(tmp_path: Path) -> None:
         for path in made
     ]
     seed = int(os.environ.get("FORERUN_FUZZ_SEED", 0))
-    generator, found, ran, path = np.random.default_rng(seed), set(), 0, tmp_path / "damaged.gguf"
+    generator = np.random.default_rng(seed)
+    found = set()
+    ran = 0
+    path = tmp_path / "damaged.gguf"
     end = time.monotonic() + float(os.environ.get("FORERUN_FUZZ", 0))
     for number in itertools.count():
         if number >= 150 and time.monotonic() > end:

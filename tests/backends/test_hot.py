@@ -79,7 +79,8 @@ def test_a_models_own_scale_of_logits_is_kept(name: str, setting: dict[str, floa
         vocab_size=60, intermediate_size=48, **sizes, **setting
     )
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    whole, part = CausalLM(model), prepare_draft(model, None, 20, fast=False)
+    whole = CausalLM(model)
+    part = prepare_draft(model, None, 20, fast=False)
     for each in (whole, part):
         each.add(0)
     wanted, found = (each.extend([0], [[4, 5]])[0] for each in (whole, part))

@@ -134,7 +134,9 @@ def model(request: pytest.FixtureRequest) -> CausalLM:
 
 def _tree(draw: st.DrawFn, tokens: list[int]) -> tuple[Draft, list[int]]:
     """A tree with a path of these tokens, and the nodes of that path."""
-    parents, ids, path = [-1], [tokens[0]], [0]
+    parents = [-1]
+    ids = [tokens[0]]
+    path = [0]
     while len(path) < len(tokens):
         if draw(st.booleans()) or len(ids) > 24:
             parents.append(path[-1])
@@ -179,10 +181,8 @@ def test_verifying_gives_the_bits_of_single_steps(model: CausalLM, data: st.Data
     if data.draw(st.booleans()):
         draft, path = _tree(data.draw, tokens[length : length + count])
     else:
-        draft, path = (
-            Draft.chain(tokens[length], tokens[length + 1 : length + count]),
-            list(range(count)),
-        )
+        draft = Draft.chain(tokens[length], tokens[length + 1 : length + count])
+        path = list(range(count))
     ids = data.draw(st.permutations(range(rows)))
     drafts = [draft if id == 0 else neighbours[id - 1] for id in ids]
     logits = other.forward(ids, drafts).logits[ids.index(0)]
@@ -243,7 +243,8 @@ def test_drafts_are_in_8_bits_where_they_can_be(tmp_path: Path) -> None:
 
 
 def test_embeddings_are_the_stored_rows() -> None:
-    weight, ids = torch.randn(50, 64), torch.tensor([[3, 7], [49, 0]])
+    weight = torch.randn(50, 64)
+    ids = torch.tensor([[3, 7], [49, 0]])
     rows = RawMatrix.quantised(weight, Type.BF16)
     assert torch.equal(StoredEmbedding(rows, torch.float32)(ids), weight.bfloat16().float()[ids])
     blocks = RawMatrix.quantised(weight, Type.Q8_0)

@@ -63,7 +63,8 @@ def test_states_are_those_of_training(kind: str, form: str, in_c: bool) -> None:
 
     The drafts use a cache; the training pass is unrolled, in float32.
     """
-    target, tokens = CausalLM(tiny("llama")), torch.tensor([5, 6, 7, 8, 9, 1, 2, 3])
+    target = CausalLM(tiny("llama"))
+    tokens = torch.tensor([5, 6, 7, 8, 9, 1, 2, 3])
     trained = random_head(target, kind=kind, **OF_C | FORMS[form])
     fast = head_of(target, in_c, kind=kind, **FORMS[form])
     features = features_of(target, tokens.tolist())
@@ -82,10 +83,8 @@ def test_states_are_those_of_training(kind: str, form: str, in_c: bool) -> None:
             states += fast.roll([3], state, 3)
         else:
             for k in range(3):
-                after, seen = (
-                    tokens[None, end + 1 + k, None],
-                    torch.ones(1, 1, k + 1, dtype=torch.bool),
-                )
+                after = tokens[None, end + 1 + k, None]
+                seen = torch.ones(1, 1, k + 1, dtype=torch.bool)
                 states.append(fast.branch([3], states[-1][:, None], after, k, seen)[:, 0])
         errors += [error(own[0], unrolled[k][0, end - 1]) for k, own in enumerate(states)]
         assert (fast.length(3), fast.length(7)) == (end + 3, 0)
@@ -155,8 +154,10 @@ def test_branches_are_what_their_paths_are(in_c: bool) -> None:
     for id in (0, 1):
         head.add(id)
     first = head.extend([0, 1], features, [text[1:] for text in texts])
-    beams, at = torch.tensor([[7, 8], [9, 2]]), torch.tensor([[1, 0], [0, 0]])
-    rows, eye = torch.arange(2)[:, None], torch.eye(2, dtype=torch.bool).expand(2, -1, -1)
+    beams = torch.tensor([[7, 8], [9, 2]])
+    at = torch.tensor([[1, 0], [0, 0]])
+    rows = torch.arange(2)[:, None]
+    eye = torch.eye(2, dtype=torch.bool).expand(2, -1, -1)
     one = head.branch([0, 1], first[:, None].expand(-1, 2, -1), beams, 0, eye)
     more = torch.tensor([[1, 3], [4, 6]])
     two = head.branch([0, 1], one[rows, at], more, 1, torch.cat([eye[rows, at], eye], -1))
@@ -172,7 +173,8 @@ def test_branches_are_what_their_paths_are(in_c: bool) -> None:
 
 def test_a_row_may_draft_beyond_its_context() -> None:
     target = CausalLM(tiny("llama"))
-    head, features = head_of(target, max_position_embeddings=16), features_of(target, TEXTS[9])
+    head = head_of(target, max_position_embeddings=16)
+    features = features_of(target, TEXTS[9])
     for id in (0, 1):
         head.add(id)
     found = head.grow([0], [features[:8]], [TEXTS[9][1:9]], 12, Beams([5], 1, 1, [12]))
@@ -190,7 +192,8 @@ def test_a_row_may_draft_beyond_its_context() -> None:
 
 def test_a_draft_that_does_not_fit_is_refused() -> None:
     target = CausalLM(tiny("llama"))
-    head, features = head_of(target), features_of(target, TEXTS[4])
+    head = head_of(target)
+    features = features_of(target, TEXTS[4])
     head.add(0)
     wrong = [(token, 5) for token in (-1, target.vocab_size)] + [
         (5, token) for token in (-1, target.vocab_size)
@@ -228,7 +231,9 @@ def test_a_draft_in_one_call_is_that_of_many(
     of them has no room left.
     """
     target = CausalLM(tiny("llama"))
-    head, calls, found = head_of(target, kind=kind, **FORMS[form]), list[Any](), {}
+    head = head_of(target, kind=kind, **FORMS[form])
+    calls = list[Any]()
+    found = {}
     head.curves = [[0.5, 1.0, 0.9], [0.2, 1.1, 0.8]] * 4
     original = HiddenLM.grow
     monkeypatch.setattr(HiddenLM, "grow", lambda *given: calls.append(given) or original(*given))
@@ -277,26 +282,25 @@ def test_a_draft_has_the_bits_of_its_steps(kind: str, form: str, hot: int, width
     """
     target = CausalLM(tiny("llama"))
     head = head_of(target, kind=kind, **FORMS[form], hot=hot)
-    features, tokens = features_of(target, TEXTS[9])[:8], TEXTS[9][1:9]
-    before, old = (
-        features.clone(),
-        torch.randn(5, hot, generator=torch.Generator().manual_seed(1)) - 40,
-    )
+    features = features_of(target, TEXTS[9])[:8]
+    tokens = TEXTS[9][1:9]
+    before = features.clone()
+    old = torch.randn(5, hot, generator=torch.Generator().manual_seed(1)) - 40
     for id in (0, 5, 7):
         head.add(id)
-    nodes, ends = 4 if width > 1 else 1, [99, 5]
+    nodes = 4 if width > 1 else 1
+    ends = [99, 5]
     beams = Beams([tokens[-1], tokens[2]], width, nodes, ends, [0.7 * old, None])
     parts = [head.grow([0, 7], [features, features[:3]], [tokens, tokens[:3]], 3, beams)]
     parts.append(head.grow([0, 7], parts[0].states[-1:], beams.tokens[:, :1].tolist(), 4, beams))
     assert (head.length(0), head.length(7)) == (8, 3) and torch.equal(features, before)
     for row, count in ((0, 8), (1, 3)):
-        state, at, values = (
-            head.extend([5], [features[:count]], [tokens[:count]]),
-            [tokens[count - 1]],
-            [0.0],
-        )
+        state = head.extend([5], [features[:count]], [tokens[:count]])
+        at = [tokens[count - 1]]
+        values = [0.0]
         for place in range(7):
-            part, here = parts[place >= 3], place if place < 3 else place - 3
+            part = parts[place >= 3]
+            here = place if place < 3 else place - 3
             sums = head.logits(state)[0]
             assert torch.equal(part.logits[here, row], sums)
             if place < 5 and not row:
@@ -315,7 +319,8 @@ def test_a_draft_has_the_bits_of_its_steps(kind: str, form: str, hot: int, width
             assert found.sum() == min(nodes, len(logs))
             assert own[0][found].tolist() == head.hot[best % hot].tolist()
             assert own[1][found].tolist() == (best // hot).tolist()
-            at, values = own[0][found][:width].tolist(), own[2][found][:width].tolist()
+            at = own[0][found][:width].tolist()
+            values = own[2][found][:width].tolist()
             if kind == "lyanna":
                 (state,) = head.roll([5], state, 1)
             else:

@@ -67,7 +67,8 @@ def test_a_bit_that_differs_is_told_with_its_place(
 ) -> None:
     """One bit changes in forwards of more than 8 rows behind more than 100 tokens."""
     model = model_of("2 heads a group, tied")
-    reference, forward = reference_of(model, 200, seed=1), CausalLM.forward
+    reference = reference_of(model, 200, seed=1)
+    forward = CausalLM.forward
 
     def wrong(self: CausalLM, ids: list[int], drafts: list[Draft], capture: Any = "") -> Output:
         found = forward(self, ids, drafts, capture)

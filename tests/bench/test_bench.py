@@ -147,8 +147,11 @@ def test_a_run_that_was_stopped_goes_on_and_no_other(folder: Path, tmp_path: Pat
 
     A run with other arguments, models or versions is refused, and the message names the difference.
     """
-    target, out = shutil.copytree(folder / "target", tmp_path / "target"), tmp_path / "out"
-    records, claim, left = out / "records.jsonl", out / "run.json", [4]
+    target = shutil.copytree(folder / "target", tmp_path / "target")
+    out = tmp_path / "out"
+    records = out / "records.jsonl"
+    claim = out / "run.json"
+    left = [4]
     pair = {"target": str(target), "draft": str(folder / "draft")}
     plan = Plan(
         {"ar": AR(), "sd": SD(2)},
@@ -533,11 +536,10 @@ def test_a_prompt_that_comes_again_finds_no_phrases(pair: Pair) -> None:
 def test_a_prompt_is_read_again_but_for_its_known_beginning(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder, prompt = Decoder(pair[0], draft=pair[1], method=SD(2), guard=False), list(range(5, 25))
-    run, prefill = (
-        decoder_run(decoder, SamplingParams(max_new_tokens=4, ignore_eos=True)),
-        CausalLM.prefill,
-    )
+    decoder = Decoder(pair[0], draft=pair[1], method=SD(2), guard=False)
+    prompt = list(range(5, 25))
+    run = decoder_run(decoder, SamplingParams(max_new_tokens=4, ignore_eos=True))
+    prefill = CausalLM.prefill
     read = list[int]()
 
     def counting(self: CausalLM, *given: Any, **named: Any) -> Any:

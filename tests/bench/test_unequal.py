@@ -38,7 +38,8 @@ def fake(name: str, change: Change, prompt: Prompt = PROMPTS[0]) -> Runner:
 
     def make(loaded: Loaded) -> Run:
         decoder = Decoder(loaded.target, method=method(name), guard=False, prefix_bytes=0)
-        run, left = decoder_run(decoder, loaded.plan.params()), [change]
+        run = decoder_run(decoder, loaded.plan.params())
+        left = [change]
 
         def changed(prompts: Rows, seeds: Sequence[int], warm_up: int | None = None) -> Outcome:
             outcome = run(prompts, seeds, warm_up)

@@ -98,10 +98,8 @@ def test_interrupts_are_one_line_and_exit_130(begin: float) -> None:
 
     They come in imports, in torch's code, while another one is handled, and at the end.
     """
-    chance, program = (
-        random.Random(begin),
-        "from forerun.cli import main; print('ready', flush=True); main()",
-    )
+    chance = random.Random(begin)
+    program = "from forerun.cli import main; print('ready', flush=True); main()"
     process = subprocess.Popen(
         [
             sys.executable,

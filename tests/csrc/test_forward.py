@@ -120,7 +120,8 @@ def test_chunks_neighbours_threads_and_variants_change_no_bit(data: st.DataObjec
     library().fr_select(data.draw(names).encode())
     for layer in native.cache.layers:
         layer.both.zero_()
-    done, found = [0, 0], [np.empty((0, VOCABULARY), np.float32)] * 2
+    done = [0, 0]
+    found = [np.empty((0, VOCABULARY), np.float32)] * 2
     for last in (False, False, False, False, True):
         least = [len(text) if last else at for at, text in zip(done, texts, strict=True)]
         ends = [
@@ -148,7 +149,8 @@ def test_nodes_of_a_tree_have_the_bits_of_their_paths(
     parents: list[int], length: int, data: st.DataObject
 ) -> None:
     native = Native(tiny(data.draw(st.sampled_from(["llama", "mistral", "smollm3"]))), "bfloat16")
-    before, tokens = some_tokens(length, 3), some_tokens(len(parents), 4)
+    before = some_tokens(length, 3)
+    tokens = some_tokens(len(parents), 4)
     trail: list[list[int]] = []
     for node, parent in enumerate(parents):
         parent = min(parent, node - 1)
@@ -262,7 +264,8 @@ def compiled(
     folder: Path, driver: str, compiler: str, machine: str, flags: Sequence[str] = ()
 ) -> str:
     build(folder / "libforerun.so", compiler, machine, tuple(flags))
-    source, found = Path(__file__).parent / "drivers" / f"{driver}.c", folder / "driver"
+    source = Path(__file__).parent / "drivers" / f"{driver}.c"
+    found = folder / "driver"
     link = [str(folder / "libforerun.so"), "-Wl,-rpath,$ORIGIN"]
     subprocess.run(
         [compiler, "-O1", *flags, f"-I{HERE}", str(source), "-o", str(found), *link], check=True
@@ -274,7 +277,8 @@ def driven(
     folder: Path, compiler: str, machine: str, flags: Sequence[str], start: Sequence[str] = ()
 ) -> set[bytes]:
     """What the driver writes for each variant, by 1 and by 3 threads."""
-    program, found = compiled(folder, "forward", compiler, machine, flags), set()
+    program = compiled(folder, "forward", compiler, machine, flags)
+    found = set()
     for variant in VARIANT_FLAGS.get(machine or platform.machine(), ["plain"]):
         for threads in ("1", "3"):
             own = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}  # the driver frees nothing

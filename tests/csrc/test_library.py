@@ -35,7 +35,9 @@ def unloaded() -> Iterator[None]:
 
 @pytest.mark.slow
 def test_the_same_sources_and_flags_give_the_same_bytes(tmp_path: Path) -> None:
-    first, second, other = tmp_path / "first.so", tmp_path / "second.so", tmp_path / "other.so"
+    first = tmp_path / "first.so"
+    second = tmp_path / "second.so"
+    other = tmp_path / "other.so"
     build(first, extra=("-O1",))
     build(second, extra=("-O1",))
     build(other, extra=("-O1", "-g0"))

@@ -104,7 +104,8 @@ def test_panels_hold_the_files_values_and_take_at_most_a_twentieth_more(name, in
         assert library().fr_panel_bytes(FORMATS.index(name), 8, inputs, None) == 0
         return
     rows = random_rows(name, 11, inputs, inputs)
-    expected, matrix = dequantize(rows, kind(name)), packed(name, rows)
+    expected = dequantize(rows, kind(name))
+    matrix = packed(name, rows)
     assert same_bits(matrix.floats().numpy(), expected)
     for some in (matrix.floats([10, 3]), RawMatrix(rows, kind(name)).chosen([10, 3]).floats()):
         assert same_bits(some.numpy(), expected[[10, 3]])
@@ -125,7 +126,8 @@ def test_panels_hold_the_files_values_and_take_at_most_a_twentieth_more(name, in
 def test_products_are_near_the_exact_ones_and_the_same_on_every_variant(case):
     name, outputs, inputs, rows, seed = case
     weights = random_rows(name, outputs, inputs, seed)
-    matrix, values = packed(name, weights), dequantize(weights, kind(name)).astype(np.float64)
+    matrix = packed(name, weights)
+    values = dequantize(weights, kind(name)).astype(np.float64)
     x = np.random.default_rng(seed).standard_normal((rows, inputs), dtype=np.float32)
     x[:, : inputs // 3] *= 100
     results = products(matrix, x)
@@ -158,7 +160,8 @@ def test_a_row_has_the_same_bits_beside_any_others(case, data):
 
 def fma(a, b, c):
     """a x b + c, rounded once: the sum of doubles is rounded to odd first."""
-    product, c = a.astype(np.float64) * b, np.float64(c)
+    product = a.astype(np.float64) * b
+    c = np.float64(c)
     total = product + c
     part = total - product
     error = (product - (total - part)) + (c - part)
@@ -183,7 +186,8 @@ def in_the_written_order(name, rows, x):
         units[:, :, 2 * at : 2 * at + 2].copy().view(np.float16)[:, :, 0] for at in HALVES[name]
     ]
     d, m = (np.repeat(each.astype(np.float32), block // 32, 1) for each in (halves * 2)[:2])
-    codes, least = with_halves(name, rows, (1, 0)[: len(halves)]), None
+    codes = with_halves(name, rows, (1, 0)[: len(halves)])
+    least = None
     if len(halves) == 2:
         least = with_halves(name, rows, (0, 1))
     if name in ("Q4_K", "Q5_K"):
@@ -191,10 +195,12 @@ def in_the_written_order(name, rows, x):
             len(rows), -1
         )
         codes = codes / np.maximum(scales, 1)[:, :, None]
-        d, m = d * scales.astype(np.float32), m * least[:, :, 0]
+        d = d * scales.astype(np.float32)
+        m = m * least[:, :, 0]
     blocks = x.reshape(len(x), -1, 32)
     largest = np.abs(blocks).max(-1, keepdims=True)
-    q, scale = np.rint(blocks * (np.float32(127) / largest)), (largest / np.float32(127))[:, :, 0]
+    q = np.rint(blocks * (np.float32(127) / largest))
+    scale = (largest / np.float32(127))[:, :, 0]
     f = np.zeros((len(x), len(rows)), dtype=np.float32)
     for b in range(blocks.shape[1]):
         by = scale[:, b, None]
@@ -224,7 +230,8 @@ def test_products_have_the_written_order(name):
 def test_rows_that_do_not_fit_the_cache_at_once(name):
     matrix = packed(name, random_rows(name, 9, 8192, 1))
     x = np.random.default_rng(1).standard_normal((70, 8192), dtype=np.float32)
-    whole, single = products(matrix, x), [products(matrix, x[i : i + 1]) for i in range(70)]
+    whole = products(matrix, x)
+    single = [products(matrix, x[i : i + 1]) for i in range(70)]
     for variant, found in whole.items():
         assert (found == np.concatenate([own[variant] for own in single])).all()
 
@@ -251,14 +258,18 @@ def test_inputs_that_are_no_numbers():
     Tiny inputs and zeros give zeros. All variants agree.
     """
     x = np.ones((5, 288), dtype=np.float32)
-    x[1, 280], x[2, 3], x[3], x[4] = np.nan, -np.inf, 0, 1e-40
+    x[1, 280] = np.nan
+    x[2, 3] = -np.inf
+    x[3] = 0
+    x[4] = 1e-40
     for out in products(packed("Q4_0", random_rows("Q4_0", 8, 288, 5)), x).values():
         assert np.isfinite(out[0]).all() and np.isnan(out[1:3]).all() and (out[3:] == 0).all()
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_sizes_that_do_not_fit_are_refused(name):
-    number, inputs = FORMATS.index(name), step(name)
+    number = FORMATS.index(name)
+    inputs = step(name)
     rows = random_rows(name, 8, inputs, 0)
     panels = np.zeros(library().fr_panel_bytes(number, 9, inputs, None) + 64, dtype=np.uint8)
     place = panels.ctypes.data + -panels.ctypes.data % 64

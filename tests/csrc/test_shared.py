@@ -124,7 +124,8 @@ def in_c() -> CausalLM:
 
 
 def test_tables_that_another_thread_keeps_change_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    short, long = some_tokens(SHORT, 1), some_tokens(LONG, 2)
+    short = some_tokens(SHORT, 1)
+    long = some_tokens(LONG, 2)
     wanted = [read(in_c(), tokens) for tokens in (short, long)]
     model = in_c()
     turns = Turns(monkeypatch, just_before)
@@ -140,9 +141,11 @@ def test_tables_that_another_thread_keeps_change_no_checked_call(
     If the machine is so busy that C has not checked yet, the test passes all the same; it only
     proves no more than the one above.
     """
-    short, long = some_tokens(SHORT, 1), some_tokens(LONG, 2)
+    short = some_tokens(SHORT, 1)
+    long = some_tokens(LONG, 2)
     wanted = [read(in_c(), tokens) for tokens in (short, long)]
-    model, functions = in_c(), library()
+    model = in_c()
+    functions = library()
 
     def without_threads(function: str, *given: Any) -> int:
         # Not as `library.run`, whose `fr_threads` would wait before C has checked anything.
@@ -172,7 +175,8 @@ def test_two_decoders_of_one_model_do_not_disturb_each_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A step that failed would be tried again, with a warning."""
-    short, long = some_tokens(SHORT, 1), some_tokens(LONG, 2)
+    short = some_tokens(SHORT, 1)
+    long = some_tokens(LONG, 2)
     options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
     plain = Decoder(in_c(), method=AR())
     wanted = [plain.generate(tokens, **options).tokens for tokens in (short, long)]
@@ -199,7 +203,8 @@ def test_tables_never_shrink() -> None:
 
 
 def test_asking_for_variants_chooses_none() -> None:
-    functions, before = library(), variant()
+    functions = library()
+    before = variant()
     try:
         functions.fr_select(b"plain")
         assert "plain" in variants()
@@ -209,7 +214,8 @@ def test_asking_for_variants_chooses_none() -> None:
 
 
 def test_a_variant_is_chosen_between_two_calls() -> None:
-    functions, before = library(), variant()
+    functions = library()
+    before = variant()
     try:
         functions.fr_enter()
         try:

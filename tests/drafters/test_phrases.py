@@ -73,7 +73,8 @@ def test_a_pool_keeps_the_newest(puts: list[tuple[int, list[int]]], most: int) -
 
 def test_a_text_is_learnt_as_it_grows() -> None:
     text = Random(0).choices(range(9), k=50)
-    whole, parts = PhrasePool(4, 3), PhrasePool(4, 3)
+    whole = PhrasePool(4, 3)
+    parts = PhrasePool(4, 3)
     assert whole.learn(text) == 46
     at = 0
     for end in (2, 10, 11, 30, 50):
@@ -126,7 +127,8 @@ def test_steps_with_many_greedy_rows_go_without_phrases() -> None:
     sampler = Sampler(False)
     requests = [Request(PROMPT, new) for new in (9, 18, 30)]
     requests += [Request(PROMPT, 40, sampler, seed=1), Request(PROMPT, 40, sampler)]
-    made, steps = few(2), list[tuple[list[str], list[str]]]()
+    made = few(2)
+    steps = list[tuple[list[str], list[str]]]()
     propose = made.propose
     made.propose = lambda seqs: steps.append(([], [])) or propose(seqs)  # type: ignore[method-assign]
     for way, grow in enumerate((made._grow_by_phrases, made._grow)):
@@ -189,7 +191,8 @@ def test_phrases_rest_where_forwards_with_them_draft_less_a_ms(
 
     `ms` is the time of a forward of 64 tokens, where one token takes 1 ms.
     """
-    made, ways = drafter(suffixes=0), []
+    made = drafter(suffixes=0)
+    ways = []
     made.chooser.costs = replace(COSTS, draft={1: 1.0, 64: ms}, chained=0.0)
     for way, grow in enumerate((made._grow, made._grow_by_phrases)):
         setattr(
@@ -291,12 +294,15 @@ def test_the_targets_verdict_becomes_phrases() -> None:
 
 def test_tokens_that_the_draft_lacks() -> None:
     """Phrases with such are not for it, after the chain they may be."""
-    target, draft = random_table(6, 3, 1.3), random_table(4, 4, 1.3)
+    target = random_table(6, 3, 1.3)
+    draft = random_table(4, 4, 1.3)
     pools = []
 
     def lacking() -> OuroborosDrafter:
         made = drafter()
-        made.model, made.vocab_size, drop = TableLM(draft), 6, made.drop  # type: ignore[assignment]
+        made.model = TableLM(draft)  # type: ignore[assignment]
+        made.vocab_size = 6
+        drop = made.drop
         made.drop = lambda seq: pools.append(made.rows[seq.id].pool) or drop(seq)  # type: ignore[method-assign]
         return made
 

@@ -84,7 +84,8 @@ def grown(kept: abc.Sequence[abc.Sequence[int]]) -> Automaton:
 @given(st.lists(texts, min_size=1, max_size=6), texts)
 def test_stretches_are_counted(kept: list[list[int]], other: list[int]) -> None:
     """All of them, present or not, as a count one by one does."""
-    automaton, brute = grown(kept), Brute(kept)
+    automaton = grown(kept)
+    brute = Brute(kept)
     for stretch in Brute([*kept, other]).counts:
         state: int | None = 0
         for token in stretch:
@@ -95,7 +96,8 @@ def test_stretches_are_counted(kept: list[list[int]], other: list[int]) -> None:
 
 @given(texts)
 def test_a_text_knows_its_longest_suffix_that_occurred_before(text: list[int]) -> None:
-    automaton, last = Automaton(), 0
+    automaton = Automaton()
+    last = 0
     for token in text:
         last = automaton.extend(last, token)
     brute = Brute([text])
@@ -115,11 +117,13 @@ def test_a_text_knows_its_longest_suffix_that_occurred_before(text: list[int]) -
 def test_drafts_follow_the_counts(
     kept: list[list[int]], text: list[int], most: int, least: float, ends: set[int]
 ) -> None:
-    automaton, brute = grown(kept), Brute(kept)
+    automaton = grown(kept)
+    brute = Brute(kept)
     state, length = automaton.match(text)
     assert length == brute.match(text) and (state == 0) == (length == 0)
     tokens, probabilities = automaton.grow(state, most, least, ends)
-    path, sure = tuple(text[len(text) - length :]), 1.0
+    path = tuple(text[len(text) - length :])
+    sure = 1.0
     for token, probability in zip(tokens, probabilities, strict=True):
         after = brute.after(path)
         sure *= after[token] / sum(after.values())
@@ -142,7 +146,8 @@ def test_of_tokens_that_came_as_often_the_newest_is_drafted() -> None:
 
 
 def test_a_text_in_circles_takes_no_longer_and_longer() -> None:
-    automaton, last = Automaton(), 0
+    automaton = Automaton()
+    last = 0
     for _ in range(2000):
         last = automaton.extend(last, 7)
     assert sum(automaton.counts) <= 256 * 2000
@@ -205,7 +210,8 @@ class Only(Constraint):
 
 
 def test_a_grammar_cuts_a_draft() -> None:
-    drafter, text = SuffixDrafter(Suffix(offset=4.0, least=0.1)), [5, 1, 6, 5, 2, 7, 5, 1, 8, 5]
+    drafter = SuffixDrafter(Suffix(offset=4.0, least=0.1))
+    text = [5, 1, 6, 5, 2, 7, 5, 1, 8, 5]
     for processors, drafted in ((None, [1, 8, 5]), (LogitsProcessorList([Only()]), [1])):
         (draft,) = drafter.propose([begun(drafter, text, 20, Sampler(True, processors))]).drafts
         assert draft.tokens[1:4] == drafted and set(draft.origins[1:]) == {"lookup"}
@@ -220,7 +226,8 @@ def test_reading_token_by_token_equals_reading_at_once(tokens: list[int], begin:
 
 def ended(tokens: list[int], prompt: int, reason: str | None = "stop") -> Sequence:
     seq = Sequence(Request(tokens[:prompt], 100))
-    seq.tokens, seq.finish_reason = list(tokens), reason
+    seq.tokens = list(tokens)
+    seq.finish_reason = reason
     return seq
 
 
@@ -253,7 +260,8 @@ def test_of_the_text_and_the_memory_the_higher_score_wins() -> None:
 
 @given(st.lists(texts, max_size=12), st.integers(1, 60))
 def test_the_oldest_texts_are_forgotten(puts: list[list[int]], most: int) -> None:
-    memory, kept = SuffixMemory(most), list[tuple[int, ...]]()
+    memory = SuffixMemory(most)
+    kept = list[tuple[int, ...]]()
     for text in puts:
         memory.add(text)
         cut = tuple(text[-most:])
@@ -330,7 +338,8 @@ def test_the_text_and_the_memory_both_save_forwards() -> None:
         )
 
     assert forwards(cold) == forwards(cold) < forwards(plain)
-    first, second = forwards(warm), forwards(warm)
+    first = forwards(warm)
+    second = forwards(warm)
     assert first <= forwards(cold) and second < first / 2 and not cold.pools
     # It does not change what is sampled with a seed.
     options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.0, "seed": 3}
@@ -400,7 +409,9 @@ def beside(other: Drafter) -> HybridDrafter:
 @pytest.mark.parametrize("wants_hidden", ["", "head"])
 def test_the_other_one_sees_the_steps_that_it_has_to_see(wants_hidden: Capture) -> None:
     """And its guard judges only steps of its own."""
-    other, pace, judged = Fixed(wants_hidden), Guard(), list[int]()
+    other = Fixed(wants_hidden)
+    pace = Guard()
+    judged = list[int]()
     pace.record = lambda rows, *rest: judged.append(rows)  # type: ignore[method-assign]
     for inner in (other, GuardedDrafter(Fixed(wants_hidden), pace)):
         engine = Engine(CausalLM(tiny("llama")), beside(inner))
@@ -449,7 +460,9 @@ def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
 def test_a_chooser_goes_by_what_came_true_and_by_costs() -> None:
     table = Costs(target={1: 30.0, 2: 33.0, 4: 40.0, 8: 60.0}, draft={1: 10.0, 8: 40.0})
     drafts = {n: Draft.chain(0, list(range(1, n + 1))) for n in (1, 4)}
-    chooser, none, other = SourceChooser(table, "draft"), Draft.root(0), Draft.chain(0, [0] * 7)
+    chooser = SourceChooser(table, "draft")
+    none = Draft.root(0)
+    other = Draft.chain(0, [0] * 7)
 
     def prefers(n: int) -> bool:
         return chooser.savings(StepSituation(1), drafts[n], float(n)).other <= 0
@@ -499,7 +512,8 @@ def test_an_automatic_threshold_moves_from_one_drafter_to_the_other() -> None:
 
     Suffixes are chosen once their drafts have come true.
     """
-    other, table = Fixed(), Costs(target={1: 30.0, 8: 45.0}, draft={1: 10.0, 8: 12.0})
+    other = Fixed()
+    table = Costs(target={1: 30.0, 8: 45.0}, draft={1: 10.0, 8: 12.0})
     chooser = SourceChooser(table, "draft")
     made = HybridDrafter(SuffixDrafter(Suffix(least=0.1)), other, 1000.0, chooser)
     seq = begun(made, [3, 4, 5, 6, 7, 8, 9, 3], 99)

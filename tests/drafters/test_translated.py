@@ -73,10 +73,8 @@ def lowercasing() -> PreTrainedTokenizerFast:
 def of_letters(letters: str, merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
     names = [*letters.replace(" ", "\u0120"), *("".join(pair) for pair in merges)]
     backend = Tokenizer(models.BPE({name: id for id, name in enumerate(names)}, list(merges)))
-    backend.pre_tokenizer, backend.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
@@ -134,7 +132,8 @@ def test_texts_in_the_middle_of_others_get_no_space() -> None:
 
 @given(st.text(max_size=4), st.binary(max_size=8))
 def test_what_is_cut_off_is_the_beginning_of_a_character(text: str, other: bytes) -> None:
-    coded, last = text.encode(), text[-1:].encode()
+    coded = text.encode()
+    last = text[-1:].encode()
     assert whole(coded) == (coded, b"")
     for count in range(1, len(last)):
         assert whole(coded[:-count]) == (text[:-1].encode(), last[:-count])
@@ -163,7 +162,8 @@ def test_what_is_read_is_the_text(
     for count in cuts:
         reader.read(tokens[:count] + other[count:] if count % 2 else tokens[:count])
     is_read = reader.read(tokens)
-    text, found = both.target.spell(tokens), both.draft.spell(reader.tokens)
+    text = both.target.spell(tokens)
+    found = both.draft.spell(reader.tokens)
     if text.decode(errors="ignore").encode() != text:  # it is no text
         return
     assert is_read
@@ -175,7 +175,8 @@ def test_what_is_read_is_the_text(
 
 def test_each_token_is_read_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.text.vocabularies.LEAST", 0.0)
-    target, draft = of_letters("ab cd"), of_letters("dcba", [("a", "b"), ("ab", "c")])
+    target = of_letters("ab cd")
+    draft = of_letters("dcba", [("a", "b"), ("ab", "c")])
     both = translate(target, draft, "d")
     assert both.shared == {0: 3, 1: 2, 3: 1, 4: 0}
     merging = translate(draft, target, "d")
@@ -192,8 +193,10 @@ def test_special_tokens_and_halves_of_characters_are_read_where_the_draft_has_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("forerun.text.vocabularies.LEAST", 0.0)
-    target, letters = tiny_tokenizer(), of_letters("the ")
-    special, half = [0, *target.encode("the"), 0], target.encode("he \u6771")
+    target = tiny_tokenizer()
+    letters = of_letters("the ")
+    special = [0, *target.encode("the"), 0]
+    half = target.encode("he \u6771")
     reader = Reader(translate(target, pieces(), "d"))
     assert reader.read(special) and reader.tokens[0] == reader.tokens[-1] == 2
     reader = Reader(translate(target, letters, "d"))
@@ -206,7 +209,10 @@ def test_special_tokens_and_halves_of_characters_are_read_where_the_draft_has_th
 
 # Distributions.
 
-V, ROWS, FITS, BROKEN = 4, 1200, 1e-4, 1e-6
+V = 4
+ROWS = 1200
+FITS = 1e-4
+BROKEN = 1e-6
 ORDER = [2, 0, 3, 1]  # the draft's numbers of the target's tokens
 NONE: LogitsProcessorList | None = None
 HEAT = LogitsProcessorList([hf.TemperatureLogitsWarper(0.6), hf.TopKLogitsWarper(3)])
@@ -289,7 +295,8 @@ def test_the_same_draft_under_other_numbers_does_what_it_did(chosen: Method, ask
     table = TARGET + toys.random_table(V, 6, 0.4)
 
     def run(drafter: Drafter) -> list:
-        sampler, seeded = Sampler(asked == "greedy"), asked == "seeded"
+        sampler = Sampler(asked == "greedy")
+        seeded = asked == "seeded"
         requests = [
             Request(
                 PROMPT,
@@ -315,7 +322,8 @@ def test_the_same_draft_under_other_numbers_does_what_it_did(chosen: Method, ask
 def test_the_drafts_rows_hold_what_was_read() -> None:
     draft = of_letters("b a", [("a", "b"), ("\u0120", "ab")])
     both = translate(of_letters("ab cd"), draft, "d")
-    mine, theirs = toys.random_table(5, 1, 1.3), toys.random_table(5, 2, 1.3)
+    mine = toys.random_table(5, 1, 1.3)
+    theirs = toys.random_table(5, 2, 1.3)
     drafter = built(Cumulative(0.3, 5), mine, theirs, both)
     table: TableLM = drafter.model
     engine = Engine(TableLM(mine), drafter, max_rows=3)  # type: ignore[arg-type]
@@ -370,7 +378,8 @@ def test_greedy_output_is_the_targets(name: str) -> None:
 
 
 def test_hot_tokens_and_forced_ones_change_no_output() -> None:
-    both, plain = translation("byte-level"), Decoder(target_model(), tiny_tokenizer(), method=AR())
+    both = translation("byte-level")
+    plain = Decoder(target_model(), tiny_tokenizer(), method=AR())
     draft = prepare_draft(draft_for("byte-level"), None, 40)
     decoder = Decoder(target_model(), tiny_tokenizer(), draft, SD(3), False, translation=both)
     strange = next(id for id in range(1, 300) if id not in both.shared)
@@ -398,7 +407,8 @@ def test_the_drafts_context_may_be_short() -> None:
     long = "caf\u00e9 " * 8
     plain = Decoder(target_model(), tiny_tokenizer(), method=AR()).generate(long, max_new_tokens=30)
     for context in (8, 56):
-        draft, both = draft_for("pieces", context), translation("pieces")
+        draft = draft_for("pieces", context)
+        both = translation("pieces")
         found = Decoder(target_model(), tiny_tokenizer(), draft, SD(3), False, translation=both)
         assert found.generate(long, max_new_tokens=30).tokens == plain.tokens
 
@@ -409,8 +419,11 @@ def test_steps_without_drafts_and_other_drafts_between() -> None:
     drafter = SD(3).build(
         Parts(CausalLM(target_model()), CausalLM(draft_for("byte-level")), translation=both)
     )
-    propose, observe, is_asked = drafter.propose, drafter.observe, [False]
-    random, plainly = Random(0), PlainDrafter()
+    propose = drafter.propose
+    observe = drafter.observe
+    is_asked = [False]
+    random = Random(0)
+    plainly = PlainDrafter()
 
     def sometimes(seqs: list) -> Proposal:
         is_asked[0] = random.random() < 0.5

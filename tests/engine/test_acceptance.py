@@ -37,7 +37,11 @@ from forerun.sampling.sampler import (
 from forerun.sampling.seeded import SeededStream
 from tests.support.toys import p_value, random_tree, refuses, tiny
 
-V, LENGTH, TRIALS, FITS, BROKEN = 4, 3, 6000, 1e-4, 1e-6
+V = 4
+LENGTH = 3
+TRIALS = 6000
+FITS = 1e-4
+BROKEN = 1e-6
 
 Distributions = list[
     np.ndarray
@@ -49,7 +53,8 @@ def distributions(seed: int) -> Distributions:
     return [rng.dirichlet(np.full(V, 0.6), size=(V,) * depth) for depth in range(LENGTH)]
 
 
-P, Q = distributions(1), distributions(2)
+P = distributions(1)
+Q = distributions(2)
 
 
 def distribution(of: Distributions, path: tuple[int, ...]) -> np.ndarray:
@@ -64,7 +69,10 @@ class Grown:
     """A draft under construction; nodes that are sampled must come before point masses."""
 
     def __init__(self) -> None:
-        self.tokens, self.parents, self.q, self.paths = [0], [-1], [], [()]
+        self.tokens = [0]
+        self.parents = [-1]
+        self.q = []
+        self.paths = [()]
 
     def add(self, parent: int, token: int, q: np.ndarray | None) -> int:
         self.tokens.append(token)
@@ -114,7 +122,8 @@ def block(rng: np.random.Generator, depth: int = 3, points: bool = False) -> Dra
 
 
 def tree(rng: np.random.Generator, counts: tuple[int, ...] = (3, 2), tell: str = "truth") -> Draft:
-    grown, nodes = Grown(), [0]
+    grown = Grown()
+    nodes = [0]
     for count in counts:
         nodes = [child for node in nodes for child in grown.sample_children(rng, node, count, tell)]
     return grown.draft()
@@ -142,7 +151,8 @@ def fit(make: Callable[[np.random.Generator], Draft], trials: int = TRIALS) -> f
 
     Where a draft gives fewer, the target goes on.
     """
-    rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
+    rng = np.random.default_rng(0)
+    generator = torch.Generator().manual_seed(0)
     outcomes = []
     for _ in range(trials):
         draft = make(rng)
@@ -244,9 +254,12 @@ def test_a_block_accepts_more() -> None:
 
     This is the example of arXiv 2403.10444, section 2.
     """
-    p, q = np.array([1.0, 2.0]) / 3, np.array([2.0, 1.0]) / 3
-    rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
-    scores, sampled = torch.tensor(np.log(np.array([p] * 3))), torch.tensor(np.array([q] * 2))
+    p = np.array([1.0, 2.0]) / 3
+    q = np.array([2.0, 1.0]) / 3
+    rng = np.random.default_rng(0)
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.tensor(np.log(np.array([p] * 3)))
+    sampled = torch.tensor(np.array([q] * 2))
     accepted = {True: 0, False: 0}
     for _ in range(4000):
         chain = Draft.chain(0, [pick(rng, q), pick(rng, q)], sampled)
@@ -263,7 +276,8 @@ def test_a_block_accepts_more() -> None:
 
 def test_the_longest_prefix_of_a_block_counts() -> None:
     """To take a shorter one changes the distribution by too little for a chi-square test."""
-    p, q = torch.tensor([[0.3, 0.6, 0.05, 0.05]] * 4), torch.tensor([[0.4, 0.2, 0.2, 0.2]] * 3)
+    p = torch.tensor([[0.3, 0.6, 0.05, 0.05]] * 4)
+    q = torch.tensor([[0.4, 0.2, 0.2, 0.2]] * 3)
     chain = Draft.chain(0, [0, 0, 0], q)
     for lucky in ([], [1], [2], [1, 2], [1, 2, 3]):
         u = [0.0 if node in lucky else 0.999 for node in range(4)]
@@ -378,7 +392,9 @@ def test_a_sampler_of_parameters_is_transformers_own(
     options: dict[str, Any], own: list[LogitsProcessor]
 ) -> None:
     """The same processors in the same order, and the same scores to the bit."""
-    lm, text, params = CausalLM(tiny("llama")), [5, 6, 7, 5, 6, 9], SamplingParams(**options)
+    lm = CausalLM(tiny("llama"))
+    text = [5, 6, 7, 5, 6, 9]
+    params = SamplingParams(**options)
     sampler = Sampler.of(params, 3, lm.vocab_size, own)
     kept = {
         name: options[name]
@@ -509,7 +525,8 @@ def test_sums_by_blocks_sample_what_a_sum_token_by_token_does(size: int) -> None
 @pytest.mark.parametrize("least", [1, 3])
 def test_quick_top_p_keeps_what_transformers_keeps(top_p: float, least: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    slow, fast = hf.TopPLogitsWarper(top_p, -9.0, least), QuickTopP(top_p, -9.0, least)
+    slow = hf.TopPLogitsWarper(top_p, -9.0, least)
+    fast = QuickTopP(top_p, -9.0, least)
     counts = set()
     for width in (0.1, 1.0, 5.0, 40.0):
         scores = width * torch.randn(4, 200, generator=generator)
@@ -525,7 +542,8 @@ def test_quick_top_p_keeps_what_transformers_keeps(top_p: float, least: int) -> 
 
 
 def test_few_numbers_are_for_one_thread_and_the_others_come_back() -> None:
-    before, seen = torch.get_num_threads(), []
+    before = torch.get_num_threads()
+    seen = []
     torch.set_num_threads(3)
     try:
         for numbers in (threads.MOST, threads.MOST + 1):

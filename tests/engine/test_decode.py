@@ -77,7 +77,8 @@ class ChainsAndTrees(ChainDrafter):
         self.trees = toys.RandomTrees(len(TARGET))
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
-        chains, trees = super().propose(seqs).drafts, self.trees.propose(seqs).drafts
+        chains = super().propose(seqs).drafts
+        trees = self.trees.propose(seqs).drafts
         return Proposal([chain.merge(tree) for chain, tree in zip(chains, trees, strict=True)])
 
 
@@ -99,10 +100,8 @@ class Remembered(LogitsProcessor):
     """
 
     def __init__(self, *processors: LogitsProcessor) -> None:
-        self.processors, self.made = (
-            LogitsProcessorList(processors),
-            dict[tuple[bytes, bytes], Tensor](),
-        )
+        self.processors = LogitsProcessorList(processors)
+        self.made = dict[tuple[bytes, bytes], Tensor]()
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
         rows = []
@@ -188,7 +187,8 @@ class DropsTheLast(ChainDrafter):
         drafts = []
         for draft in super().propose(seqs).drafts:
             root, *tokens = draft.tokens
-            q, lost = draft.q, bool(tokens) and float(draft.q[-1, tokens[-1]]) < self.policy.least
+            q = draft.q
+            lost = bool(tokens) and float(draft.q[-1, tokens[-1]]) < self.policy.least
             if lost:
                 tokens, q = tokens[:-1], q[:-1]
             points = self.points == "all" or (self.points == "lost" and lost)
@@ -230,7 +230,8 @@ def test_tau_of_drafts_that_agree_always_never_and_sometimes(draft: str, gamma: 
     rows = decode(
         TableLM(target), drafter, [Request(prompt, 4 * (gamma + 1)) for prompt in PROMPTS]
     )
-    stats, origins = stats_of(rows), {step.origins for row in rows for step in row[:-1]}
+    stats = stats_of(rows)
+    origins = {step.origins for row in rows for step in row[:-1]}
     if draft == "always":
         assert (stats.tau, stats.alpha, stats.utilisation) == (gamma + 1, 1.0, 1.0)
         assert origins == {("draft",) * gamma + ("bonus",)}
@@ -297,8 +298,10 @@ def cut(
 def test_ends_inside_a_chunk_cut_where_plain_decoding_stops(data: st.DataObject) -> None:
     size = 8
     target = random_table(size, data.draw(st.integers(0, 50)))
-    gamma, noise = data.draw(st.integers(1, 7)), data.draw(st.sampled_from([0.0, 0.3]))
-    limits, eos = [data.draw(st.integers(1, 14)) for _ in PROMPTS], data.draw(st.integers(0, size))
+    gamma = data.draw(st.integers(1, 7))
+    noise = data.draw(st.sampled_from([0.0, 0.3]))
+    limits = [data.draw(st.integers(1, 14)) for _ in PROMPTS]
+    eos = data.draw(st.integers(0, size))
     pair = (data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, size - 1)))
     plain = decode(TableLM(target), PlainDrafter(), [Request(prompt, 14) for prompt in PROMPTS])
     expected = [

@@ -16,7 +16,8 @@ def trees(draw: st.DrawFn, sampled: bool = False) -> Draft:
     tokens, parents = [7], [-1]
     for _ in range(draw(st.integers(0, 12))):
         # Few tokens, so that two trees share paths.
-        parent, token = draw(st.integers(0, len(tokens) - 1)), draw(st.integers(0, 2))
+        parent = draw(st.integers(0, len(tokens) - 1))
+        token = draw(st.integers(0, 2))
         if (parent, token) not in zip(parents, tokens, strict=True):
             tokens.append(token)
             parents.append(parent)

@@ -142,11 +142,10 @@ def test_a_request_is_given_what_it_is_given_alone(name: str, data: st.DataObjec
         greedy = data.draw(st.booleans())
         sampler = Sampler(greedy, PROCESSORS[data.draw(st.integers(0, 2))])
         eos = frozenset(data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=2)))
-        seed, stream = (
-            None if greedy else data.draw(st.integers(0, 3)),
-            data.draw(st.integers(0, 2)),
-        )
-        prompt, new = data.draw(st.sampled_from(PROMPTS)), data.draw(st.integers(1, 20))
+        seed = None if greedy else data.draw(st.integers(0, 3))
+        stream = data.draw(st.integers(0, 2))
+        prompt = data.draw(st.sampled_from(PROMPTS))
+        new = data.draw(st.integers(1, 20))
         requests.append(Request(prompt, new, sampler, eos, seed=seed, stream=stream))
         arrivals.append(data.draw(st.integers(0, 12)))
     # After that number of steps; those that still wait can be aborted too.
@@ -178,7 +177,8 @@ def test_a_request_is_given_what_it_is_given_alone(name: str, data: st.DataObjec
         assert not {id for id in ids.values() if ended(steps[id])} & set(engine.target.cache.ids)
         turn += 1
     for index, id in ids.items():
-        found, reason = tokens_of(steps[id]), steps[id][-1].finish_reason
+        found = tokens_of(steps[id])
+        reason = steps[id][-1].finish_reason
         if reason == "abort":
             assert index in aborts and found == wanted[index][: len(found)]
         else:
@@ -203,7 +203,9 @@ class Fails(LogitsProcessor, StoppingCriteria):
     def __init__(
         self, length: int, error: type[BaseException] | None, is_criterion: bool = False
     ) -> None:
-        self.length, self.error, self.is_criterion = length, error, is_criterion
+        self.length = length
+        self.error = error
+        self.is_criterion = is_criterion
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if input_ids.shape[1] < self.length:
@@ -269,12 +271,11 @@ def test_what_goes_wrong_once_undoes_the_step_and_costs_nobody_anything(
     engine.limits.max_rows = data.draw(st.integers(1, 6))
     steps: dict[int, list[Step]] = {}
     ids = [engine.add(request) for request in requests[:2]]
-    aborted, bad = engine.add(Request(PROMPTS[4], 20)), engine.add(failing(PROMPTS[3]))
+    aborted = engine.add(Request(PROMPTS[4], 20))
+    bad = engine.add(failing(PROMPTS[3]))
     ids += [engine.add(request) for request in requests[2:]]
-    error, after = (
-        data.draw(st.sampled_from([None, RuntimeError(), Panic()])),
-        data.draw(st.integers(0, 5)),
-    )
+    error = data.draw(st.sampled_from([None, RuntimeError(), Panic()]))
+    after = data.draw(st.integers(0, 5))
     place = data.draw(st.sampled_from(CALLS if error else [*CALLS, *OTHER_CALLS]))
     if error is None:
         interrupt_once(*part(engine, place), after)
@@ -301,7 +302,8 @@ def test_what_goes_wrong_once_undoes_the_step_and_costs_nobody_anything(
 
 def test_what_is_undone_is_no_output_to_learn_from(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of("ar")
-    id, reasons = engine.add(Request(PROMPTS[0], 3)), list[str | None]()
+    id = engine.add(Request(PROMPTS[0], 3))
+    reasons = list[str | None]()
     monkeypatch.setattr(engine.drafter, "drop", lambda seq: reasons.append(seq.finish_reason))
     interrupt_once(engine, "_observe", 2)  # in its last step
     steps: dict[int, list[Step]] = {}
@@ -316,7 +318,8 @@ def test_what_is_undone_is_no_output_to_learn_from(monkeypatch: pytest.MonkeyPat
 
 def interrupt_once(owner: Any, name: str, after: int) -> None:
     """Have a method raise KeyboardInterrupt at the end of a call, after that number of calls."""
-    real, calls = getattr(owner, name), count()
+    real = getattr(owner, name)
+    calls = count()
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         found = real(*args, **kwargs)
@@ -356,7 +359,10 @@ class Breaking:
     def __init__(
         self, owner: Any, name: str, error: BaseException, id: int | None = None, times: int = 2**31
     ) -> None:
-        self.call, self.error, self.id, self.times = getattr(owner, name), error, id, times
+        self.call = getattr(owner, name)
+        self.error = error
+        self.id = id
+        self.times = times
         self.calls = 0
         setattr(owner, name, self)
 
@@ -395,7 +401,8 @@ def test_who_makes_steps_fail_is_found_and_ended_alone(
         take_step(engine, steps)
     broken = Breaking(*part(engine, place), error, bad)
     drain(engine, steps)
-    last, found = steps[bad][-1], [tokens_of(steps[id]) for id in ids]
+    last = steps[bad][-1]
+    found = [tokens_of(steps[id]) for id in ids]
     assert last.finish_reason == "error" and last.error is error and last.tokens == ()
     assert found == [*wanted[:2], wanted[2][: len(found[2])], *wanted[3:]]
     assert {steps[id][-1].finish_reason for id in ids if id != bad} == {
@@ -489,7 +496,8 @@ def test_the_error_of_a_step_is_raised_to_its_cause_alone() -> None:
 
 
 def test_what_progress_raises_is_raised_once() -> None:
-    made, reports = opened("sd"), []
+    made = opened("sd")
+    reports = []
 
     def progress(read: int, total: int) -> None:
         reports.append(read)
@@ -531,7 +539,8 @@ def test_threads_that_share_a_decoder_get_their_own_output() -> None:
 
 def test_a_stream_that_is_let_go_frees_its_rows_and_others_go_on() -> None:
     made = opened("sd")
-    engine, wanted = made.engine, made.generate(PROMPTS[0], max_new_tokens=30).tokens
+    engine = made.engine
+    wanted = made.generate(PROMPTS[0], max_new_tokens=30).tokens
     kept = made.stream(PROMPTS[0], max_new_tokens=30)
     found = [next(kept)]
     for _ in range(5):
@@ -661,12 +670,11 @@ def test_buffers_are_allocated_once() -> None:
 def test_one_thread_steps_for_all_and_goes_on_after_steps_that_fail(failing: int) -> None:
     asked = [Request(prompt, 9 + i) for i, prompt in enumerate(PROMPTS[:3])]
     wanted = [tokens_of(steps) for steps in decode(CausalLM(tiny("llama")), PlainDrafter(), asked)]
-    session, done = Session(Engine(CausalLM(tiny("llama")), PlainDrafter())), threading.Event()
-    left, advance, failures = (
-        [ZeroDivisionError()] * failing,
-        session.engine.advance,
-        list[BaseException](),
-    )
+    session = Session(Engine(CausalLM(tiny("llama")), PlainDrafter()))
+    done = threading.Event()
+    left = [ZeroDivisionError()] * failing
+    advance = session.engine.advance
+    failures = list[BaseException]()
 
     def fails() -> None:
         if left:

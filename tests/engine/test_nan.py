@@ -134,7 +134,8 @@ def test_padding_spoils_no_neighbour(is_fast: bool) -> None:
     model = families.tiny("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = torch.nan
-    target, prompts = prepare(model) if is_fast else CausalLM(model), GOOD[:3]
+    target = prepare(model) if is_fast else CausalLM(model)
+    prompts = GOOD[:3]
     wanted = solo(target, prompts)
     assert outputs(Engine(target.fresh(), Fixed(GOOD[0][0], [3, 4, 5])), prompts) == wanted
 
@@ -173,7 +174,8 @@ def test_a_token_that_is_chosen_needs_scores_that_are_numbers() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_neighbours_and_successors_are_what_they_are_alone(name: str) -> None:
     """By every method, whose draft or head is given what is no number as well."""
-    good, later = [Request(prompt, 12) for prompt in GOOD], [Request(prompt, 12) for prompt in NEXT]
+    good = [Request(prompt, 12) for prompt in GOOD]
+    later = [Request(prompt, 12) for prompt in NEXT]
     wanted = [alone(name, request) for request in [*good, *later]]
     engine = decoder(name).engine
     ids = [engine.add(request) for request in good[:2]]
@@ -309,7 +311,8 @@ def test_a_step_that_is_undone_leaves_nothing(target: CausalLM, place: str) -> N
         engine.step()
     for id in running:
         engine.abort(id)
-    bad, good = engine.add(Request(BAD, 12)), engine.add(Request(NEXT[2], 12))
+    bad = engine.add(Request(BAD, 12))
+    good = engine.add(Request(NEXT[2], 12))
     interrupt_once(engine.target, place, 0)
     steps: dict[int, list[Any]] = {}
     with pytest.raises(KeyboardInterrupt):
@@ -326,7 +329,8 @@ def test_a_step_that_is_undone_leaves_nothing(target: CausalLM, place: str) -> N
 
 def test_a_draft_keeps_no_text_that_is_not_a_number() -> None:
     """The draft alone is broken, so the target's output is what it is without."""
-    target, draft = tiny("llama"), models()[1]
+    target = tiny("llama")
+    draft = models()[1]
     made, fresh = (
         Decoder(target, None, draft, method("sd", gamma=3), False, prefix_bytes=size)
         for size in (10**6, 0)

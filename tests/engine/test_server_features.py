@@ -40,7 +40,8 @@ def made(name: str = "sd", vocab: int = 64, **options: Any) -> Decoder:
 
 
 def test_penalties_are_those_of_openai() -> None:
-    ids, scores = torch.tensor([[3, 3, 1, 1, 2], [3, 3, 2, 2, 2]]), torch.zeros(2, 4)
+    ids = torch.tensor([[3, 3, 1, 1, 2], [3, 3, 2, 2, 2]])
+    scores = torch.zeros(2, 4)
     assert Penalties(0.5, 0.25, 2)(ids, scores).tolist() == [[0, -1.0, -0.75, 0], [0, 0, -1.25, 0]]
     beyond = Penalties(0.5, 0.25, 2)(
         torch.tensor([[0, 0, 9]]), torch.zeros(1, 4)
@@ -54,7 +55,8 @@ def test_penalties_are_those_of_openai() -> None:
 
 @pytest.mark.parametrize("name", ["sd", "suffix", "lyanna"])
 def test_penalties_are_part_of_the_law(name: str) -> None:
-    plain, drafted = made("ar").generate(PROMPT, max_new_tokens=40, **PENALTIES), made(name)
+    plain = made("ar").generate(PROMPT, max_new_tokens=40, **PENALTIES)
+    drafted = made(name)
     found = drafted.generate(PROMPT, max_new_tokens=40, **PENALTIES)
     assert found.tokens == plain.tokens != drafted.generate(PROMPT, max_new_tokens=40).tokens
 

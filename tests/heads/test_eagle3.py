@@ -86,11 +86,9 @@ def test_states_after_layers_are_those_of_transformers(architecture: str) -> Non
     """
     target = prepare(few_bits("llama")) if architecture == "in C" else CausalLM(tiny(architecture))
     assert isinstance(target.backend, QuantisedForward) == (architecture == "in C")
-    target, wanted, close = (
-        target.fresh(2**20),
-        states_of(target, TOKENS),
-        {"rtol": 1e-4, "atol": 1e-4},
-    )
+    wanted = states_of(target, TOKENS)
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    target = target.fresh(2**20)
     for run in (9, 0):
         assert sum(target.prefill(TOKENS[:-1], 4, capture=CAPTURE)) == run
         torch.testing.assert_close(target.prompt_hidden, wanted[:-1], **close)
@@ -145,7 +143,8 @@ def test_logits_are_those_of_speculators(form: str, reference: type[Any], tmp_pa
     target = CausalLM(tiny("llama"))
     folder = save_eagle3(tmp_path, target, **FORMS[form])
     theirs = reference(folder, target.model.get_input_embeddings().weight)
-    features, errors = states_of(target, TOKENS), {}
+    features = states_of(target, TOKENS)
+    errors = {}
     for few in (False, True):
         head = HiddenLM(load_head(folder, target), target, in_8_bits=few)
         assert torch.equal(head.hot, theirs.hot) and head.capture == CAPTURE
@@ -155,7 +154,8 @@ def test_logits_are_those_of_speculators(form: str, reference: type[Any], tmp_pa
             state = head.extend(
                 [4], [features[head.length(4) : end]], [TOKENS[head.length(4) + 1 : end + 1]]
             )
-            found, drafted = [head.logits(state)[0]], TOKENS[end + 1 : end + 5]
+            found = [head.logits(state)[0]]
+            drafted = TOKENS[end + 1 : end + 5]
             for k, token in enumerate(drafted):
                 seen = torch.ones(1, 1, k + 1, dtype=torch.bool)
                 state = head.branch([4], state[:, None], torch.tensor([[token]]), k, seen)[:, 0]
@@ -317,10 +317,8 @@ def successor(folder: Path, target: CausalLM, *, is_mapped: bool = True) -> Path
     save_eagle3(
         folder, target, **sizes, draft_vocab_size=len(ODD), eagle_aux_hidden_state_layer_ids=[1, 0]
     )
-    path, following = (
-        folder / "model.safetensors",
-        moves(dict(zip(ODD, [*ODD[1:], ODD[0]], strict=True))),
-    )
+    path = folder / "model.safetensors"
+    following = moves(dict(zip(ODD, [*ODD[1:], ODD[0]], strict=True)))
     weights = {name: each * 0 + ("norm" in name) for name, each in load_file(path).items()}
     weights["fc.weight"][:, SIZE:] = following
     norm = SIZE**0.5  # the largest number of a normed state
@@ -435,10 +433,8 @@ def test_heads_of_other_targets_are_refused(tmp_path: Path) -> None:
 
 def test_other_drafters_are_refused_before_the_target_is_loaded(tmp_path: Path) -> None:
     target = CausalLM(tiny("llama"))
-    folder, allowed = (
-        save_eagle3(tmp_path / "head", target),
-        "--head takes a head of `forerun train lyanna`, or an ",
-    )
+    folder = save_eagle3(tmp_path / "head", target)
+    allowed = "--head takes a head of `forerun train lyanna`, or an "
     for kind in ("dflash", "mtp", "peagle", "eagle"):
         changed(folder, speculators_model_type=kind)
         with pytest.raises(

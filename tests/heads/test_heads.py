@@ -204,7 +204,8 @@ def test_probabilities_are_calibrated(ahead: int) -> None:
     def plan() -> TreePlan:
         return TreePlan([Group([0], TreeCosts(FREE, 1, 9), True)], curves, 3, [3], [ahead])
 
-    own, value = plan(), 0.0
+    own = plan()
+    value = 0.0
     for k, probability in enumerate(probabilities):
         value += float(own.gains(k, np.log([[[probability]]]))[0, 0, 0])
         own.deeper(k, np.array([[value]]))
@@ -232,10 +233,8 @@ def test_a_plan_takes_the_best_number_of_nodes(parts: list[list[int]]) -> None:
 
     Costs and calibrated probabilities decide; rows that stop together share a forward's cost.
     """
-    costs, probabilities = (
-        Costs({1: 5.0, 4: 5.5, 30: 9.0}, {}, head={1: 0.15, 3: 0.2}),
-        [0.95, 0.9, 0.7, 0.9, 0.2, 0.5],
-    )
+    costs = Costs({1: 5.0, 4: 5.5, 30: 9.0}, {}, head={1: 0.15, 3: 0.2})
+    probabilities = [0.95, 0.9, 0.7, 0.9, 0.2, 0.5]
     limits = [6, 3, 6]
     groups = [Group(rows, TreeCosts(costs, len(rows), 6), True) for rows in parts]
     plan = TreePlan(groups, [[0.0, 1.0, 0.7]] * 6, 6, limits, [0, 0, 0])
@@ -306,7 +305,8 @@ def test_the_costs_of_a_heads_states(kind: str) -> None:
 def test_a_tree_holds_the_best_paths() -> None:
     """Against an enumeration of all paths, where the beams are wide enough to miss none."""
     target, head = toys(hot=4)
-    table, hot = head.information(torch.arange(target.vocab_size)) * 3, head.hot.tolist()
+    table = head.information(torch.arange(target.vocab_size)) * 3
+    hot = head.hot.tolist()
     places = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
 
     def logits(k: int, tokens: Tensor, at: Tensor) -> Tensor:

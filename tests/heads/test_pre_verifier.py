@@ -83,10 +83,12 @@ def test_block_by_block_is_the_same_as_at_once(stored: bool) -> None:
         else varied(random_layer(depth=7))
     )
     quick = QuickPreVerifier(layer)
-    given, runs = inputs(4, 10), torch.rand(4, 3) * 9
+    given = inputs(4, 10)
+    runs = torch.rand(4, 3) * 9
     with torch.no_grad():
         logits, _ = layer(runs, **given)
-    state, rows = quick.begin(runs.tolist()), [0, 1, 2, 3]
+    state = quick.begin(runs.tolist())
+    rows = [0, 1, 2, 3]
     for first, last, left in ((0, 1, [2, 0, 1, 3]), (1, 5, [3, 1, 0]), (5, 8, [2, 0]), (8, 10, [])):
         output, state = quick.step(
             state, **{name: value[rows, first:last].tolist() for name, value in given.items()}
@@ -94,7 +96,8 @@ def test_block_by_block_is_the_same_as_at_once(stored: bool) -> None:
         torch.testing.assert_close(
             torch.from_numpy(output), logits[rows, first:last], rtol=1e-4, atol=1e-4
         )
-        state, rows = state.select(left), [rows[row] for row in left]
+        state = state.select(left)
+        rows = [rows[row] for row in left]
     assert quick.traces["greedy"].any() and quick.traces["sampled"].any()
 
 
@@ -138,7 +141,8 @@ def rolled(
     depth: int,
     sampler: Sampler,
 ) -> Any:
-    texts, generator = of_windows(windows.numpy(), prompt), torch.Generator().manual_seed(0)
+    texts = of_windows(windows.numpy(), prompt)
+    generator = torch.Generator().manual_seed(0)
     return roll_out(CausalLM(target), CausalLM(draft), texts, anchors, depth, sampler, generator)
 
 
@@ -188,8 +192,10 @@ def test_history_counts_runs_as_by_hand() -> None:
 
 def test_auc_and_loss_are_those_computed_by_hand() -> None:
     assert auc(torch.tensor([0.1, 0.4, 0.6, 0.9]), torch.tensor([0.0, 1.0, 0.0, 1.0])) == 0.75
-    logits, accept = torch.tensor([[0.3, -1.0, 2.0]]), torch.tensor([[1.0, 0.0, 1.0]])
-    right, wrong = (-logits.sigmoid().log(), -(1 - logits.sigmoid()).log())
+    logits = torch.tensor([[0.3, -1.0, 2.0]])
+    accept = torch.tensor([[1.0, 0.0, 1.0]])
+    right = -logits.sigmoid().log()
+    wrong = -(1 - logits.sigmoid()).log()
     survival = (right[0, 0] + wrong[0, 1] + wrong[0, 2]) / 3  # after a rejection nothing survives
     torch.testing.assert_close(survival_loss(logits, accept), survival)
 
@@ -200,7 +206,8 @@ def stop(rule: str, block: int | None) -> PacerStop:
 
 
 RULES = ["fixed", "auto"]
-TARGET, DRAFT = random_table(4, 1), random_table(4, 1) + 0.5 * random_table(4, 2)
+TARGET = random_table(4, 1)
+DRAFT = random_table(4, 1) + 0.5 * random_table(4, 2)
 
 
 def table_draft(policy: LengthPolicy) -> ChainDrafter:
@@ -235,7 +242,9 @@ class Watching(PacerStop):
     def observe(self, outcomes: abc.Sequence[RowOutcome]) -> None:
         super().observe(outcomes)
         output = np.concatenate(self.asked).tolist() if self.asked else []
-        seq, draft, verdict = outcomes[0].sequence, outcomes[0].draft, outcomes[0].verdict
+        seq = outcomes[0].sequence
+        draft = outcomes[0].draft
+        verdict = outcomes[0].verdict
         self.drafts.append(
             (len(seq.tokens), draft.tokens[1:], output, verdict.accepted, verdict.rejected)
         )
@@ -260,7 +269,10 @@ def test_the_layer_is_given_what_it_is_to_see() -> None:
         CausalLM(target), ChainDrafter(CausalLM(draft), policy), [Request([5, 6, 7, 5, 6], 90)]
     )
     text = [5, 6, 7, 5, 6, *tokens_of(steps)]
-    runs, end, ends, seen = [0.0, USUAL_RUN, USUAL_RUN], 5, set(), 0
+    runs = [0.0, USUAL_RUN, USUAL_RUN]
+    end = 5
+    ends = set()
+    seen = 0
     for length, tokens, output, accepted, rejected in policy.drafts:
         if end + 9 >= len(text):  # the sequence's end cuts drafts
             break
@@ -297,7 +309,8 @@ def test_the_layer_is_given_what_it_is_to_see() -> None:
 def test_the_automatic_threshold_is_the_best(rows: int) -> None:
     """Against a replay, draft by draft."""
     traces = np.random.default_rng(0).random((40, 11)).astype(np.float32) ** 0.3
-    traces, block = traces.cumprod(-1), 2
+    traces = traces.cumprod(-1)
+    block = 2
     batches = (
         traces[np.random.default_rng(0).integers(40, size=(40, rows))]
         if rows > 1
@@ -394,7 +407,8 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
         ).log()
         return rule.more(DraftState(seqs, [[1]] * len(seqs), scores))
 
-    greedy, sampled = Sampler(), Sampler(greedy=False)
+    greedy = Sampler()
+    sampled = Sampler(greedy=False)
     given = {"costs": lambda mode, rows: costs}
     for survival, going in (
         ([0.9, 0.8, 0.4, 0.1], True),
@@ -415,7 +429,8 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
 def test_files_come_back_and_each_mistake_has_its_own_message(tmp_path: Path) -> None:
     models = tiny("llama"), noisy_copy(tiny("llama"), 0.03)
     target, draft = map(CausalLM, models)
-    folder, layer = tmp_path / "layer", random_layer(*models)
+    folder = tmp_path / "layer"
+    layer = random_layer(*models)
     layer.config.recipe = {"target": "T", "draft": "D"}
     layer.save_pretrained(folder)
     loaded = load_pre_verifier(folder, target, draft)

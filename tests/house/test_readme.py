@@ -89,7 +89,8 @@ def is_of(row: str, name: str) -> bool:
 
 
 def wrong(sources: list[tuple[str, str]], rows: Rows) -> list[str]:
-    found, ran = [], set[str]()
+    found = []
+    ran = set[str]()
     for column, source in enumerate(sources):
         methods = measured(*source)
         ran |= methods.keys()

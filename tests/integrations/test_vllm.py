@@ -51,7 +51,8 @@ def ask(proposer: Proposer, rows: Sequence[tuple[Sequence[int], Sequence[int]]])
     counts = np.zeros(len(rows), dtype=np.int32)
     for row, (before, new) in enumerate(rows):
         tokens = [*before, *new]
-        ids[row, : len(tokens)], counts[row] = tokens, len(tokens)
+        ids[row, : len(tokens)] = tokens
+        counts[row] = len(tokens)
     return proposer.propose([list(new) for _, new in rows], counts, ids, slot_mappings=None)
 
 
@@ -124,7 +125,8 @@ METHODS: list[dict[str, Any]] = [{"threshold": 0.1}, {"method": "sd", "gamma": 4
 )
 def test_a_draft_model_says_what_it_would_say_alone(folder: Path, options: dict[str, Any]) -> None:
     """After whatever was accepted and rejected, a draft is the draft model's own continuation."""
-    target, draft = tiny_llama(), str(folder / "draft")
+    target = tiny_llama()
+    draft = str(folder / "draft")
     proposer = Proposer(
         config(target, str(folder / "target"), draft=draft, draft_weights="float32", **options)
     )
@@ -136,7 +138,8 @@ def test_a_draft_model_says_what_it_would_say_alone(folder: Path, options: dict[
 
     texts = [[5, 6, 7], [40, 41, 42, 43, 44]]
     news = [[next_of(target, text)] for text in texts]
-    lengths, accepted = set(), 0
+    lengths = set()
+    accepted = 0
     for _ in range(8):
         asked = list(zip(texts, news, strict=True))
         drafts = ask(proposer, asked)
@@ -145,7 +148,8 @@ def test_a_draft_model_says_what_it_would_say_alone(folder: Path, options: dict[
             texts[row] = texts[row] + news[row]
             lengths.add(len(drafted))
             assert 0 < len(drafted) <= MOST
-            own, new = list(texts[row]), []
+            own = list(texts[row])
+            new = []
             for token in drafted:
                 assert token == next_of(alone, own)
                 own.append(token)

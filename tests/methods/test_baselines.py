@@ -151,10 +151,8 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_method_from_outside_decodes(outside: str) -> None:
     greedy(method(outside, count=6))
     target = tiny("llama")
-    named, given = (
-        forerun.load(target, method=outside, count=3),
-        forerun.load(target, method=Lookup(4)),
-    )
+    named = forerun.load(target, method=outside, count=3)
+    given = forerun.load(target, method=Lookup(4))
     assert named.method == method(outside, count=3) and given.method == Lookup(4)
     found, plain = (
         decoder.generate(PROMPTS[0], max_new_tokens=12, temperature=1.0, seed=3)

@@ -19,7 +19,9 @@ from forerun.model.causal_lm import CausalLM
 from tests.support.eagle3_heads import random_eagle3
 from tests.support.toys import joint_distribution, noisy_copy, p_value, parts_of, tiny
 
-VOCAB, ROWS, JOINT = 6, 700, 3
+VOCAB = 6
+ROWS = 700
+JOINT = 3
 PROMPT = [1, 2, 3, 2, 1, 2]
 FITS = 1e-4
 METHOD_SETTINGS = {
@@ -73,7 +75,8 @@ def joint(config: str) -> Tensor:
 def test_sampled_tokens_follow_the_targets_distribution(name: str, config: str) -> None:
     settings = METHOD_SETTINGS[name]
     name = name.partition(" ")[0]
-    model, draft = target(), noisy_copy(target(), 0.05)
+    model = target()
+    draft = noisy_copy(target(), 0.05)
     parts = parts_of(name, model, draft, hot=5)
     if name == "eagle3":
         parts["head"] = HiddenLM(

@@ -145,7 +145,9 @@ class KnowsTheAnswer(PlainDrafter):
         return Proposal([self._tree(seq, self.outputs[seq.id][len(seq.output) :]) for seq in seqs])
 
     def _tree(self, seq: Sequence, answer: abc.Sequence[int]) -> Draft:
-        tokens, parents, right = [seq.tokens[-1]], [-1], 0
+        tokens = [seq.tokens[-1]]
+        parents = [-1]
+        right = 0
         for token in answer[: min(1 + len(seq.tokens) % 4, seq.remaining - 1)]:
             wrong = [(token + shift) % VOCAB for shift in (1, 2)]
             tokens += [wrong[0], token, wrong[1], (token + 5) % VOCAB]

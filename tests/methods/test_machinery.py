@@ -93,7 +93,8 @@ def test_token_information_tells_what_states_cannot(width: int) -> None:
 
     At each position that is the token drafted there.
     """
-    target, method = model(cycle(range(TURN))), Lyanna(depth=6, width=width, nodes=16, reuse="off")
+    target = model(cycle(range(TURN)))
+    method = Lyanna(depth=6, width=width, nodes=16, reuse="off")
     alike: dict[str, Any] = {"states": {VOCAB: VOCAB}, "tokens": dict.fromkeys(range(TURN), VOCAB)}
     told = head(target, information=cycle(range(TURN)), **alike)
     assert run(target, method, head=told).stats.acceptance_by_position == (1.0,) * 6
@@ -121,7 +122,9 @@ def surprised(**settings: Any) -> tuple[PreTrainedModel, Any]:
 def left_over(done: Completion, prompt: Sequence[int], depth: int) -> list[tuple[int, Any]]:
     """The steps after 4, each with how many places the last draft had beyond it."""
     steps = rooted(done, prompt)
-    drafted, passed, found = 0, 0, []
+    drafted = 0
+    passed = 0
+    found = []
     for root, step in steps:
         if root == 4:
             found.append((max(0, drafted - passed), step))
@@ -174,7 +177,9 @@ def test_old_logits_take_the_token_that_came() -> None:
     """Useless old states find what follows if they are given the token that the target said."""
     order = [(7 * i) % TURN for i in range(TURN)]
     following = cycle(order)
-    state_after, wrong, blank = [VOCAB + i for i in range(TURN)], VOCAB + TURN, VOCAB + TURN + 1
+    state_after = [VOCAB + i for i in range(TURN)]
+    wrong = VOCAB + TURN
+    blank = VOCAB + TURN + 1
     # The first place is right, the second one wrong, and from then on only tokens tell.
     target = model(
         following | {state_after[i]: row for i, row in following.items()} | {wrong: WRONG}
@@ -200,7 +205,8 @@ SURE, HOPELESS = [3.0, 1.0, 0.9], [-20.0, 1.0, 0.9]  # of calibrations
 def test_calibration_says_how_deep(width: int) -> None:
     """The head says the same of all places, and its calibration what that is worth at each."""
     target = model(cycle(range(TURN)))
-    states, tokens = {i: (i + 1) % TURN for i in range(TURN)}, {i: i for i in range(TURN)}
+    states = {i: (i + 1) % TURN for i in range(TURN)}
+    tokens = {i: i for i in range(TURN)}
     for curves, deep in (([SURE], 12), ([SURE] * 4 + [HOPELESS], 4), ([HOPELESS], 0)):
         made = head(target, states=states, tokens=tokens, curves=curves)
         done = run(
@@ -242,7 +248,12 @@ def test_a_beam_goes_on_from_its_own_parent() -> None:
     Of two beams the second goes on better. Both have the same token, so only the parent's state
     tells what comes next.
     """
-    root, second, token, last, first, other = 0, 1, 2, 3, 4, 5
+    root = 0
+    second = 1
+    token = 2
+    last = 3
+    first = 4
+    other = 5
     forks, after_first, after_second, right, wrong = (VOCAB + i for i in range(5))
     rows = {
         forks: {first: 0.6, second: 0.4},
@@ -266,10 +277,8 @@ def test_features_are_those_of_the_accepted_branch(kind: str) -> None:
     told = {i: {(i + 1) % TURN: 0.4, (i + 1) % TURN + TURN: 0.6} for i in range(TURN)}
     target = model(cycle(range(TURN)) | {VOCAB + i: row for i, row in told.items()})
     states = {before: VOCAB + (i + 1) % TURN for i in range(TURN) for before in (i, VOCAB + i)}
-    made, settings = (
-        head(target, kind, states=states),
-        {"depth": 2} | ({"reuse": "off"} if kind == "lyanna" else {}),
-    )
+    made = head(target, kind, states=states)
+    settings = {"depth": 2} | ({"reuse": "off"} if kind == "lyanna" else {})
     done = run(target, find_method(kind, **settings, width=2, nodes=6), [10, 11, 0], head=made)
     assert all(step.accepted == 2 for _, step in rooted(done, [0]))
     assert run(target, find_method(kind, **settings), [10, 11, 0], head=made).stats.accepted == 0
@@ -292,10 +301,8 @@ def test_training_has_the_same_places(kind: str, tmp_path: Path) -> None:
         )
     else:
         made = head(target, information=cycle(range(TURN)))
-    judge, windows = (
-        CausalLM(target),
-        torch.tensor([[i % period for i in range(at, at + 40)] for at in range(period)]),
-    )
+    judge = CausalLM(target)
+    windows = torch.tensor([[i % period for i in range(at, at + 40)] for at in range(period)])
     texts = of_windows(windows.numpy(), 16)
     labels = label(make_run("target", tmp_path), judge, texts, states=True)
     survival, _ = measure(
@@ -334,7 +341,8 @@ def test_echoes_find_what_the_text_contradicts(phrases: bool) -> None:
     There the draft is wrong, and the text has gone on otherwise before.
     """
     turn = [*range(6), 12, *range(6, TURN)]
-    target, draft = model(cycle(turn)), model(cycle(range(TURN)) | {12: 6})
+    target = model(cycle(turn))
+    draft = model(cycle(range(TURN)) | {12: 6})
     said = layer(target, draft, 5.0, [("echoes", 4, -1.0, -10.0)])
     done = run(target, pacer(phrases, 32), [*turn, 0], draft=draft, pre_verifier=said)
     steps = rooted(done, [0])
@@ -349,7 +357,8 @@ def test_lengths_follow_earlier_runs(phrases: bool, run_back: int) -> None:
     target, draft = pair({0: WRONG, 1: WRONG, 4: WRONG})
     said = layer(target, draft, -100 * log(1 + 2.5), [("history", run_back, 100.0, 1.0)])
     done = run(target, pacer(phrases, 5), draft=draft, pre_verifier=said)
-    runs, seen = [0.0, 4.0, 4.0], set()
+    runs = [0.0, 4.0, 4.0]
+    seen = set()
     for _, step in rooted(done, [0]):
         assert step.drafted == (5 if runs[run_back] > 2.5 else 1)
         seen.add(step.drafted)

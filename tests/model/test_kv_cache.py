@@ -36,7 +36,9 @@ from forerun.server.memory import free_memory
 from tests.support.families import tiny
 from tests.support.toys import noisy_copy, refuses, take_step, tokens_of
 
-LAYERS, HEADS, DIM = 2, 2, 3
+LAYERS = 2
+HEADS = 2
+DIM = 3
 CALLS = ["add", "commit", "commit", "forget", "crop", "drop", "reset", "copy", "take"]
 
 
@@ -44,11 +46,9 @@ class Pair:
     """A KVCache and the plain lists that it must equal. Every entry is a number used only once."""
 
     def __init__(self, width: int = DIM, context: int | None = None) -> None:
-        self.cache, self.lists, self.width = (
-            KVCache(LAYERS, context=context),
-            dict[int, list[int]](),
-            width,
-        )
+        self.cache = KVCache(LAYERS, context=context)
+        self.lists = dict[int, list[int]]()
+        self.width = width
         self.next = 1
 
     def add(self, id: int, reserve: int = 0) -> None:
@@ -62,7 +62,8 @@ class Pair:
     def forward(self, counts: dict[int, int]) -> dict[int, list[int]]:
         """Writes provisional entries and checks what attention would be given."""
         rows = [self.cache.row(id) for id in counts]
-        size, new = max(rows) + 1, max(counts.values())
+        size = max(rows) + 1
+        new = max(counts.values())
         depths = [range(count) for count in counts.values()]
         inputs = Inputs(rows, depths, tokens=[[0] * count for count in counts.values()])
         batch = pad(inputs, self.cache, torch.device("cpu"), torch.float32)
@@ -175,7 +176,8 @@ class Calls:
         self.pair.lists.clear()
 
     def copy(self) -> None:
-        one, other = self.pick(), next(self.ids)
+        one = self.pick()
+        other = next(self.ids)
         length = self.draw(st.integers(0, len(self.pair.lists[one])))
         stored = [
             both and (both[0].clone(), both[1].clone())
@@ -307,11 +309,13 @@ counts_memory = pytest.mark.skipif(
 @counts_memory
 @pytest.mark.skipif(not can_reserve(), reason="buffers are copied here")
 def test_buffers_grow_without_a_copy_and_dropped_rows_give_memory_back() -> None:
-    cache, before = KVCache(8), resident()
+    cache = KVCache(8)
+    before = resident()
     cache.add(0, 1000)
     fill(cache, 0, 1000)
     entries = 1000 * cache.position_bytes
-    full, places = resident() - before, [layer.keys.data_ptr() for layer in cache.layers]
+    full = resident() - before
+    places = [layer.keys.data_ptr() for layer in cache.layers]
     assert 0.99 * entries < full < 1.3 * entries
     Path("/proc/self/clear_refs").write_text("5")
     cache.add(1, 30_000)
@@ -328,10 +332,12 @@ def test_buffers_grow_without_a_copy_and_dropped_rows_give_memory_back() -> None
 @counts_memory
 @pytest.mark.skipif(not can_reserve(), reason="buffers are copied here")
 def test_a_row_that_is_taken_is_nowhere_twice() -> None:
-    one, other = KVCache(8), KVCache(8)
+    one = KVCache(8)
+    other = KVCache(8)
     one.add(0, 1000)
     fill(one, 0, 1000)
-    entries, before = 1000 * one.position_bytes, resident()
+    entries = 1000 * one.position_bytes
+    before = resident()
     Path("/proc/self/clear_refs").write_text("5")
     other.add(5, 2000)
     other.take(5, one, 0, 1000)
@@ -363,7 +369,8 @@ def test_fewer_addresses_do_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pair.cache.layers[0].keys.untyped_storage().nbytes() <= most
     pair.add(4, 5 * BLOCK)
     pair.check()
-    before, most = facts(pair), 100
+    before = facts(pair)
+    most = 100
     with pytest.raises(MemoryError, match="no addresses"):
         pair.add(5, 50 * BLOCK)
     assert facts(pair) == before
@@ -400,7 +407,8 @@ NEVER = 10**9
 @contextmanager
 def memory(fails: int = NEVER, most: int = NEVER) -> Iterator[count]:
     """Count allocations of buffers, of which one fails, or all that are too large."""
-    taken, zeros = count(), torch.Tensor.new_zeros
+    taken = count()
+    zeros = torch.Tensor.new_zeros
 
     def new_zeros(like: torch.Tensor, *shape: Any, **options: Any) -> torch.Tensor:
         is_buffer = isinstance(shape[0], tuple) and len(shape[0]) == 4  # they alone have four sizes
@@ -519,7 +527,8 @@ def test_a_request_that_is_too_large_ends_alone(kind: str) -> None:
 
 
 def test_free_memory_is_what_the_machine_and_the_group_leave(tmp_path: Path) -> None:
-    cpu, group = torch.device("cpu"), tmp_path / "sys/fs/cgroup"
+    cpu = torch.device("cpu")
+    group = tmp_path / "sys/fs/cgroup"
     assert (free_memory(cpu) or 0) > 0
     assert (free_memory(cpu, tmp_path) or 1) > 0  # a system that tells nothing
     (tmp_path / "proc").mkdir()

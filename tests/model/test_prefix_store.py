@@ -249,10 +249,8 @@ def _join_and_leave(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from([CausalLM, prepare]))
     lm = kind(model(architecture)).fresh(data.draw(st.sampled_from([0, 3000, 10**6])))
     capture: Any = data.draw(st.sampled_from(["", "head"]))
-    plain, generator = (
-        CausalLM(model(architecture)),
-        torch.Generator().manual_seed(data.draw(st.integers(0, 99))),
-    )
+    plain = CausalLM(model(architecture))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     rows: dict[int, list[int]] = {}
     for id in range(data.draw(st.integers(2, 7), "calls")):
         prompt = HALF[: data.draw(st.integers(0, 10))] + data.draw(

@@ -58,7 +58,8 @@ OTHER = "1" * 32
 
 def begun(model: CausalLM, path: Path, prefix_bytes: int = 2**24, limit: int = LARGE) -> CausalLM:
     """The model as after a start of its process."""
-    fresh, digest = model.fresh(prefix_bytes), identity(model)
+    fresh = model.fresh(prefix_bytes)
+    digest = identity(model)
     assert digest is not None
     fresh.keep_in(PromptFolder(path, limit), digest)
     return fresh
@@ -112,10 +113,12 @@ def files(path: Path) -> list[Path]:
 def test_a_text_from_disk_has_the_bits_of_one_that_was_run(
     form: str, capture: Any, tmp_path: Path
 ) -> None:
-    model, text = FORMS[form](), random_text(700)
+    model = FORMS[form]()
+    text = random_text(700)
     first = begun(model, tmp_path)
     assert run(first, text, capture) == 700
-    wanted, hidden = states(first, 700), first.prompt_hidden
+    wanted = states(first, 700)
+    hidden = first.prompt_hidden
     first.forget_prompt()
     park(first, text, capture)
     again = begun(model, tmp_path)
@@ -133,7 +136,8 @@ def test_a_text_from_disk_has_the_bits_of_one_that_was_run(
 
 @pytest.mark.parametrize("form", ["float32 in C", "transformers"])
 def test_a_text_goes_on_after_what_memory_has(form: str, tmp_path: Path) -> None:
-    model, text = FORMS[form](), random_text(900)
+    model = FORMS[form]()
+    text = random_text(900)
     park(begun(model, tmp_path), text)
     other = begun(model, tmp_path)
     assert run(other, [*text[:300], 1, 2]) == 2  # from disk, and then in memory
@@ -146,13 +150,15 @@ def test_a_text_goes_on_after_what_memory_has(form: str, tmp_path: Path) -> None
 
 
 def test_without_a_prefix_store_texts_are_on_disk_alone(tmp_path: Path) -> None:
-    model, text = FORMS["float32 in C"](), random_text(520)
+    model = FORMS["float32 in C"]()
+    text = random_text(520)
     park(begun(model, tmp_path, prefix_bytes=0), text)
     assert run(begun(model, tmp_path, prefix_bytes=0), [*text[:510], 4]) == 1
 
 
 def test_a_prompt_is_written_before_its_answer_is_there(tmp_path: Path) -> None:
-    model, text = FORMS["float32 in C"](), random_text(600)
+    model = FORMS["float32 in C"]()
+    text = random_text(600)
     first = begun(model, tmp_path)
     run(first, text)
     written(first)
@@ -160,7 +166,8 @@ def test_a_prompt_is_written_before_its_answer_is_there(tmp_path: Path) -> None:
 
 
 def test_texts_with_one_beginning_share_its_files(tmp_path: Path) -> None:
-    model, text = FORMS["float32 in C"](), random_text(600)
+    model = FORMS["float32 in C"]()
+    text = random_text(600)
     first = begun(model, tmp_path)
     park(first, text)
     assert len(files(tmp_path)) == 3
@@ -178,7 +185,8 @@ def test_texts_with_one_beginning_share_its_files(tmp_path: Path) -> None:
 
 
 def test_salts_are_apart_and_unreadable(tmp_path: Path) -> None:
-    model, text = FORMS["float32 in C"](), random_text(300)
+    model = FORMS["float32 in C"]()
+    text = random_text(300)
     park(begun(model, tmp_path), text, salt="a secret \ud800")
     other = begun(model, tmp_path)
     assert run(other, text) == 300 and run(other, text, salt="another") == 300
@@ -247,7 +255,8 @@ def stored_text(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[CausalLM, list[int], Path, list[torch.Tensor]]:
     path = tmp_path_factory.mktemp("texts")
-    model, text = FORMS["float32 in C"](), random_text(600)
+    model = FORMS["float32 in C"]()
+    text = random_text(600)
     first = begun(model, path)
     park(first, text, "head")
     run(first, text, "head")
@@ -298,7 +307,8 @@ def test_damaged_and_foreign_files_are_ignored(
 ) -> None:
     path = tmp_path / "texts"
     shutil.copytree(stored_text[2], path)
-    file, other = next(each for each in files(path) if "keys" in each.name), files(path)[-1]
+    file = next(each for each in files(path) if "keys" in each.name)
+    other = files(path)[-1]
     content = file.read_bytes()
     if damage == "a folder":
         file.unlink()
@@ -410,7 +420,8 @@ def test_what_is_found_is_what_a_dictionary_has(
     tmp_path_factory: pytest.TempPathFactory, texts: list[tuple[list[int], str]]
 ) -> None:
     path = tmp_path_factory.mktemp("texts")
-    shelf, known = shelf_in(path), dict[str, list[list[int]]]({"": [], "salt": []})
+    shelf = shelf_in(path)
+    known = dict[str, list[list[int]]]({"": [], "salt": []})
     for text, salt in texts:
         lengths = [0]
         for other in known[salt]:
@@ -457,7 +468,8 @@ def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
 
 
 def test_files_may_vanish(tmp_path: Path) -> None:
-    shelf, text = shelf_in(tmp_path), random_text(4 * LENGTH)
+    shelf = shelf_in(tmp_path)
+    text = random_text(4 * LENGTH)
     put(shelf, text)
     segments = sorted(files(tmp_path), key=lambda each: -each.stat().st_mtime_ns)
     segments[2].unlink()
@@ -519,7 +531,8 @@ print(json.dumps([decoder.generate([{text!r}], max_new_tokens=12, ignore_eos=Tru
 
 def test_another_process_says_the_same_and_reads_only_new_tokens(tmp_path: Path) -> None:
     target = str(save_models(tmp_path, target=families.tiny("llama", **LONG)) / "target")
-    text, known = random_text(600), str(tmp_path / "texts")
+    text = random_text(600)
+    known = str(tmp_path / "texts")
 
     def asked(text: list[int], folder: str) -> tuple[list[int], int, int]:
         done = commands.run(program=PROGRAM.format(target=target, folder=folder, text=text))

@@ -36,7 +36,8 @@ COSTS = Costs(target={1: 10.0, 2: 10.0, 4: 12.0, 8: 20.0}, draft={1: 1.0, 2: 1.5
 def test_costs_are_measured_for_what_is_there() -> None:
     target, draft = (Decoder(tiny("llama", seed, context=64)).target for seed in (0, 1))
     before = torch.get_rng_state()
-    both, alone = measure_costs(target, draft), measure_costs(target)
+    both = measure_costs(target, draft)
+    alone = measure_costs(target)
     # How often it samples depends on the clock. What a user samples next must not depend on it,
     # because every rank of a split target must sample the same.
     assert torch.equal(torch.get_rng_state(), before)
@@ -99,7 +100,8 @@ def test_a_table_is_made_convex_from_below(table: dict[int, float]) -> None:
 
     Where its slope changes, it equals the entry of that forward or of a longer one.
     """
-    found, at = convex(table), sorted(table)
+    found = convex(table)
+    at = sorted(table)
     assert list(found) == list(table) and all(found[n] <= table[n] + 1e-9 for n in at)
     slopes = [(found[n] - found[m]) / (n - m) for m, n in pairwise(at)]
     assert all(-1e-9 <= before <= after + 1e-6 for before, after in pairwise([0.0, *slopes]))
@@ -159,7 +161,8 @@ BY_CONTEXT = Costs(
 def test_costs_between_two_contexts_are_on_a_line_and_go_on_with_it() -> None:
     assert BY_CONTEXT.at(0).target == BY_CONTEXT.at(256).target == NEAR
     assert BY_CONTEXT.at(8192 + 256).target == pytest.approx(FAR.target)
-    half, beyond = BY_CONTEXT.at(4096 + 256), BY_CONTEXT.at(16_384 + 256)
+    half = BY_CONTEXT.at(4096 + 256)
+    beyond = BY_CONTEXT.at(16_384 + 256)
     assert half.target == pytest.approx({1: 14.0, 2: 16.5, 4: 22.0, 8: 34.0})
     assert beyond.verify(8) == pytest.approx(16 + 2 * 36) and beyond.drafting(1) == pytest.approx(
         4.5

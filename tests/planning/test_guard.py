@@ -69,7 +69,9 @@ class Ticking(TableLM):
 
     def __init__(self, table: Tensor, clock: Clock, each: float) -> None:
         super().__init__(table)
-        self.clock, self.each, self.prompts = clock, each, 0
+        self.clock = clock
+        self.each = each
+        self.prompts = 0
 
     def prefill(self, tokens: abc.Sequence[int], chunk: int, *_: Any, **__: Any) -> Iterator[int]:
         self.clock.now += self.each
@@ -85,9 +87,11 @@ class Bench:
     """A target that takes 1 s per forward, with a guarded draft, over any number of requests."""
 
     def __init__(self, draft: Tensor = NEVER, each: float = 0.25, gamma: int = 4) -> None:
-        self.clock, self.gamma = Clock(), gamma
+        self.clock = Clock()
+        self.gamma = gamma
         self.pace = Guard(self.clock)
-        self.target, self.draft = Ticking(TARGET, self.clock, 1.0), Ticking(draft, self.clock, each)
+        self.target = Ticking(TARGET, self.clock, 1.0)
+        self.draft = Ticking(draft, self.clock, each)
 
     def drafter(self) -> GuardedDrafter:
         return GuardedDrafter(ChainDrafter(self.draft, FixedLength(self.gamma)), self.pace)
@@ -180,7 +184,8 @@ def test_slow_first_steps_do_not_hide_what_drafts_lose() -> None:
 
 
 def test_suffixes_draft_where_costs_rule_the_model_s_drafts_out() -> None:
-    bench, costs = Bench(TARGET), Costs({1: 10.0, 64: 10.5}, {1: 99.0})
+    bench = Bench(TARGET)
+    costs = Costs({1: 10.0, 64: 10.5}, {1: 99.0})
     inner = GuardedDrafter(ChainDrafter(bench.draft, FixedLength(2), costs=costs), bench.pace)
     (steps,) = decode(
         bench.target, HybridDrafter(SuffixDrafter(Suffix()), inner, 99.0), [Request([1, 2], 60)]
@@ -249,7 +254,8 @@ def test_a_new_sequence_shortens_a_pause_by_its_share() -> None:
 
 
 def test_greedy_and_sampled_steps_have_paces_of_their_own() -> None:
-    greedy, sampled = Guard(Clock()), Guard(Clock())
+    greedy = Guard(Clock())
+    sampled = Guard(Clock())
     drafter = GuardedDrafter(ChainDrafter(TableLM(NEVER), FixedLength(2)), greedy, sampled)
     rows = decode(TableLM(TARGET), drafter, [Request([0], 2, Sampler(False)), Request([0], 5)])
     # Two steps of two rows are the first looks of one guard, the rest those of the other. The last
@@ -277,7 +283,8 @@ def test_a_late_sequence_waits_for_a_prompt_that_is_being_run() -> None:
     guarded = GuardedDrafter(
         ChainDrafter(OneByOne(TARGET), FixedLength(2)), Scheduled(lambda: True, True)
     )
-    late, prompt = Sequence(Request([0, 1, 2], 9), 0), Sequence(Request([3, 2, 1, 0, 1, 2], 9), 1)
+    late = Sequence(Request([0, 1, 2], 9), 0)
+    prompt = Sequence(Request([3, 2, 1, 0, 1, 2], 9), 1)
     assert not list(guarded.admit(late, None, 2)) and guarded.guards[True].paused
     guarded.guards[True].pause(0)
     admission = iter(guarded.admit(prompt, None, 2))
@@ -441,7 +448,8 @@ class Scheduled(Guard):
 
     def __init__(self, draw: Callable[[], bool], pauses: bool) -> None:
         super().__init__(random.Random(0).random)
-        self.draw, self.wait = draw, 4 if pauses else 0
+        self.draw = draw
+        self.wait = 4 if pauses else 0
 
     def drafts(self, rows: int) -> bool:
         self._plain_seconds.setdefault(rows, deque([1.0], maxlen=3))
@@ -453,14 +461,17 @@ def test_no_schedule_of_pauses_changes_greedy_output(data: st.DataObject) -> Non
     """And only drafts that were made are observed, unless hidden states are wanted."""
     size = 8
     target = random_table(size, data.draw(st.integers(0, 30)))
-    rows, eos = data.draw(st.integers(1, 4)), data.draw(st.integers(0, size))
-    most, pauses = data.draw(st.integers(1, 4)), data.draw(st.booleans())
+    rows = data.draw(st.integers(1, 4))
+    eos = data.draw(st.integers(0, size))
+    most = data.draw(st.integers(1, 4))
+    pauses = data.draw(st.booleans())
     asked = [
         Request(prompt, data.draw(st.integers(1, 25)), eos=frozenset({eos}))
         for prompt in PROMPTS[:rows]
     ]
     draft = TableLM(target + data.draw(st.sampled_from([0.0, 0.4, 2.0])) * random_table(size, 99))
-    plain, plan = decode(TableLM(target), PlainDrafter(), asked), list[bool]()
+    plain = decode(TableLM(target), PlainDrafter(), asked)
+    plan = list[bool]()
 
     def run(inner: Drafter, pace: Guard) -> list[list[Step]]:
         found = decode(TableLM(target), GuardedDrafter(inner, pace), asked, max_rows=most)
@@ -510,7 +521,8 @@ def test_sampling_with_pauses_keeps_the_targets_distribution(method: Method) -> 
 
 def test_sampling_with_a_pace_that_follows_acceptance_keeps_the_targets_distribution() -> None:
     # Whether the next step drafts depends on what was accepted, as it does under a real clock.
-    pace, draft = Guard(clock := Clock()), Ticking(DRAFT, clock, 0.35)
+    pace = Guard(clock := Clock())
+    draft = Ticking(DRAFT, clock, 0.35)
 
     def drafter() -> GuardedDrafter:
         pace.wait = min(pace.wait, 3)
@@ -540,11 +552,14 @@ def test_when_the_guard_is_on() -> None:
 def test_greedy_and_seeded_output_is_the_same_whatever_the_clock_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target, ticks = tiny("llama"), random.Random(1)
+    target = tiny("llama")
+    ticks = random.Random(1)
     clock = accumulate(ticks.expovariate(1.0) for _ in count()).__next__
     monkeypatch.setattr(CausalLM, "clock", lambda _: clock())
     params = SamplingParams(temperature=1.0, seed=5, max_new_tokens=30)
-    prompts, texts, kinds = [[5, 6, 7, 5, 6], [9], list(range(2, 40))], [], set()
+    prompts = [[5, 6, 7, 5, 6], [9], list(range(2, 40))]
+    texts = []
+    kinds = set()
     plain = [
         each.tokens for each in Decoder(target, method=AR()).generate(prompts, max_new_tokens=30)
     ]

@@ -86,7 +86,9 @@ class Watched(LengthPolicy):
     def observe(self, outcomes: abc.Sequence[RowOutcome]) -> None:
         self.policy.observe(outcomes)
         for outcome in outcomes:
-            seq, draft, verdict = outcome.sequence, outcome.draft, outcome.verdict
+            seq = outcome.sequence
+            draft = outcome.draft
+            verdict = outcome.verdict
             # The sequence has grown by the accepted tokens and one more, or was cut at its end.
             self.drafts.setdefault(seq.id, []).append((draft.tokens, verdict.accepted, seq.limit))
 
@@ -108,7 +110,10 @@ class Rule:
     """The rules once more, by their definitions: whether a draft goes on after its tokens."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.threshold, self.rate, self.length = name, 0.5, 0.9, 3
+        self.name = name
+        self.threshold = 0.5
+        self.rate = 0.9
+        self.length = 3
 
     def more(self, tokens: abc.Sequence[int], found: abc.Sequence[torch.Tensor]) -> bool:
         probabilities = [float(each[token]) for each, token in zip(found, tokens, strict=True)]
@@ -139,19 +144,21 @@ def check(
     name: str, prompt: abc.Sequence[int], output: abc.Sequence[int], drafts, sampler: Sampler
 ) -> set[int]:
     """Every draft of a sequence ends where the rule says; the lengths of the drafts."""
-    rule, text, at, lengths = Rule(name), [*prompt, *output], len(prompt), set()
+    rule = Rule(name)
+    text = [*prompt, *output]
+    at = len(prompt)
+    lengths = set()
     for (root, *drafted), accepted, limit in drafts:
         assert root == text[at - 1]
         if (
             name == "cumulative" and sampler.greedy
         ):  # the last token is left out if the product is below the floor
-            whole, product = list[int](), 1.0
+            whole = list[int]()
+            product = 1.0
             while product >= 0.15 and len(whole) < min(5, limit - at - 1):
                 scores = DRAFT[tuple([0, *text[:at], *whole][-2:])]
-                whole, product = (
-                    [*whole, int(scores.argmax())],
-                    product * float(scores.softmax(-1).max()),
-                )
+                whole = [*whole, int(scores.argmax())]
+                product = product * float(scores.softmax(-1).max())
             assert drafted == whole[: len(whole) - (product < 0.1)]
             drafted = whole
         found = distributions(text[:at], drafted, sampler)
@@ -221,7 +228,8 @@ def test_sequences_that_join_and_leave_between_steps_are_what_they_are_alone(nam
 def test_rules_keep_the_distribution_in_batches_of_all_lengths(
     name: str, processors: LogitsProcessorList | None
 ) -> None:
-    sampler, generator = Sampler(False, processors), torch.Generator().manual_seed(3)
+    sampler = Sampler(False, processors)
+    generator = torch.Generator().manual_seed(3)
     asked = [
         Request(prompt, 3 + i % 5, sampler, generator=generator)
         for i, prompt in enumerate(PROMPTS[:3] * 700)
@@ -265,7 +273,8 @@ def test_the_best_length_follows_from_costs_rows_and_acceptance() -> None:
 
 
 def test_an_automatic_length_learns_from_verdicts_greedy_and_sampled_apart() -> None:
-    seq, policy = Sequence(Request([0], 99)), BestLength(CHEAP)
+    seq = Sequence(Request([0], 99))
+    policy = BestLength(CHEAP)
 
     def length(seq: Sequence) -> int:
         rule = policy.begin([seq], 1)
@@ -282,7 +291,8 @@ def test_an_automatic_length_learns_from_verdicts_greedy_and_sampled_apart() -> 
 
 
 def test_a_place_that_was_never_tried_is_expected_to_be_as_good_as_the_one_before_it() -> None:
-    seq, policy = Sequence(Request([0], 99)), BestLength(CHEAP)
+    seq = Sequence(Request([0], 99))
+    policy = BestLength(CHEAP)
     for _ in range(300):
         policy.observe([RowOutcome(seq, Draft.chain(0, [0]), Verdict([0, 1], 0, 1, False))])
     assert (

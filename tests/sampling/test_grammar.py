@@ -48,9 +48,12 @@ def regex(text: str) -> dict[str, Any]:
 
 END, NAMES = 0, ["", "a", "b", "c", "ab", "bc"]
 LANGUAGE = ("ca", "cab", "cb", "abab", "aba", "aac", "bb", "bba", "cc")
-ROWS, JOINT, NEW = 800, 4, 6
+ROWS = 800
+JOINT = 4
+NEW = 6
 PROMPT = [1, 2, 3, 2, 1, 2]  # after which phrases can be looked up, allowed ones and others
-TARGET, DRAFT = toys.random_table(6, 1, 1.3), toys.random_table(6, 2, 1.3)
+TARGET = toys.random_table(6, 1, 1.3)
+DRAFT = toys.random_table(6, 2, 1.3)
 
 
 @cache
@@ -143,7 +146,8 @@ def outcomes(
     drafter: Drafter, sampler: Any = Sampler, stops: bool = True, rows: int = ROWS
 ) -> list[list[int]]:
     """The first tokens of many sampled sequences, filled up with end tokens."""
-    own, generator = of_letters(), torch.Generator().manual_seed(0)
+    own = of_letters()
+    generator = torch.Generator().manual_seed(0)
     how: dict[str, Any] = {
         "eos": frozenset([END]),
         "stop": own.stop(None) if stops else None,
@@ -254,7 +258,8 @@ def reference(text: str) -> list[int]:
     matcher = llguidance.LLMatcher(
         vocabulary, llguidance.LLMatcher.grammar_from_json_schema(SCHEMA)
     )
-    tokens, found = tokenizer.encode(text), []
+    tokens = tokenizer.encode(text)
+    found = []
     while not matcher.is_stopped():
         with torch.no_grad():
             logits = model()(torch.tensor([[*tokens, *found]])).logits[0, -1]
@@ -301,8 +306,10 @@ def test_requests_of_one_batch_have_their_own_grammars() -> None:
 
 def test_states_do_not_depend_on_the_way_there() -> None:
     # Texts in any order, allowed and forbidden ones, more than are remembered.
-    whole, pick = [reference(text) for text in TEXTS], Random(2).randrange
-    used, seen = compiled(JSON, tiny_tokenizer(), start=1), set()
+    whole = [reference(text) for text in TEXTS]
+    pick = Random(2).randrange
+    used = compiled(JSON, tiny_tokenizer(), start=1)
+    seen = set()
     for _ in range(150):
         text = whole[pick(3)]
         ids = torch.tensor(

@@ -43,7 +43,8 @@ def counts(distribution: torch.Tensor, trials: int) -> np.ndarray:
 
 def test_a_token_is_sampled_with_its_probability() -> None:
     distribution = torch.tensor([0.5, 0.0, 0.25, 0.2, 0.05])
-    found, there = counts(distribution, 20000), distribution > 0
+    found = counts(distribution, 20000)
+    there = distribution > 0
     assert not found[~there.numpy()].any()
     assert chisquare(found[there], distribution[there].double().numpy() * 20000).pvalue > 1e-4
 

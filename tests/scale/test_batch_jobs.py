@@ -104,7 +104,8 @@ def test_every_kind_of_line_gets_a_record(
             asked("other", prompt="aa", model="gpt-4o"),
         ],
     )
-    out, run = tmp_path / "out", {"target": str(model), "method": "suffix", "model_name": "tiny"}
+    out = tmp_path / "out"
+    run = {"target": str(model), "method": "suffix", "model_name": "tiny"}
     batch(source, out, **run)  # type: ignore[arg-type]
     found = {each["line"]: each for each in records(out)}
     assert len(records(out)) == len({each["id"] for each in found.values()}) == 9
@@ -131,7 +132,8 @@ def test_every_kind_of_line_gets_a_record(
     )
 
     decoder = load(model, method="ar")
-    chat, text = ChatCompletion.model_validate(body[1]), Completion.model_validate(body[2])
+    chat = ChatCompletion.model_validate(body[1])
+    text = Completion.model_validate(body[2])
     assert chat.choices[0].message.content == decoder.chat(messages, max_new_tokens=8).text
     assert chat.choices[0].logprobs is not None
     assert text.choices[0].text == decoder.generate("def add", max_new_tokens=6).text
@@ -187,8 +189,11 @@ LOADED = worker.loaded
 def breaking(*how: Any) -> Decoder:
     """One whose engine fails in each step while it has a prompt of 100 times "!"."""
     decoder = LOADED(*how).replace(kv_memory=2**28)  # else a worker would replace it
-    engine, fatal = decoder.engine, set[int]()
-    add, abort, advance = engine.add, engine.abort, engine.advance
+    engine = decoder.engine
+    fatal = set[int]()
+    add = engine.add
+    abort = engine.abort
+    advance = engine.advance
     fails = decoder.tokenizer.encode("!" * 100)[-8:]  # type: ignore[union-attr]
 
     def breaking_add(request: Any, id: int) -> Any:
@@ -214,7 +219,8 @@ def test_what_failed_is_asked_again(
     source = save_lines(
         tmp_path / "in.jsonl", [*({"prompt": each, "max_tokens": 4} for each in prompts), "x"]
     )
-    out, run = tmp_path / "out", {"target": str(model), "method": "suffix", "max_rows": 2}
+    out = tmp_path / "out"
+    run = {"target": str(model), "method": "suffix", "max_rows": 2}
     with monkeypatch.context() as patch:
         patch.setattr(worker, "loaded", breaking)
         for _ in range(2):  # the second time the one line is asked again, and fails again
@@ -237,7 +243,8 @@ def test_what_failed_is_asked_again(
 
 
 def test_a_full_disk_is_one_line_and_the_job_goes_on_later(tmp_path: Path) -> None:
-    source, out = scan(save_lines(tmp_path / "in.jsonl", ["x"] * 4)), tmp_path / "out"
+    source = scan(save_lines(tmp_path / "in.jsonl", ["x"] * 4))
+    out = tmp_path / "out"
     first, *others = [BadLine(i, None, "code", "why" * 40) for i in range(1, 5)]
     folder = Folder(out, source, {})
     folder.refuse(first)
@@ -263,7 +270,8 @@ def test_a_killed_job_goes_on(model: Path, tmp_path: Path) -> None:
     """There is one record a prompt, with what the model alone says, greedily."""
     prompts = [f"for i in range({i}): print" for i in range(24)]
     lines = [asked(each, prompt=each, max_tokens=160, temperature=0) for each in prompts]
-    source, out = save_lines(tmp_path / "in.jsonl", lines), tmp_path / "out"
+    source = save_lines(tmp_path / "in.jsonl", lines)
+    out = tmp_path / "out"
     command = [
         sys.executable,
         "-m",
@@ -315,7 +323,8 @@ def test_inputs_and_folders_that_are_refused(tmp_path: Path) -> None:
         ("empty.jsonl", "has no lines"),
     ):
         refuses(message, scan, tmp_path / name)
-    source, out = scan(save_lines(tmp_path / "in.jsonl", [{"prompt": "a"}] * 3)), tmp_path / "out"
+    source = scan(save_lines(tmp_path / "in.jsonl", [{"prompt": "a"}] * 3))
+    out = tmp_path / "out"
     job = {"seed": 1}
     refuses("is a file; the output goes into a folder", Folder, source.path, source, job)
     refuses("is not empty, and has no job", Folder, tmp_path, source, job)

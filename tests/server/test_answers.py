@@ -90,10 +90,8 @@ def test_n_copies_are_streams_of_the_seed(client: openai.OpenAI, decoder: Any) -
 
 
 def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, decoder: Any) -> None:
-    whole, options = (
-        decoder.generate("def add", max_new_tokens=40).text,
-        {"temperature": 0, "max_tokens": 40},
-    )
+    whole = decoder.generate("def add", max_new_tokens=40).text
+    options = {"temperature": 0, "max_tokens": 40}
     stop = whole[10:13]
     found = complete(client, "def add", **options, stop=[stop, "zzzz"])
     assert (
@@ -177,10 +175,8 @@ def test_penalties_and_biases_are_those_of_the_decoder(client: openai.OpenAI, de
 
 
 def test_statistics_obey_their_identities(client: openai.OpenAI, server: Live) -> None:
-    before, sums = (
-        figures(server),
-        {"steps": 0, "drafted": 0, "accepted": 0, "tokens": 0, "prompt": 0},
-    )
+    before = figures(server)
+    sums = {"steps": 0, "drafted": 0, "accepted": 0, "tokens": 0, "prompt": 0}
     for seed in range(4):
         found = complete(
             client, "def add(a", max_tokens=25 + seed, temperature=0.6, seed=seed, n=1 + seed % 2

@@ -78,7 +78,8 @@ def test_a_model_that_cannot_be_used(message: str) -> None:
         return decoder
 
     async def ask() -> None:
-        worker, ended = Worker(make), asyncio.Event()
+        worker = Worker(make)
+        ended = asyncio.Event()
         worker.on_failure = ended.set
         worker.start()
         await asyncio.wait_for(ended.wait(), 60)
@@ -122,12 +123,11 @@ def test_a_reader_that_has_stopped_reading_is_cut_off(monkeypatch: pytest.Monkey
     monkeypatch.setattr(run, "STALLED_SECONDS", 0.05)
 
     async def stall(resumes: bool) -> bool:
-        protocol, transport = Protocol.__new__(Protocol), MagicMock()
-        protocol.loop, protocol.transport, protocol.flow = (
-            asyncio.get_running_loop(),
-            transport,
-            MagicMock(),
-        )
+        protocol = Protocol.__new__(Protocol)
+        transport = MagicMock()
+        protocol.loop = asyncio.get_running_loop()
+        protocol.transport = transport
+        protocol.flow = MagicMock()
         protocol.pause_writing()
         if resumes:
             protocol.resume_writing()

@@ -239,7 +239,9 @@ def test_a_failing_step_is_undone(
         if how != "once":
             bodies[7] = more | {"prompt": [*range(20, 30), MARK, 5]}
         owner: Any = engine.drafter if place == "observe" else engine.target
-        real, calls, failed = getattr(owner, place), [], []
+        real = getattr(owner, place)
+        calls = []
+        failed = []
 
         def has_culprit(given: Any) -> bool:
             if place == "prefill":
@@ -316,7 +318,8 @@ def test_a_body_that_never_ends_is_refused(limit: int, seconds: float, status: i
         await asyncio.sleep(0.01)
         return {"type": "http.request", "body": b" ", "more_body": True}
 
-    app, send = AsyncMock(), AsyncMock()
+    app = AsyncMock()
+    send = AsyncMock()
     asyncio.run(
         BodyLimit(app, limit, seconds)({"type": "http", "path": "/", "headers": []}, receive, send)
     )

@@ -47,7 +47,8 @@ HEAVY = {"prompt": "heavy", "max_tokens": 2}
 @pytest.fixture
 def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Holds up the reading of heavy prompts until it is let go; notes what is read."""
-    found, prepare = SimpleNamespace(go=threading.Event(), read=[]), requests.prepare_completion
+    found = SimpleNamespace(go=threading.Event(), read=[])
+    prepare = requests.prepare_completion
 
     def hold(body: Any, decoder: Any) -> Any:
         found.read.append(body.prompt)
@@ -108,7 +109,9 @@ MANY = [
 def test_many_log_probabilities_leave_others_their_turns(
     is_chat: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, decoded, sizes = tiny_tokenizer(), list[int](), list[int]()
+    tokenizer = tiny_tokenizer()
+    decoded = list[int]()
+    sizes = list[int]()
     decode, as_json = tokenizer.decode, logprobs.as_json
     monkeypatch.setattr(
         tokenizer, "decode", lambda ids, **more: decoded.extend(ids) or decode(ids, **more)

@@ -261,7 +261,8 @@ def test_an_answer_comes_in_pieces_that_are_marked_and_counted(page: Any, stub: 
         answer.locator(".reused").get_attribute("title")
         == "reused: used again after a rejected token"
     )
-    entry, drafted = page.locator("#legend button").first, answer.locator(".draft")
+    entry = page.locator("#legend button").first
+    drafted = answer.locator(".draft")
     look = "e => getComputedStyle(e).textDecorationLine + getComputedStyle(e).backgroundColor"
     marked = drafted.evaluate(look)
     assert "underline" in marked
@@ -272,7 +273,8 @@ def test_an_answer_comes_in_pieces_that_are_marked_and_counted(page: Any, stub: 
     entry.press("Enter")
     expect(entry).to_have_attribute("aria-pressed", "true")
     assert drafted.evaluate(look) == marked
-    strip, line = page.locator("#steps"), page.locator("#step")
+    strip = page.locator("#steps")
+    line = page.locator("#step")
     expect(strip.locator("[role=option]")).to_have_count(4)
     expect(line).to_contain_text("Step 4 of 4: 1 drafted, 1 tested, 0 accepted, 1 rejected.")
     strip.press("Home")

@@ -117,7 +117,8 @@ def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     The next server is terminated, and ends what runs when its drain takes too long.
     """
     body = {"prompt": "the cat", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 128}
-    options, lines = ("--target", "embedded", "--max-rows", "1"), list[str]()
+    options = ("--target", "embedded", "--max-rows", "1")
+    lines = list[str]()
     with started(*options, folder=tmp_path) as (process, url):
         until(lambda: health(url) == 200, 250)
         there = sorted(tmp_path.iterdir())

@@ -201,7 +201,8 @@ class Plain:
 
         The tokens [T] follow the features.
         """
-        count, found = len(tokens), []
+        count = len(tokens)
+        found = []
         states = self._linear("fc", self._normed_features(features))
         embedded = self.embedding[torch.tensor([*tokens, *drafted])]
         for k in range(len(drafted) + 1):
@@ -222,7 +223,8 @@ class Plain:
         return features
 
     def _layer(self, x: Tensor) -> Tensor:
-        size, count = self.layer["head_dim"], len(x)
+        size = self.layer["head_dim"]
+        count = len(x)
         embedded, states = x.chunk(2, -1)
         normed = self._norm("layers.0.hidden_norm", states)
         x = torch.cat([self._norm("layers.0.input_layernorm", embedded), normed], -1)
@@ -231,10 +233,8 @@ class Plain:
             for each in "qkv"
         )
         if self.layer["model_type"] == "qwen3":
-            q, k = (
-                self._norm("layers.0.self_attn.q_norm", q),
-                self._norm("layers.0.self_attn.k_norm", k),
-            )
+            q = self._norm("layers.0.self_attn.q_norm", q)
+            k = self._norm("layers.0.self_attn.k_norm", k)
         angles = torch.arange(count)[:, None, None] * self._frequencies()
         q, k = (
             torch.view_as_complex(torch.stack(each.chunk(2, -1), -1))

@@ -152,10 +152,8 @@ def copying_head(target: PreTrainedModel, back: int) -> nn.Module:
     angles = -(back - 1) * layer.frequencies(
         torch.device("cpu")
     )  # an entry stands before the token that it answers
-    query, key = (
-        torch.cat([angles.cos(), angles.sin()]),
-        torch.cat([torch.ones(SIZE // 2), torch.zeros(SIZE // 2)]),
-    )
+    query = torch.cat([angles.cos(), angles.sin()])
+    key = torch.cat([torch.ones(SIZE // 2), torch.zeros(SIZE // 2)])
     layer.qkv.weight.zero_()
     layer.qkv.weight[:SIZE, constant], layer.qkv.weight[SIZE : 2 * SIZE, constant] = (
         5 * query,
@@ -181,7 +179,8 @@ def layer(
     """
     width = max(len(units), 4)
     config = PreVerifierConfig(width)
-    config.target, config.draft = fingerprint(target), fingerprint(draft)
+    config.target = fingerprint(target)
+    config.draft = fingerprint(draft)
     made = PreVerifier(config).eval()
     for parameter in made.parameters():
         parameter.zero_()

@@ -64,7 +64,9 @@ def make_filler(context: int = 512) -> Decoder:
 
 class Live:
     def __init__(self, url: str, worker: Worker, service: Service) -> None:
-        self.url, self.worker, self.service = url, worker, service
+        self.url = url
+        self.worker = worker
+        self.service = service
 
     @property
     def rows(self) -> int:
@@ -126,7 +128,8 @@ def until(condition: Callable[[], Any], seconds: float = 60) -> None:
 @contextmanager
 def held(engine: Engine) -> Iterator[threading.Event]:
     """Let an engine make no step until the event is set."""
-    go, advance = threading.Event(), engine.advance
+    go = threading.Event()
+    advance = engine.advance
 
     def wait() -> None:
         assert go.wait(120)
@@ -183,7 +186,8 @@ def client_output(script: str, url: str, package: str) -> Any:
     Python packages may be in an environment of their own, those of Node are in node_modules;
     `.ci/run` installs them. The test is skipped where the package is missing.
     """
-    scripts, own = Path(__file__).parent / "clients", Path(sys.prefix) / "clients/bin/python"
+    scripts = Path(__file__).parent / "clients"
+    own = Path(sys.prefix) / "clients/bin/python"
     program = str(own) if own.is_file() else sys.executable
     wanted = [program, "-c", f"from importlib.util import find_spec; find_spec('{package}').origin"]
     if script.endswith(".cjs"):

@@ -34,7 +34,8 @@ def put(shelf: Shelf, text: Sequence[int], salt: str = "") -> None:
 
 def read(shelf: Shelf, text: Sequence[int], held: int = 0, salt: str = "") -> int:
     """Read what there is of a text; return how long it is, after a look at all of its keys."""
-    wanted, end = keys_of(text)[0], held
+    wanted = keys_of(text)[0]
+    end = held
     assert wanted is not None
     for stored, hidden in shelf.read(text, held, "", salt):
         assert stored[0] is not None and stored[1] is None and hidden is None

@@ -37,7 +37,9 @@ from forerun.model.causal_lm import CausalLM, fingerprint
 from forerun.planning.cost_model import Costs
 from forerun.sampling.sampler import Sampler
 
-VOCAB, CONTEXT, WINDOW = 64, 256, 16
+VOCAB = 64
+CONTEXT = 256
+WINDOW = 16
 
 # A large initializer range makes outputs varied. With the default, a random model repeats one
 # token.
@@ -155,7 +157,8 @@ def tiny(
 
 def noisy_copy(model: PreTrainedModel, scale: float, seed: int = 0) -> PreTrainedModel:
     """The model with noise on its weights: a draft that agrees sometimes."""
-    noisy, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    noisy = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in noisy.parameters():
             weight.add_(torch.randn(weight.shape, generator=generator) * scale)
@@ -310,9 +313,11 @@ def random_tree(
     def pick(below: int) -> int:
         return int(torch.randint(below, (1,), generator=generator))
 
-    tokens, parents = [pick(vocab) if root is None else root], [-1]
+    tokens = [pick(vocab) if root is None else root]
+    parents = [-1]
     for node in range(1, size):
-        parent, token = pick(node), pick(vocab)
+        parent = pick(node)
+        token = pick(vocab)
         if parent < len(tokens) and (parent, token) not in zip(parents, tokens, strict=True):
             tokens.append(token)
             parents.append(parent)
@@ -323,7 +328,8 @@ class RandomTrees(PlainDrafter):
     """Point masses at random, as trees that may be deeper than the sequence's remaining tokens."""
 
     def __init__(self, vocab: int) -> None:
-        self.vocab, self.generator = vocab, torch.Generator().manual_seed(0)
+        self.vocab = vocab
+        self.generator = torch.Generator().manual_seed(0)
 
     def propose(self, seqs: list[EngineSequence]) -> Proposal:
         return Proposal(
@@ -349,6 +355,7 @@ class TableLM:
         self.table = table  # [V, V, V]
         self.rows: dict[int, list[int]] = {}
         self.prompt: list[int] = []
+        self._drafts: dict[int, Draft] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -507,10 +514,8 @@ def piecemeal(drafter: Drafter, tokens: Sequence[int], begin: int) -> list[int]:
 
     Another text comes and goes beside it.
     """
-    seq, other = (
-        EngineSequence(Request(tokens[:begin], 100), 0),
-        EngineSequence(Request([3, 2, 1, 0], 9), 1),
-    )
+    seq = EngineSequence(Request(tokens[:begin], 100), 0)
+    other = EngineSequence(Request([3, 2, 1, 0], 9), 1)
     list(drafter.admit(seq, None, 8))
     for count, token in enumerate(tokens[begin:]):
         if count % 3 == 0:
@@ -530,7 +535,8 @@ def p_value(outcomes: Sequence[Sequence[int]], joint: Tensor) -> float:
 
     It is 0 if one of them is impossible.
     """
-    size, ids = len(joint), torch.tensor([list(outcome) for outcome in outcomes])
+    size = len(joint)
+    ids = torch.tensor([list(outcome) for outcome in outcomes])
     flat = sum(ids[:, i] * size ** (ids.shape[1] - 1 - i) for i in range(ids.shape[1]))
     expected, order = joint.double().flatten().mul(len(ids) / joint.double().sum()).sort()
     observed = torch.bincount(flat, minlength=joint.numel())[order].double()
@@ -546,7 +552,8 @@ def p_value(outcomes: Sequence[Sequence[int]], joint: Tensor) -> float:
     return float(chisquare(bins[0], bins[1] * (bins[0].sum() / bins[1].sum())).pvalue)
 
 
-TARGET, DRAFT = random_table(4, 1, 1.3), random_table(4, 2, 1.3)
+TARGET = random_table(4, 1, 1.3)
+DRAFT = random_table(4, 2, 1.3)
 PROMPT = [0, 1, 2, 3, 2, 1, 0, 1]  # of their tokens, with a few n-grams to look up
 
 

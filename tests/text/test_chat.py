@@ -353,7 +353,8 @@ def test_a_conversation_runs_in_a_terminal(file: Path) -> None:
             "8",
         ]
         os.execv(sys.executable, command)
-    seen, end = b"", time.monotonic() + 250
+    seen = b""
+    end = time.monotonic() + 250
 
     def wait(text: bytes) -> None:
         nonlocal seen

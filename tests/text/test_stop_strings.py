@@ -70,7 +70,9 @@ def test_text_is_of_whole_characters(
 ) -> None:
     text, parts = chunks
     before = [] if stop else tiny_tokenizer().encode(prompt)  # where a stop string might begin
-    stream, seen, emitted = TextStream(tiny_tokenizer(), before, stop), [], ""
+    stream = TextStream(tiny_tokenizer(), before, stop)
+    seen = []
+    emitted = ""
     for i, ids in enumerate(parts, 1):
         finished = i == len(parts)
         emitted += push(stream, ids, finished)
@@ -107,7 +109,8 @@ def test_pieces_carry_the_origin_of_the_token_that_completed_them() -> None:
 
 def test_characters_that_are_broken_by_the_prompt_or_the_end() -> None:
     tokenizer = tiny_tokenizer()
-    ids, end = tokenizer.encode("a\u6f22"), [tokenizer.eos_token_id]  # which is no text
+    ids = tokenizer.encode("a\u6f22")
+    end = [tokenizer.eos_token_id]  # which is no text
     stream = TextStream(tokenizer, [])
     assert push(stream, ids[:-2], False) == "a"
     push(stream, ids[-2:-1] + end, True)
@@ -200,8 +203,10 @@ def test_tokens_without_text_do_not_hide_a_stop_string() -> None:
 def test_a_vocabulary_of_any_size_costs_nothing_to_begin_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tokenizer, asked = embedded(), []
-    kind, plain = type(tokenizer), type(tokenizer).convert_tokens_to_string
+    tokenizer = embedded()
+    asked = []
+    kind = type(tokenizer)
+    plain = type(tokenizer).convert_tokens_to_string
     monkeypatch.setattr(kind, "get_vocab", lambda self: pytest.fail("the vocabulary was read"))
     monkeypatch.setattr(
         kind, "convert_tokens_to_string", lambda self, each: asked.append(each) or plain(self, each)
@@ -223,11 +228,13 @@ def test_text_ends_with_tokens(prompt: list[int], tokens: list[int], stop: list[
 
     Special tokens are among it.
     """
-    tokenizer, has_ended = tiny_tokenizer(), StopStrings(tiny_tokenizer(), stop)
+    tokenizer = tiny_tokenizer()
+    has_ended = StopStrings(tiny_tokenizer(), stop)
     count = next(
         (n for n in range(1, len(tokens) + 1) if has_ended(prompt + tokens[:n])), len(tokens)
     )
-    stream, text = TextStream(tokenizer, prompt, stop), ""
+    stream = TextStream(tokenizer, prompt, stop)
+    text = ""
     for n, token in enumerate(tokens[:count], 1):
         text += push(stream, [token], n == count)
     # No stop string and no end of one that began in the prompt, unless the prompt ends within a
@@ -254,7 +261,9 @@ def test_a_stop_string_that_began_in_the_prompt_is_cut() -> None:
 
 def test_a_special_token_counts_for_stop_strings_and_is_no_text() -> None:
     tokenizer = tiny_tokenizer()
-    a, end, b = tokenizer.encode("a"), [tokenizer.eos_token_id], tokenizer.encode("b")
+    a = tokenizer.encode("a")
+    end = [tokenizer.eos_token_id]
+    b = tokenizer.encode("b")
     stop = ["a<|endoftext|>b"]
     assert StopStrings(tokenizer, stop)(a + end + b)
     stream = TextStream(tokenizer, b, stop)
@@ -272,16 +281,16 @@ def test_a_special_token_counts_for_stop_strings_and_is_no_text() -> None:
 def test_tokens_without_text_cost_no_more_and_more(
     kind: str, stop: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, runs = tiny_tokenizer(), 400
-    special, half = (
-        tokenizer.all_special_ids[0],
-        tokenizer.convert_tokens_to_ids(bytes_to_unicode()[0x80]),
-    )
+    tokenizer = tiny_tokenizer()
+    runs = 400
+    special = tokenizer.all_special_ids[0]
+    half = tokenizer.convert_tokens_to_ids(bytes_to_unicode()[0x80])
     lead, *rest = tokenizer.encode("\U0001f600")
     endless = {"special": [special] * runs, "halves": [half] * runs}.get(
         kind, [lead, *[special] * runs]
     )
-    stream, read = TextStream(tokenizer, tokenizer.encode("ab"), stop), list[int]()
+    stream = TextStream(tokenizer, tokenizer.encode("ab"), stop)
+    read = list[int]()
     decode = stream._decode
     monkeypatch.setattr(
         stream,

@@ -191,7 +191,8 @@ def of(
     name: str, choice: Any, parallel: bool = True, are_tokens: bool = True, tools: Any = None
 ) -> Any:
     """A decoder, and how the tools are used with it."""
-    decoder, read = make_decoder(name, are_tokens), checked_tools(tools or TOOLS)
+    decoder = make_decoder(name, are_tokens)
+    read = checked_tools(tools or TOOLS)
     return decoder, tools_for(read, checked_choice(choice, read), parallel, decoder.tokenizer)
 
 
@@ -282,7 +283,9 @@ def test_500_sampled_calls_follow_their_schema(name: str) -> None:
     assert names.total() == 170 and names["count"] > 5  # of all three forms: 510
 
 
-END, MARKER, CLOSE = 0, 1, 2
+END = 0
+MARKER = 1
+CLOSE = 2
 SPELLED = {"\n": "\u010a", " ": "\u0120"}  # as byte-level vocabularies do
 LETTERS = [
     "<end>",
@@ -296,10 +299,8 @@ def letters() -> PreTrainedTokenizerFast:
     """A tokenizer whose texts have one spelling each: a token a character, and the markers."""
     vocab = {SPELLED.get(letter, letter): token for token, letter in enumerate(LETTERS)}
     backend = Tokenizer(BPE(vocab, []))
-    backend.decoder, backend.pre_tokenizer = (
-        decoders.ByteLevel(),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    )
+    backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.add_special_tokens([AddedToken("<end>", special=True)])
     backend.add_tokens(
         [AddedToken(text, special=False, normalized=False) for text in LETTERS[MARKER : CLOSE + 1]]
@@ -315,12 +316,15 @@ DRAFTERS = {"ar": AR(), "sd": SD(3), "suffix": Suffix(), "hybrid": Hybrid(thresh
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_sampled_calls_follow_the_models_distribution_restricted_to_the_grammar(name: str) -> None:
     pytest.importorskip("llguidance")
-    tokenizer, given = letters(), checked_tools([tool("f", {"x": {"enum": [*WORDS]}})])
+    tokenizer = letters()
+    given = checked_tools([tool("f", {"x": {"enum": [*WORDS]}})])
     form = form_of(tools_for(given, given[0], True, tokenizer).grammar)
     assert form is not None
     begin = [MARKER, *map(LETTERS.index, '\n{"name": "f", "arguments": {"x": "')]
-    prompt, size = [3, 4, 5], len(LETTERS)
-    target, draft = toys.random_table(size, 1, 1.3), toys.random_table(size, 2, 1.3)
+    prompt = [3, 4, 5]
+    size = len(LETTERS)
+    target = toys.random_table(size, 1, 1.3)
+    draft = toys.random_table(size, 2, 1.3)
 
     def joint(before: int, last: int, text: str, left: int) -> torch.Tensor:
         """[V] * left: the distribution of the next tokens in the word, whose quote is its end."""
@@ -348,7 +352,8 @@ def test_sampled_calls_follow_the_models_distribution_restricted_to_the_grammar(
         generator=generator,
     )
     parts = Parts(toys.TableLM(target), toys.TableLM(draft))
-    outcomes, quote = [], LETTERS.index('"')
+    outcomes = []
+    quote = LETTERS.index('"')
     for steps in toys.decode(toys.TableLM(target), DRAFTERS[name].build(parts), [asked] * 500):
         tokens = toys.tokens_of(steps)
         assert tokens[: len(begin)] == begin, steps[-1].error
@@ -593,7 +598,8 @@ def test_wrong_fields_of_tools_are_named(server: Live, param: str, values: list[
 
 def test_chats_from_python_return_calls() -> None:
     pytest.importorskip("llguidance")
-    decoder, read = make_decoder(), list[tuple[int, int]]()
+    decoder = make_decoder()
+    read = list[tuple[int, int]]()
     how: dict[str, Any] = {"tools": TOOLS, "tool_choice": NAMED, "max_new_tokens": 200}
     how["progress"] = lambda done, count: read.append((done, count))
     found = decoder.chat(HELLO, **how)

@@ -64,7 +64,9 @@ def test_a_stopped_run_goes_on(
     target: str, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it has made can be trained on. In the end all is as if it had not been stopped."""
-    lines, asked, generate = list[str](), list[int](), Decoder.generate
+    lines = list[str]()
+    asked = list[int]()
+    generate = Decoder.generate
 
     def stopped(self: Decoder, *args: Any, **more: Any) -> Any:
         asked.append(1)
@@ -150,7 +152,8 @@ def test_batches_are_of_a_length() -> None:
 def test_heads_learn_from_conversations(
     kind: str, target: str, chats: Path, tmp_path: Path
 ) -> None:
-    run, recipe = make_run(target, tmp_path / "head", chats), HeadRecipe(kind=kind)
+    run = make_run(target, tmp_path / "head", chats)
+    recipe = HeadRecipe(kind=kind)
     found = train_head(
         run, replace(recipe, steps=30, batch=4, unroll=2, lr=1e-2, hot=0.5, copied=False)
     )

@@ -52,10 +52,8 @@ def models_of(pair: tuple[str, str]) -> list[CausalLM]:
 @pytest.fixture(scope="module")
 def chats(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Conversations of different lengths by the target, every other one at temperature 1."""
-    folder, decoder = (
-        tmp_path_factory.mktemp("chats"),
-        Decoder(load_model(pair[0], "target"), method=AR()),
-    )
+    folder = tmp_path_factory.mktemp("chats")
+    decoder = Decoder(load_model(pair[0], "target"), method=AR())
     for split, count in (("train", 24), ("validation", 10)):
         rows = []
         for at in range(count):
@@ -121,7 +119,8 @@ def test_anchors_never_leave_an_answer(
     drafts = roll_out(
         *models_of(pair), texts, count, depth, Sampler(greedy), torch.Generator().manual_seed(0)
     )
-    seen, places = set(zip(drafts["rows"].tolist(), drafts["anchors"].tolist(), strict=True)), []
+    seen = set(zip(drafts["rows"].tolist(), drafts["anchors"].tolist(), strict=True))
+    places = []
     for row, (prompt, answer) in enumerate(answers(texts)):
         places.append(len(answer) - depth + 1)  # of a draft in the answer
         own = [anchor + 1 - len(prompt) for at, anchor in seen if at == row]

@@ -53,10 +53,8 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
         out: str, seed: int = 0, stop_at: int | None = None, factor: float = 1.0
     ) -> tuple[list[Tensor], list[str]]:
         torch.manual_seed(seed)
-        model, lines = (
-            nn.Sequential(nn.Linear(3, 4), nn.Embedding(2, 1), nn.Linear(4, 1)),
-            list[str](),
-        )
+        model = nn.Sequential(nn.Linear(3, 4), nn.Embedding(2, 1), nn.Linear(4, 1))
+        lines = list[str]()
 
         def batch(step: int) -> Tensor:
             if step == stop_at:
@@ -87,7 +85,8 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
 
 def test_products_are_in_the_faster_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processors without units for bfloat16 emulate it."""
-    one, cpu = torch.ones(2, 2), torch.device("cpu")
+    one = torch.ones(2, 2)
+    cpu = torch.device("cpu")
     for seconds, wanted in ((2.0, torch.float32), (0.5, torch.bfloat16)):
         times = {torch.bfloat16: seconds, torch.float32: 1.0}
         monkeypatch.setattr(loop, "_seconds_of_product", times.__getitem__)
@@ -160,12 +159,14 @@ def test_own_output_is_the_targets_and_is_not_made_twice(tmp_path: Path) -> None
 def test_labels_are_what_the_target_says(architecture: str, tmp_path: Path) -> None:
     """Of texts of several lengths, in any order; from files that are made once."""
     model = tiny(architecture)
-    runner, asked = CausalLM(model), []
+    runner = CausalLM(model)
+    asked = []
     tokens = torch.from_numpy(random_windows(70, 9))
     texts = Texts(tokens, torch.arange(70) % 3, 5 + torch.arange(70) % 5)
     run = make_run(str(tmp_path / "target"), tmp_path)
     labels = label(run, runner, texts, states=True)
-    forward, model.forward = model.forward, lambda *args, **more: asked.append(args)
+    forward = model.forward
+    model.forward = lambda *args, **more: asked.append(args)
     again = label(run, runner, texts, states=True)
     model.forward = forward
     assert not asked and len(list((tmp_path / "work/labels").iterdir())) == 2
@@ -174,7 +175,8 @@ def test_labels_are_what_the_target_says(architecture: str, tmp_path: Path) -> N
     with torch.no_grad(), capture_hidden_states(runner.model) as captured:
         logits = model(input_ids=part.tokens).logits
     for found in (labels, again):
-        states, probs = found.states(rows), found.probs(rows)
+        states = found.states(rows)
+        probs = found.probs(rows)
         wanted = top_probs(logits[part.counted()])
         torch.testing.assert_close(probs.probs, wanted.probs, rtol=1e-2, atol=1e-3)
         assert (probs.tokens[:, 0] == wanted.tokens[:, 0]).all()
@@ -189,11 +191,14 @@ def test_labels_are_what_the_target_says(architecture: str, tmp_path: Path) -> N
 def test_distributions_are_of_the_most_probable_tokens() -> None:
     """Their cross-entropy is that of the whole distribution if they hold all of it."""
     scores = 4 * torch.randn(300, 500, generator=torch.Generator().manual_seed(0))
-    top, whole = top_probs(scores), scores.softmax(-1)
+    top = top_probs(scores)
+    whole = scores.softmax(-1)
     assert top.tokens.shape == (300, TOP) and torch.equal(top.tokens[:, 0], scores.argmax(-1))
     torch.testing.assert_close(top.probs, whole.topk(TOP).values)
     torch.testing.assert_close(whole.gather(-1, top.tokens), top.probs)
-    scores, found, hot = 4 * torch.randn(20, 50), torch.randn(20, 50), torch.tensor([4, 30, 2, 49])
+    scores = 4 * torch.randn(20, 50)
+    found = torch.randn(20, 50)
+    hot = torch.tensor([4, 30, 2, 49])
     dense = -(scores.softmax(-1) * found.log_softmax(-1)).sum()
     torch.testing.assert_close(cross_entropy(found, top_probs(scores)), dense)
     within = -(scores.softmax(-1)[:, hot] * found[:, hot].log_softmax(-1)).sum()
@@ -211,7 +216,8 @@ def test_a_loss_in_parts_has_the_gradients_of_the_whole() -> None:
     x, weight = (torch.randn(*shape, generator=maker) for shape in ((300, 4), (5, 4)))
     found = []
     for parts in (True, False):
-        states, own = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        states = x.clone().requires_grad_()
+        own = weight.clone().requires_grad_()
 
         def loss(rows: Tensor, chosen: slice, own: Tensor = own) -> Tensor:
             return (rows @ own.T).logsumexp(-1).sum()
@@ -228,7 +234,8 @@ def test_a_loss_in_parts_has_the_gradients_of_the_whole() -> None:
 @pytest.mark.parametrize("hot", [None, [5, 9, 20, 33]])
 def test_a_draft_learns_what_the_target_says(hot: list[int] | None, tmp_path: Path) -> None:
     """Of all tokens, or of hot ones: these and no other rows of its head."""
-    target, draft = tiny("llama"), tiny("llama", seed=3)
+    target = tiny("llama")
+    draft = tiny("llama", seed=3)
     texts = of_windows(random_windows(12, 16))
     labels = label(make_run(str(tmp_path / "target"), tmp_path), CausalLM(target), texts)
     chosen = None if hot is None else torch.tensor(hot)
@@ -250,7 +257,8 @@ def test_a_draft_learns_what_the_target_says(hot: list[int] | None, tmp_path: Pa
     def loss(rows: Tensor) -> Tensor:
         return distillation_loss(CausalLM(draft), labels, rows, chosen)[0]
 
-    first, every = apart(), torch.arange(12)
+    first = apart()
+    every = torch.arange(12)
     if hot is None:  # all tokens are among the most probable ones
         torch.testing.assert_close(loss(every), first, rtol=2e-2, atol=1e-2)
         draft.zero_grad()
@@ -327,7 +335,8 @@ def test_train_draft_goes_on_after_sigkill(target: str, tmp_path: Path) -> None:
         until(lambda: checkpoint.exists() or process.poll() is not None, 120)
         assert process.poll() is None, process.communicate()
         process.kill()
-    killed, whole = commands.run(*command("killed")), commands.run(*command("whole"))
+    killed = commands.run(*command("killed"))
+    whole = commands.run(*command("whole"))
     assert (killed.returncode, whole.returncode) == (0, 0), killed.stderr + whole.stderr
     assert "resuming killed at step" in killed.stdout and "greedy agreement" in whole.stdout
     one, other = (load_file(tmp_path / out / "model.safetensors") for out in ("killed", "whole"))
@@ -364,7 +373,8 @@ def test_a_head_learns_and_decodes(form: dict[str, Any], target: str, tmp_path: 
     found = train_head(run, recipe)
     assert losses(run)[-1] < losses(run)[0]
     assert 0 < found["coverage"] <= 1 and found["survival"][0] >= found["survival"][-1]
-    made, model = load_head(run.out, judge(), recipe.kind), judge().model
+    made = load_head(run.out, judge(), recipe.kind)
+    model = judge().model
     assert (
         made.config.hot_size == round(0.25 * made.config.vocab_size)
         and len(made.config.curves) == 3
@@ -395,7 +405,8 @@ def test_a_copied_head_begins_as_the_targets_last_layer(target: str, tmp_path: P
             run, replace(RECIPE, steps=1, lr=0.0, linear=0, copied=copied, inner=20, sequences=256)
         )
     assert losses(runs[True])[-1] < losses(runs[False])[-1]
-    own, last = load_head(runs[True].out, judge()).layers[0], judge().model.model.layers[-1]
+    own = load_head(runs[True].out, judge()).layers[0]
+    last = judge().model.model.layers[-1]
     parts = [getattr(last.self_attn, f"{name}_proj").weight for name in "qkv"]
     assert (
         torch.equal(own.qkv.weight, torch.cat(parts))

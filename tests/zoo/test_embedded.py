@@ -94,7 +94,8 @@ def test_prompts_that_share_a_stretch_with_a_training_file_are_left_out(tmp_path
         for split in SPLITS
     }
     letters = Random(0).choices("abcdefghij ", k=STRETCH)
-    far, near = "".join(letters[1:]), "".join(letters)
+    far = "".join(letters[1:])
+    near = "".join(letters)
     (tmp_path / names["train"][0]).write_text(f"1{near}2\n")
     (tmp_path / names["validation"][0]).write_text(f"1{near}2\n")
     for name, text in zip(names["test"], (far, near, "x"), strict=False):

