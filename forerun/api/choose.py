@@ -321,7 +321,8 @@ def kind_of(head: Any) -> str | None:
     source = ModelSource.parse(head, "head")
     if source.path is None:
         config = getattr(source.given, "config", None)
-        return str(config.kind if hasattr(config, "kind") else source.given.kind)
+        described: Any = config if hasattr(config, "kind") else source.given
+        return str(described.kind)
     if is_eagle3(source.path):
         return "eagle"
     kind = settings_of(source.path).get("kind")

@@ -23,8 +23,9 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from forerun.api.choose import resolve
 from forerun.api.decoder import Decoder
@@ -384,7 +385,7 @@ class _RowCriteria(StoppingCriteria):
         self.criteria = StoppingCriteriaList(criteria)
         self.front = front
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """Return [1] bool for token ids [1, n]."""
         ids = torch.cat([self.front, input_ids.to(self.front.device)], dim=1)
-        return self.criteria(ids, scores, **kwargs).to(input_ids.device)  # type: ignore[arg-type]
+        return self.criteria(ids, scores, **kwargs).to(input_ids.device)

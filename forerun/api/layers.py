@@ -93,7 +93,7 @@ def load_pre_verifier(
                 f"{name} belongs to another {part}: it was trained for {trained!r}; "
                 "train one for this pair"
             )
-    return nn.Module.to(layer, target.device).eval()
+    return nn.Module.eval(nn.Module.to(layer, target.device))
 
 
 def load_head(

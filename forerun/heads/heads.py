@@ -136,7 +136,7 @@ class HiddenDrafter(PreTrainedModel):
         if config.kind == "lyanna" and config.rank:
             self.embed = nn.Embedding(config.vocab_size, config.rank)
             self.answer = nn.Linear(config.rank, config.hot_size, bias=False)
-        self.post_init()
+        PreTrainedModel.post_init(self)
 
     @property
     def reads(self) -> int:

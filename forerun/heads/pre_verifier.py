@@ -96,7 +96,7 @@ class PreVerifier(PreTrainedModel):
         for name in ("greedy_traces", "drawn_traces"):
             traces = torch.zeros(2, TRACES, config.depth, dtype=torch.uint8)
             self.register_buffer(name, traces)
-        self.post_init()
+        PreTrainedModel.post_init(self)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):

@@ -572,7 +572,7 @@ def _curve(cases: Tensor) -> list[float]:
         loss.backward()
         return loss
 
-    optimizer.step(miss)  # type: ignore[arg-type]
+    optimizer.step(miss)
     shift, slope = line.tolist()
     slope = max(slope, 0.05)  # a likelier token must stay likelier
     return [round(shift, 4), round(slope, 4), round(float(hit.mean()), 4)]

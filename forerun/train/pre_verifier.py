@@ -94,7 +94,7 @@ def train_pre_verifier(run: Run, draft: str, recipe: Recipe) -> dict[str, Any]:
     drafts_settings |= {
         "target": target.fingerprint,
         "draft": drafter.fingerprint,
-        "texts": texts and [part.digest for part in texts],
+        "texts": None if texts is None else [text.digest for text in texts],
     }
     run.claim(drafts_settings, asdict(recipe))
     parts = parts or _windows(run, target, stream, recipe)

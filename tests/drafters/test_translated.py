@@ -174,7 +174,7 @@ def test_what_is_read_is_the_text(
 
 
 def test_each_token_is_read_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.text.vocabularies.LEAST", 0.0)
+    monkeypatch.setattr("forerun.text.vocabularies.MIN_OVERLAP", 0.0)
     target = of_letters("ab cd")
     draft = of_letters("dcba", [("a", "b"), ("ab", "c")])
     both = translate(target, draft, "d")
@@ -192,7 +192,7 @@ def test_each_token_is_read_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_special_tokens_and_halves_of_characters_are_read_where_the_draft_has_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("forerun.text.vocabularies.LEAST", 0.0)
+    monkeypatch.setattr("forerun.text.vocabularies.MIN_OVERLAP", 0.0)
     target = tiny_tokenizer()
     letters = of_letters("the ")
     special = [0, *target.encode("the"), 0]

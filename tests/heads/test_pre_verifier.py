@@ -409,7 +409,7 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
 
     greedy = Sampler()
     sampled = Sampler(greedy=False)
-    given = {"costs": lambda mode, rows: costs}
+    given = {"costs": costs}
     for survival, going in (
         ([0.9, 0.8, 0.4, 0.1], True),
         ([0.9, 0.8, 0.1, 0.1], False),

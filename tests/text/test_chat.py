@@ -123,7 +123,7 @@ def test_chats_that_no_template_renders_are_refused(
     )
     for name in ("tokenize", "chat_template", "add_generation_prompt", "conversation"):
         refuses(
-            f"'{name}' is no argument for the chat template",
+            f"'{name}' is not an argument of chat templates",
             chat_prompt,
             tokenizer,
             [USER],
