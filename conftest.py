@@ -35,15 +35,6 @@ def server() -> Iterator[Any]:
         yield found
 
 
-@pytest.fixture
-def native_settings() -> Iterator[None]:
-    """Restore torch's number of threads and the best variant of the C library after a test."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    library().fr_select(b"")
-
-
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Without the C library most tests of few-bit weights would prove nothing."""
     if library() is None:

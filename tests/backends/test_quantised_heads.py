@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_hidden import OF_C, features_of, sequence
 from torch import Tensor
 
 from forerun.backends.heads import HiddenLM
@@ -24,6 +23,7 @@ from forerun.engine.step import RowOutcome
 from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna
 from forerun.model.causal_lm import CausalLM
 from forerun.planning.cost_model import Costs
+from tests.support.heads import OF_C, features_of, sequence
 from tests.support.toys import random_head, tiny
 
 FORMS: dict[str, dict[str, Any]] = {

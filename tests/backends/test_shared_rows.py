@@ -15,8 +15,9 @@ from forerun.engine.draft import Draft
 from forerun.engine.target import Output
 from forerun.model.causal_lm import CausalLM
 from tests.support.families import tiny
+from tests.support.native import native_settings
 
-pytestmark = pytest.mark.usefixtures("native_settings")
+restored = pytest.fixture(autouse=True)(native_settings)
 
 LONGEST, CASES = 600, 36
 # Architecture, weights and settings. With float32 weights keys and values are float32, else

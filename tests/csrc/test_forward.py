@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,12 +25,14 @@ from transformers import PreTrainedModel
 from forerun.backends import prepare
 from forerun.backends.quantised import QuantisedForward
 from forerun.backends.stored import store
-from forerun.csrc.build import HERE, VARIANT_FLAGS, build
+from forerun.csrc.build import VARIANT_FLAGS
 from forerun.csrc.library import BatchArgument, ChainArgument, library, run, variants
 from forerun.model.kv_cache import KVCache
+from tests.support.compiling import CROSS, QEMU, compiled, needs_cross
 from tests.support.families import MODELS, tiny
+from tests.support.native import native_settings
 
-pytestmark = pytest.mark.usefixtures("native_settings")
+restored = pytest.fixture(autouse=True)(native_settings)
 
 VOCABULARY, CAPACITY = 130, 512
 
@@ -251,26 +252,6 @@ def test_a_fork_starts_threads_of_its_own(small: Native) -> None:
         os._exit(0 if np.array_equal(small.forward(text, [0] * 30, range(30)), wanted) else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert np.array_equal(small.forward(text, [0] * 30, range(30)), wanted)
-
-
-CROSS, QEMU = "aarch64-linux-gnu-gcc", ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")
-LACKS_CROSS = not (shutil.which(CROSS) and shutil.which("qemu-aarch64"))
-needs_cross = pytest.mark.skipif(
-    LACKS_CROSS, reason="needs a cross compiler for aarch64 and qemu-user"
-)
-
-
-def compiled(
-    folder: Path, driver: str, compiler: str, machine: str, flags: Sequence[str] = ()
-) -> str:
-    build(folder / "libforerun.so", compiler, machine, tuple(flags))
-    source = Path(__file__).parent / "drivers" / f"{driver}.c"
-    found = folder / "driver"
-    link = [str(folder / "libforerun.so"), "-Wl,-rpath,$ORIGIN"]
-    subprocess.run(
-        [compiler, "-O1", *flags, f"-I{HERE}", str(source), "-o", str(found), *link], check=True
-    )
-    return str(found)
 
 
 def driven(

@@ -13,11 +13,14 @@ import torch
 from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_csrc_forward import CROSS, QEMU, as_before, compiled, needs_cross  # noqa: F401 - the fixture runs by itself
 
 from forerun.backends.panels import LIBRARY_FORMATS, PackedMatrix, RawMatrix
 from forerun.csrc.build import build
 from forerun.csrc.library import library, variants
+from tests.support.compiling import CROSS, QEMU, compiled, needs_cross
+from tests.support.native import native_settings
+
+restored = pytest.fixture(autouse=True)(native_settings)
 
 FORMATS = [type.name for type in LIBRARY_FORMATS]
 FLOATS = {"F16", "BF16", "F32"}

@@ -9,8 +9,9 @@ import pytest
 
 from forerun.csrc.build import HERE
 from forerun.csrc.library import library
+from tests.support.compiling import DRIVERS
 
-DRIVER = Path(__file__).parent / "drivers" / "pool.c"
+DRIVER = DRIVERS / "pool.c"
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_engine import interrupt_once
 from transformers import LogitsProcessorList
 
 from forerun import Decoder
@@ -31,6 +30,7 @@ from forerun.planning.forecast import StepSituation
 from forerun.planning.guard import Guard, GuardedDrafter
 from forerun.planning.source_chooser import SourceChooser, SourceOutcome
 from forerun.sampling.sampler import Constraint, Sampler
+from tests.support.failures import interrupt_once
 from tests.support.toys import (
     DRAFT,
     TARGET,

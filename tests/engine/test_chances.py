@@ -16,9 +16,10 @@ from forerun.engine.draft import Draft
 from forerun.methods import SD, Hybrid, Lyanna, Method, Pacer, Parts, Suffix
 from forerun.model.causal_lm import CausalLM
 from tests.support.families import tiny
+from tests.support.native import native_settings
 from tests.support.toys import COSTS, noisy_copy, random_head, random_layer
 
-pytestmark = pytest.mark.usefixtures("native_settings")
+restored = pytest.fixture(autouse=True)(native_settings)
 
 
 def parts_of(family: str) -> Parts:

@@ -7,7 +7,6 @@ import threading
 from collections import abc
 from contextlib import suppress
 from functools import cache
-from itertools import count
 from typing import Any
 
 import pytest
@@ -34,7 +33,9 @@ from forerun.model.causal_lm import CausalLM
 from forerun.model.prefix_store import PrefixStore
 from forerun.sampling.sampler import Sampler
 from tests.support.eagle3_heads import random_eagle3
+from tests.support.failures import Panic, interrupt_once
 from tests.support.toys import (
+    METHOD_SETTINGS,
     VOCAB,
     TableLM,
     decode,
@@ -48,17 +49,6 @@ from tests.support.toys import (
     tokens_of,
 )
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "sd": {"gamma": 3},
-    "suffix": {"most": 6, "memory": 50},
-    "hybrid": {"threshold": 2.0, "memory": 50},
-    "ouroboros": {"gamma": 4, "guesses": 2, "ngram": 3, "suffixes": 2},
-    "pacer-ouroboros": {"guesses": 2, "ngram": 3, "suffixes": 1},
-    "lyanna": {"depth": 3, "width": 2, "nodes": 5},
-    "pacer-lyanna": {"depth": 4, "nodes": 5, "block": 2},
-    "eagle": {"depth": 3, "width": 2, "nodes": 5},
-    "eagle3": {"depth": 3, "width": 2, "nodes": 5},
-}
 NAMES = [*METHODS, "eagle3"]  # `eagle` with another head
 PROCESSORS: list[LogitsProcessorList | None] = [
     None,
@@ -76,7 +66,7 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
 @cache
 def decoder(name: str) -> Decoder:
     target, draft = models()
-    chosen = method(name.removesuffix("3"), **SETTINGS.get(name, {}))
+    chosen = method(name.removesuffix("3"), **METHOD_SETTINGS.get(name, {}))
     parts = parts_of(name, target, draft)
     if name == "eagle3":
         parts["head"] = HiddenLM(random_eagle3(CausalLM(target)), CausalLM(target))
@@ -188,10 +178,6 @@ def test_a_request_is_given_what_it_is_given_alone(name: str, data: st.DataObjec
 
 def ended(steps: abc.Sequence[Step]) -> bool:
     return bool(steps) and steps[-1].finish_reason is not None
-
-
-class Panic(BaseException):
-    """Like the PanicException of a Rust library (pyo3): `except Exception` does not catch it."""
 
 
 class Fails(LogitsProcessor, StoppingCriteria):
@@ -314,20 +300,6 @@ def test_what_is_undone_is_no_output_to_learn_from(monkeypatch: pytest.MonkeyPat
         and set(reasons[:-1]) == {None}
         and reasons[-1] == "length"
     )
-
-
-def interrupt_once(owner: Any, name: str, after: int) -> None:
-    """Have a method raise KeyboardInterrupt at the end of a call, after that number of calls."""
-    real = getattr(owner, name)
-    calls = count()
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        found = real(*args, **kwargs)
-        if next(calls) == after:
-            raise KeyboardInterrupt
-        return found
-
-    setattr(owner, name, interrupted)
 
 
 CALLS = ["target.forward", "target.commit", "target.prefill", "target.join"]

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_cache import Pair
-from test_engine import SETTINGS, interrupt_once
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation import logits_process as hf
 
@@ -30,7 +28,10 @@ from forerun.model.kv_cache import KVCache
 from forerun.sampling.probabilities import best_of
 from forerun.sampling.sampler import Sampler
 from tests.support import families
+from tests.support.caches import Pair
+from tests.support.failures import interrupt_once
 from tests.support.toys import (
+    METHOD_SETTINGS,
     drain,
     join_all,
     noisy_copy,
@@ -196,7 +197,7 @@ def decoder(name: str) -> Decoder:
     if (head := parts["head"]) is not None:  # a draft with a bad token is bad for its own sequence
         spare = next(token for token in range(POISON) if token not in head.hot.tolist())
         head.hot[head.hot == POISON] = spare
-    chosen = method(name, **SETTINGS.get(name, {}))
+    chosen = method(name, **METHOD_SETTINGS.get(name, {}))
     return Decoder(target, None, draft, chosen, False, prefix_bytes=100_000, **parts)
 
 

@@ -36,21 +36,15 @@ from forerun.engine.step import RowOutcome
 from forerun.heads.heads import HiddenDrafter, hot_set
 from forerun.methods import Eagle, Lyanna, PacerEagle, PacerLyanna, method
 from forerun.model.causal_lm import CausalLM
-from forerun.model.eager import capture_hidden_states
 from forerun.planning.cost_model import Costs
 from forerun.planning.forecast import StepSituation, forecast
 from forerun.planning.tree_plan import Group, TreeCosts, TreePlan
 from forerun.sampling.sampler import Sampler
+from tests.support.heads import OF_C, features_of, sequence
 from tests.support.toys import decode, random_head, refuses, save_models, tiny, tokens_of
 
 PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]
 FREE = Costs({1: 1.0, 100: 1.0}, {}, head={1: 0.0})  # drafting and verifying cost nothing more
-
-
-def features_of(target: CausalLM, tokens: list[int]) -> Tensor:
-    with torch.no_grad(), capture_hidden_states(target.model) as captured:
-        target.model(input_ids=torch.tensor([tokens]))
-    return captured[0][0]
 
 
 def toys(kind: str = "lyanna", **settings: Any) -> tuple[CausalLM, HiddenLM]:
@@ -77,10 +71,6 @@ def test_rows_of_the_head_give_its_logits(architecture: str) -> None:
 
 def random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-
-
-def sequence(tokens: abc.Sequence[int], id: int = 0, new: int = 30, **request: Any) -> Sequence:
-    return Sequence(Request(list(tokens), new, **request), id)
 
 
 def lyanna(reuse: str, costs: Costs | None = None, **settings: Any) -> LyannaDrafter:
@@ -358,9 +348,6 @@ WAYS = {
     "eagle, paced tree": PacerEagle(depth=5, width=2),
     "eagle, tree": Eagle(depth=3, width=2, nodes=7),
 }
-
-
-OF_C: dict[str, Any] = {"head_dim": 32, "intermediate_size": 64, "hot": 16, "rank": 32}
 
 
 def head_of(target: CausalLM, way: str) -> HiddenDrafter:

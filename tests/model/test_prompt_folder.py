@@ -19,7 +19,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_server_process import health, started
 
 import forerun
 from forerun.api.decoder import Decoder
@@ -33,6 +32,7 @@ from forerun.model.prompt_folder import PromptFolder
 from forerun.model.segments import LEAST, LENGTH
 from forerun.model.shelf import Shelf
 from tests.support import commands, families
+from tests.support.processes import health, started
 from tests.support.serving import until
 from tests.support.shelves import LARGE, put, random_text, read, shelf_in, whole
 from tests.support.toys import (

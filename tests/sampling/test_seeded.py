@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare
-from test_decode import DRAFTERS, PROCESSORS
 
 from forerun import Decoder
 from forerun.drafters.model_chain import ChainDrafter
@@ -20,6 +19,7 @@ from forerun.methods import method
 from forerun.planning.stop_rules import FixedLength
 from forerun.sampling.sampler import Sampler
 from forerun.sampling.seeded import FLOOR, SeededStream
+from tests.support.table_drafters import DRAFTERS, PROCESSORS
 from tests.support.toys import (
     DRAFT,
     PROMPT,

@@ -10,10 +10,10 @@ from unittest.mock import AsyncMock, Mock, patch
 
 import httpx
 import pytest
-from test_engine import Panic
 
 from forerun.sampling.grammar import FormError, Grammar
 from forerun.server.middleware import BodyLimit
+from tests.support.failures import Panic
 from tests.support.serving import (
     CHAT,
     HELLO,
@@ -27,18 +27,10 @@ from tests.support.serving import (
     live,
     make_decoder,
     post,
+    refusal,
+    sent,
     until,
 )
-
-
-def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
-    """The error, which has the one shape and a short text."""
-    assert response.status_code == status, response.text[:500]
-    assert len(response.content) < 1000
-    (error,) = response.json().values()
-    assert sorted(error) == ["code", "message", "param", "type"] and error["message"]
-    return error
-
 
 CONTENTS = [
     None,
@@ -100,15 +92,6 @@ def test_bad_fields_are_named(server: Live, path: str, param: str, values: list[
             refusal(sent(server, path, base | {field: {inner: value} if inner else value}))["param"]
             == param
         )
-
-
-def sent(server: Live, path: str, body: Any) -> httpx.Response:
-    """Post JSON that httpx itself would refuse to write, or bytes."""
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"content-type": "application/json"}
-    return httpx.post(
-        server.url + path, content=content, headers=headers, timeout=60, trust_env=False
-    )
 
 
 NO_REQUESTS = [

@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -18,34 +14,9 @@ import pytest
 
 from forerun import cli
 from tests.support import commands
+from tests.support.processes import health, started
 from tests.support.serving import models, until
 from tests.support.toys import save_models
-
-COMMAND = [sys.executable, "-m", "forerun", "serve"]
-
-
-@contextmanager
-def started(
-    *options: str, port: int | None = None, folder: Path | None = None
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    env = os.environ | ({} if folder is None else {"TMPDIR": str(folder)})
-    if port is None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = int(probe.getsockname()[1])
-    command = [*COMMAND, "--port", str(port), *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder, env=env)
-    try:
-        yield process, f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait(30)
-
-
-def health(url: str) -> int | None:
-    try:
-        return httpx.get(url + "/health", timeout=60, trust_env=False).status_code
-    except httpx.HTTPError:
-        return None
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from typing import Any
 import openai
 import pytest
 from openai.types.responses import Response
-from test_server_errors import refusal, sent
 
 from tests.support.serving import (
     CHAT,
@@ -19,6 +18,8 @@ from tests.support.serving import (
     live,
     make_decoder,
     post,
+    refusal,
+    sent,
     served,
 )
 from tests.support.tools import make_decoder as make_caller

@@ -151,6 +151,24 @@ def post(server: Live, path: str, body: Any, **options: Any) -> httpx.Response:
     return httpx.post(server.url + path, json=body, timeout=120, trust_env=False, **options)
 
 
+def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error, which has the one shape and a short text."""
+    assert response.status_code == status, response.text[:500]
+    assert len(response.content) < 1000
+    (error,) = response.json().values()
+    assert sorted(error) == ["code", "message", "param", "type"] and error["message"]
+    return error
+
+
+def sent(server: Live, path: str, body: Any) -> httpx.Response:
+    """Post JSON that httpx itself would refuse to write, or bytes."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
+    return httpx.post(
+        server.url + path, content=content, headers=headers, timeout=60, trust_env=False
+    )
+
+
 def figures(server: Live) -> dict[str, float]:
     lines = [
         line.rpartition(" ")

@@ -176,6 +176,18 @@ BASELINES = {  # methods that serve comparison only, by the name that the comman
     }.items()
 }
 COSTS = Costs({1: 4.0, 2: 4.2, 4: 4.6, 8: 5.2, 32: 10.0}, {1: 0.4, 4: 0.5}, 0.1, glance=9.0)
+# Small settings, so that short outputs see all parts of a method.
+METHOD_SETTINGS: dict[str, dict[str, Any]] = {
+    "sd": {"gamma": 3},
+    "suffix": {"most": 6, "memory": 50},
+    "hybrid": {"threshold": 2.0, "memory": 50},
+    "ouroboros": {"gamma": 4, "guesses": 2, "ngram": 3, "suffixes": 2},
+    "pacer-ouroboros": {"guesses": 2, "ngram": 3, "suffixes": 1},
+    "lyanna": {"depth": 3, "width": 2, "nodes": 5},
+    "pacer-lyanna": {"depth": 4, "nodes": 5, "block": 2},
+    "eagle": {"depth": 3, "width": 2, "nodes": 5},
+    "eagle3": {"depth": 3, "width": 2, "nodes": 5},
+}
 LAYERED = ("pacer", "pacer-ouroboros")  # methods that need a layer
 
 

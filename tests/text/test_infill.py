@@ -6,7 +6,6 @@ from typing import Any
 
 import httpx
 import pytest
-from test_server_errors import refusal, sent
 from tokenizers import AddedToken
 
 from forerun import Decoder
@@ -22,6 +21,8 @@ from tests.support.serving import (
     live,
     make_filler,
     post,
+    refusal,
+    sent,
     served,
     until,
 )
