@@ -28,6 +28,7 @@ from forerun.engine.sequence import Request
 from forerun.engine.sequence import Sequence as EngineSequence
 from forerun.methods import PacerOuroboros, method
 from forerun.model.causal_lm import CausalLM
+from forerun.model.forward import ChainBounds
 from forerun.planning.stop_rules import Bounds, FixedLength, Within
 from forerun.sampling.sampler import ChainSampling, Drafted, Sampler, SamplingDistribution
 from forerun.sampling.seeded import FLOOR, SeededStream
@@ -83,15 +84,14 @@ def at_once(
     model: CausalLM,
     pending: Sequence[int] = (7,),
     most: int = 6,
-    least: float = 0.0,
-    product: float = 0.0,
-    ends: Sequence[int] = (),
     how: ChainSampling | None = None,
     id: int = 0,
+    **more: Any,
 ) -> Drafted:
     """A draft in one call of C; without distributions if nothing is drawn."""
     assert model.fused_draft is not None
-    found = model.fused_draft(model.cache, id, list(pending), most, least, product, list(ends), how)
+    bounds = ChainBounds(most, **more)
+    found = model.fused_draft(model.cache, id, list(pending), bounds, how)
     assert how is not None or found.probs is None
     return found
 
@@ -175,10 +175,10 @@ def test_it_ends_where_the_bounds_say(how: ChainSampling | None) -> None:
 
     assert [count(most=most) for most in (1, 4)] == [1, 4]
     for place, product in enumerate(torch.tensor(probabilities).cumprod(0).tolist(), 1):
-        assert count(product=product * 1.0001) == place
-    assert count(least=max(probabilities) + 1e-3) == 1
+        assert count(min_product=product * 1.0001) == place
+    assert count(min_probability=max(probabilities) + 1e-3) == 1
     low = min(range(6), key=probabilities.__getitem__)
-    assert count(least=probabilities[low] * 1.0001) == low + 1
+    assert count(min_probability=probabilities[low] * 1.0001) == low + 1
     assert count(ends=(tokens[2], 1)) == tokens.index(tokens[2]) + 1
     many = range(40, 130)
     assert count(ends=many) == next(
