@@ -126,7 +126,8 @@ def _mapped(like: Tensor, shape: Shape) -> Buffer:
     try:
         pages = mmap.mmap(-1, _bytes(like, shape), flags=flags)
     except (OSError, OverflowError) as error:
-        raise MemoryError(f"no {_bytes(like, shape)} bytes for keys and values: {error}") from error
+        size = _bytes(like, shape)
+        raise MemoryError(f"cannot get {size} bytes for keys and values: {error}") from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         # Because a huge page would take 2 MiB for the first entry of each row and group. A system
         # without huge pages raises OSError.
