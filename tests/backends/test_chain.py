@@ -27,6 +27,7 @@ from forerun.engine.sequence import Request
 from forerun.engine.sequence import Sequence as EngineSequence
 from forerun.methods import PacerOuroboros, method
 from forerun.model.causal_lm import CausalLM
+from forerun.model.forward import ChainBounds
 from forerun.planning.stop_rules import Bounds, FixedLength, Within
 from forerun.sampling.sampler import ChainSampling, Drafted, Sampler, SamplingDistribution
 from forerun.sampling.seeded import FLOOR, SeededStream
@@ -102,8 +103,8 @@ def at_once(
     """Return a draft of one call of C. It has no distributions if nothing is sampled."""
     assert model.fused_draft is not None
     limit = Limits(**limits)
-    bounds = (limit.most, limit.least, limit.product, list(limit.ends))
-    drafted = model.fused_draft(model.cache, id, list(pending), *bounds, how)
+    bounds = ChainBounds(limit.most, limit.least, limit.product, list(limit.ends))
+    drafted = model.fused_draft(model.cache, id, list(pending), bounds, how)
     assert how is not None or drafted.probs is None
     return drafted
 
@@ -190,10 +191,10 @@ def test_it_ends_where_the_bounds_say(how: ChainSampling | None) -> None:
 
     assert [count(most=most) for most in (1, 4)] == [1, 4]
     for place, product in enumerate(torch.tensor(probabilities).cumprod(0).tolist(), 1):
-        assert count(product=product * 1.0001) == place
-    assert count(least=max(probabilities) + 1e-3) == 1
+        assert count(min_product=product * 1.0001) == place
+    assert count(min_probability=max(probabilities) + 1e-3) == 1
     low = min(range(6), key=probabilities.__getitem__)
-    assert count(least=probabilities[low] * 1.0001) == low + 1
+    assert count(min_probability=probabilities[low] * 1.0001) == low + 1
     assert count(ends=(tokens[2], 1)) == tokens.index(tokens[2]) + 1
     many = range(40, 130)
     assert count(ends=many) == next(

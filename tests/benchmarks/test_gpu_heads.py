@@ -10,6 +10,7 @@ import torch
 from benchmarks.training.gpu.answers import exercise
 from benchmarks.training.gpu.heads import Compared
 from benchmarks.training.gpu.target import Target
+from tests.support.ggufs import VOCAB, small, write
 
 
 @pytest.fixture(scope="module", params=["qwen2", "llama"])
