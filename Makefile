@@ -32,7 +32,7 @@ sanitize: $(INSTALLED)-dev
 	xargs -P 2 -I % env FORERUN_KERNELS=% FORERUN_FUZZ=30 $(SANITIZERS) $(BIN)/pytest tests/backends/test_gguf.py -k damaged_files ); \
 	found=$$?; $(BIN)/python forerun/csrc/build.py && exit $$found
 
-C_FILES := $(wildcard forerun/csrc/*.[ch] tests/drivers/*.c)
+C_FILES := $(wildcard forerun/csrc/*.[ch] tests/csrc/drivers/*.c)
 quality: $(INSTALLED)-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
