@@ -15,7 +15,7 @@ from forerun.model.prefix_store import Prefix, PrefixStore, common
 from forerun.sampling.threads import one_thread
 
 if TYPE_CHECKING:
-    from forerun.model.prompt_folder import Shelf
+    from forerun.model.shelf import Shelf
 
 _LOG = logging.getLogger("forerun")
 ROW = 0  # the only sequence of a prompt's cache
