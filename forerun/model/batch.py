@@ -58,7 +58,8 @@ class Inputs:
         counts = self.counts
         if min(counts) == max(counts):
             # Because a GPU waits for an index from the host, but not for a slice.
-            return flat.unflatten(0, (len(counts), counts[0]))[:, -1]
+            rows: Tensor = flat.unflatten(0, (len(counts), counts[0]))
+            return rows[:, -1]
         return flat[[end - 1 for end in accumulate(counts)]]
 
     def unpad(self, padded: Tensor) -> Tensor:
@@ -74,7 +75,8 @@ class Inputs:
         size = self.size
         new = self.new
         if min(self.counts) == new and self._are_first(size):
-            return flat.unflatten(0, (size, new))
+            whole: Tensor = flat.unflatten(0, (size, new))
+            return whole
         padded = flat.new_zeros(size, new, *flat.shape[1:])
         for row, part in zip(self.rows, self.split(flat), strict=True):
             padded[row, : len(part)] = part

@@ -66,7 +66,7 @@ class EagerForward:
 
 def lm_head(model: PreTrainedModel) -> nn.Module:
     """Return the LM head. Raises ValueError for a model that names none."""
-    head = model.get_output_embeddings()
+    head: nn.Module | None = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__} has no readable features: it names no LM head")
     return head
