@@ -1,4 +1,7 @@
-"""forerun: faster decoding for Hugging Face causal language models, without changing a token of what they say."""
+"""forerun: faster decoding for Hugging Face causal language models.
+
+It does not change a token of what they say.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # torch and transformers take seconds to import; nobody should wait for them to be told of a typing error.
+    # Imported late, because torch and transformers take seconds to import: a user of the command
+    # line should not wait that long to be told of a typing error.
     import importlib
 
     if name in __all__:

@@ -1,4 +1,4 @@
-"""`python -m forerun`."""
+"""Run the command line, as `python -m forerun`."""
 
 from forerun.cli import main
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 
 def read_text(path: Path) -> str:
-    """Return the file's text. Raises ValueError, naming the file, if it cannot be read or is not UTF-8."""
+    """Return the file's text.
+
+    Raises ValueError, which names the file, if it cannot be read or is not UTF-8.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -17,20 +20,27 @@ def read_text(path: Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file whole or not at all, because a reader must not see a half of it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def home() -> Path:
     """Return the folder where forerun keeps files: $FORERUN_HOME, else ~/.cache/forerun."""
-    return Path(os.path.expanduser(os.environ.get("FORERUN_HOME") or "~/.cache/forerun"))
+    path = Path(os.environ.get("FORERUN_HOME") or "~/.cache/forerun")
+    try:
+        return path.expanduser()
+    except RuntimeError:  # no home folder is known, for example in a container without accounts
+        return path
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder that is the user's alone, if there is none, and return it. Raises ValueError for one that belongs
-    to another user, that others may write in, or that cannot be made."""
+    """Make a folder that only the user can write in, if there is none, and return it.
+
+    Raises ValueError for a folder that belongs to another user, that others may write in, or that
+    cannot be made.
+    """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.embedded.tokenizer import END_OF_TEXT
 from forerun import ModelOptions
-from forerun.api import resolve
+from forerun.api import choose
 from forerun.api.load import Decoder
 from forerun.bench import measure
 from forerun.bench.datasets import (
@@ -282,22 +282,22 @@ def test_tuning_names_the_value_of_the_best_median_speedup(folder: Path) -> None
 def test_shipped_settings_are_of_the_embedded_pair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(resolve.FOLDERS, "embedded", tmp_path)
+    monkeypatch.setitem(choose.FOLDERS, "embedded", tmp_path)
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").touch()
-    assert resolve.shipped("embedded", "embedded") == {}
+    assert choose.shipped("embedded", "embedded") == {}
     stored = {"greedy": {"sd": {"gamma": 7}}, "sampling": {"sd": {"gamma": 3}}}
     for default, sampling in (({}, SD()), ({"default": {"sampling": "sd"}}, SD(gamma=3))):
         (tmp_path / "tuned.json").write_text(json.dumps(stored | default))
         assert (
-            resolve.shipped("embedded", None)
-            == resolve.shipped("embedded", "embedded")
+            choose.shipped("embedded", None)
+            == choose.shipped("embedded", "embedded")
             == stored | default
         )
-        found = resolve.resolve("embedded", models=ModelOptions())
+        found = choose.resolve("embedded", models=ModelOptions())
         assert (found.method, found.sampling_method, found.costs) == (SD(), sampling, None)
     assert (
-        resolve.shipped("some/model", "embedded") == resolve.shipped("embedded", "some/model") == {}
+        choose.shipped("some/model", "embedded") == choose.shipped("embedded", "some/model") == {}
     )
 
 

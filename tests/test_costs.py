@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys import noisy_copy, refuses, tiny, tiny_tokenizer
 
+from forerun.api.choose import shipped
 from forerun.api.load import Decoder
-from forerun.api.resolve import shipped
 from forerun.backends.costs import long_context, measure_costs
 from forerun.drafters.model_chain import ChainDrafter
 from forerun.drafters.suffix import SuffixDrafter

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from forerun.backends import prepare
 from forerun.backends.quantised import QuantisedForward
 from forerun.backends.stored import store
-from forerun.csrc.build import HERE, VARIANTS, build
+from forerun.csrc.build import HERE, VARIANT_FLAGS, build
 from forerun.csrc.library import BatchArgument, ChainArgument, library, run, variants
 from forerun.model.kv_cache import KVCache
 
@@ -279,7 +279,7 @@ def driven(
 ) -> set[bytes]:
     """What the driver writes for each variant, by 1 and by 3 threads."""
     program, found = compiled(folder, "forward", compiler, machine, flags), set()
-    for variant in VARIANTS.get(machine or platform.machine(), ["plain"]):
+    for variant in VARIANT_FLAGS.get(machine or platform.machine(), ["plain"]):
         for threads in ("1", "3"):
             own = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}  # the driver frees nothing
             done = subprocess.run([*start, program, variant, threads], capture_output=True, env=own)

@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_csrc_forward import CROSS, QEMU, as_before, compiled, needs_cross  # noqa: F401 - the fixture runs by itself
 
-from forerun.backends.panels import FORMATS as TYPES
-from forerun.backends.panels import Panels, Rows
+from forerun.backends.panels import LIBRARY_FORMATS, PackedMatrix, RawMatrix
 from forerun.csrc.build import build
 from forerun.csrc.library import library, variants
 
-FORMATS = [type.name for type in TYPES]
+FORMATS = [type.name for type in LIBRARY_FORMATS]
 FLOATS = {"F16", "BF16", "F32"}
 # Where the float16 fields of a block are, in float16 units.
 HALVES = {
@@ -56,7 +55,7 @@ def random_rows(name, outputs, inputs, seed):
 
 
 def packed(name, rows):
-    return Panels(Rows(rows, kind(name)))
+    return PackedMatrix(RawMatrix(rows, kind(name)))
 
 
 def products(matrix, x):
@@ -104,7 +103,7 @@ def test_panels_hold_the_files_values_and_take_at_most_a_twentieth_more(name, in
     rows = random_rows(name, 11, inputs, inputs)
     expected, matrix = dequantize(rows, kind(name)), packed(name, rows)
     assert same_bits(matrix.floats().numpy(), expected)
-    for some in (matrix.floats([10, 3]), Rows(rows, kind(name)).chosen([10, 3]).floats()):
+    for some in (matrix.floats([10, 3]), RawMatrix(rows, kind(name)).chosen([10, 3]).floats()):
         assert same_bits(some.numpy(), expected[[10, 3]])
     values = np.zeros(inputs, dtype=np.float32)
     for row, wanted in zip(rows, expected, strict=True):

@@ -138,7 +138,7 @@ def test_logits_are_those_of_speculators(form: str, reference: type[Any], tmp_pa
     theirs = reference(folder, target.model.get_input_embeddings().weight)
     features, errors = states_of(target, TOKENS), {}
     for few in (False, True):
-        head = HiddenLM(load_head(folder, target), target, few=few)
+        head = HiddenLM(load_head(folder, target), target, in_8_bits=few)
         assert torch.equal(head.hot, theirs.hot) and head.capture == CAPTURE
         head.add(4)
         own = []
@@ -200,7 +200,7 @@ def test_the_engine_drafts_what_speculators_says(
     target = CausalLM(tiny("llama"))
     folder = save_eagle3(tmp_path, target)
     theirs = reference(folder, target.model.get_input_embeddings().weight)
-    drafter = Watched(settings, HiddenLM(load_head(folder, target), target, few=False))
+    drafter = Watched(settings, HiddenLM(load_head(folder, target), target, in_8_bits=False))
     engine = Engine(target.fresh(2**20), drafter, max_rows=3)
     for number, prompt in enumerate([*PROMPTS, PROMPTS[0]]):
         engine.add(Request(prompt, 8, Sampler(number != 3), seed=number))

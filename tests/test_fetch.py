@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 
 import forerun
 from forerun import zoo
+from forerun.api.choose import resolve
 from forerun.api.options import ModelOptions
-from forerun.api.resolve import resolve
 from forerun.backends.gguf.model import load_gguf
 from forerun.bench.plan import Plan, parse_methods
 from forerun.cli import demo
@@ -414,9 +414,6 @@ def test_the_name_says_where_it_is_got(tmp_path: Path, monkeypatch: pytest.Monke
     for call in (lambda: locate("smollm2", "target"), lambda: forerun.load("smollm2")):
         refuses(r"^the model 'smollm2' is not here: `forerun fetch smollm2` gets it", call)
     assert locate("./smollm2", "target") == Path("smollm2")
-    monkeypatch.setitem(zoo.FOLDERS, "smollm2", tmp_path)
-    for name in ("smollm2", "qwen-coder"):
-        refuses(f"forerun has no head for '{name}'", locate, name, "head")
 
 
 def test_installed_packages_are_found(
@@ -436,7 +433,7 @@ def test_installed_packages_are_found(
 
 
 def test_companions_are_found_by_name_only(home: Path, model: Path) -> None:
-    assert companion("embedded", "lyanna") == zoo.FOLDER / "lyanna"
+    assert companion("embedded", "lyanna") == zoo.WEIGHTS_FOLDER / "lyanna"
     assert (
         companion("embedded", "eagle")
         is companion("embedded", None)
@@ -444,7 +441,9 @@ def test_companions_are_found_by_name_only(home: Path, model: Path) -> None:
         is None
     )
     assert (
-        companion(zoo.FOLDER / "target", "lyanna") is companion(Path("embedded"), "lyanna") is None
+        companion(zoo.WEIGHTS_FOLDER / "target", "lyanna")
+        is companion(Path("embedded"), "lyanna")
+        is None
     )
     assert own_draft("embedded") == "embedded"
     assert (
@@ -459,8 +458,10 @@ def test_companions_are_found_by_name_only(home: Path, model: Path) -> None:
         shutil.copy(model, file)
         assert own_draft("qwen-coder") == draft
         found = resolve("qwen-coder", models=ModelOptions())  # its default drafts with a head
-        assert found.draft is None and found.head == companion("qwen-coder", "lyanna")
-    assert resolve("qwen-coder", method="sd", models=ModelOptions()).draft == "qwen-coder-draft"
+        assert found.draft is None and found.head is not None
+        assert found.head.path == companion("qwen-coder", "lyanna")
+    found = resolve("qwen-coder", method="sd", models=ModelOptions())
+    assert found.draft is not None and found.draft.known == "qwen-coder-draft"
 
 
 def test_load_takes_what_comes_along(

@@ -81,7 +81,7 @@ def test_bad_forms_are_refused_before_the_model_is_loaded(monkeypatch: pytest.Mo
         ({"regex": "("}, r"^cannot use response_format.regex: .*unclosed group"),
         ({"json_schema": '{"type": "color"}'}, "^cannot use response_format.json_schema: "),
         ({"json_schema": '{"enum": []}'}, "^cannot use response_format.json_schema: "),
-        ({"regex": "a", "ignore_eos": True}, "ignore_eos cannot be given beside response_format"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos cannot be given with response_format"),
     ):
         refuses(message, generate, "x", **options)
 

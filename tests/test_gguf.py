@@ -25,8 +25,8 @@ from forerun.api.loading import load_model, translation_for
 from forerun.backends import prepare
 from forerun.backends.gguf.model import gguf_config, load_gguf
 from forerun.backends.gguf.tokenizer import gguf_tokenizer
-from forerun.backends.panels import Panels, Rows
-from forerun.backends.stored import FORMATS, StoredEmbedding, StoredLinear
+from forerun.backends.panels import PackedMatrix, RawMatrix
+from forerun.backends.stored import STORED_TYPES, StoredEmbedding, StoredLinear
 from forerun.cli.info import _shown, file_facts
 from forerun.zoo import gguf_file
 from forerun.zoo.gguf_file import find, open_gguf
@@ -54,7 +54,7 @@ def test_matrices_keep_their_values(tmp_path: Path, kind: str, tied: bool) -> No
     assert note is None and type(model) is LlamaForCausalLM
     for name, linear in linears(expected).items():
         module = model.get_submodule(name)
-        assert isinstance(module, StoredLinear) and isinstance(module.stored, Panels)
+        assert isinstance(module, StoredLinear) and isinstance(module.stored, PackedMatrix)
         assert module.stored.type == Type[kind]
         torch.testing.assert_close(
             module.stored.floats(), linear.weight.detach(), rtol=1e-6, atol=1e-7
@@ -95,7 +95,7 @@ def test_formats_that_the_library_does_not_know_are_stored_anew(tmp_path: Path) 
     assert note == "a.gguf: 9 IQ4_NL matrices stored anew in 8 bits"
     assert model.lm_head.stored.type == Type.Q8_0
     for name, linear in linears(load_gguf(path, "float32")[0]).items():
-        wanted = Rows.quantised(linear.weight, Type.Q8_0).floats()
+        wanted = RawMatrix.quantised(linear.weight, Type.Q8_0).floats()
         assert torch.equal(model.get_submodule(name).stored.floats(), wanted)
 
 
@@ -115,11 +115,11 @@ def test_weights_that_were_asked_for(
         kept or f"14 {file} matrices" in note or f"15 {file} matrices" in note
     )
     for name, linear in linears(ggufs.rounded(original, file, {"output.weight": "Q5_0"})).items():
-        own = FORMATS["int8" if kind == "int4" and name == "lm_head" else kind]
+        own = STORED_TYPES["int8" if kind == "int4" and name == "lm_head" else kind]
         wanted = (
             linear.weight.detach()
             if kept and name != "lm_head"
-            else Rows.quantised(linear.weight, own).floats()
+            else RawMatrix.quantised(linear.weight, own).floats()
         )
         torch.testing.assert_close(
             model.get_submodule(name).stored.floats(), wanted, rtol=1e-6, atol=1e-7

@@ -310,7 +310,7 @@ def test_states_do_not_depend_on_the_way_there() -> None:
         assert found.equal(fresh)
         assert found.isfinite().all() or not found[0, 300:].isfinite().any()
         seen.add(tuple(ids[0].tolist()))
-    assert len(seen) > grammar.KEPT and len(used._states) <= grammar.KEPT
+    assert len(seen) > grammar.MAX_STATES and len(used._states) <= grammar.MAX_STATES
 
 
 @pytest.mark.parametrize(("most", "reason"), [(1, "length"), (2, "stop"), (9, "stop")])
@@ -432,7 +432,7 @@ def test_deep_and_odd_values() -> None:
     while schema:
         schema = schema["items"]  # level by level: letting go of all at once is deep as well
     refuses(
-        "ignore_eos cannot be given beside response_format",
+        "ignore_eos cannot be given with response_format",
         SamplingParams,
         response_format=JSON,
         ignore_eos=True,

@@ -121,13 +121,13 @@ def drafter_of(kind: str, head: HiddenLM) -> HeadDrafter:
 def test_prompts_are_read_when_a_draft_is_first_asked_for(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step reads whole prompts until it has read PIECE tokens. Drafts are the same however many steps that takes,
+    """A step reads whole prompts until it has read ENOUGH_READ tokens. Drafts are the same however many steps that takes,
     and after a text has grown too."""
     target, head = toys(kind)
     texts = [range(2, 9), range(3, 10), range(5, 12)]
     tokens: list[list[list[int]]] = []
     for piece, drafted in ((100, [3, 3, 3]), (8, [3, 3, 0])):
-        monkeypatch.setattr(head_drafter, "PIECE", piece)
+        monkeypatch.setattr(head_drafter, "ENOUGH_READ", piece)
         drafter = drafter_of(kind, head.fresh())
         seqs = [sequence(text, id) for id, text in enumerate(texts)]
         for seq in seqs:

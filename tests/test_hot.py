@@ -27,7 +27,7 @@ from forerun.backends.hot import HotHead, hot_tokens, prepare_draft, save_hot
 from forerun.backends.stored import store
 from forerun.methods import method
 from forerun.model.causal_lm import CausalLM
-from forerun.zoo import FOLDER, HOT_FILE, hot_folder
+from forerun.zoo import HOT_FILE, WEIGHTS_FOLDER, hot_folder
 
 PROMPTS = [[1, 2, 3, 9, 2], [30, 31, 4], [7]]
 
@@ -196,7 +196,9 @@ def test_a_folder_that_names_its_hot_tokens(tmp_path: Path) -> None:
 def test_the_hot_tokens_of_a_fetched_draft_come_with_forerun() -> None:
     tokens = hot_tokens(Path(hot_folder("qwen-coder-draft")), None, 151_936)
     assert tokens is not None and len(tokens) == 16384
-    assert hot_folder("smollm2") == FOLDER / "smollm2" / "draft"  # in few bits, with its own list
+    assert (
+        hot_folder("smollm2") == WEIGHTS_FOLDER / "smollm2" / "draft"
+    )  # in few bits, with its own list
 
 
 @pytest.mark.parametrize("kind", [None, "int8", "bfloat16"])

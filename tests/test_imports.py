@@ -65,7 +65,7 @@ def test_settings_reach_what_runs_in_one_place() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["forerun", "forerun.methods", "forerun.sampling.params", "forerun.api.resolve"]
+    "module", ["forerun", "forerun.methods", "forerun.sampling.params", "forerun.api.choose"]
 )
 def test_quick_imports_need_no_torch(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"

@@ -332,7 +332,7 @@ def test_a_draft_keeps_no_text_that_is_not_a_number() -> None:
 @pytest.mark.parametrize("few", [False, True])
 def test_a_head_leaves_nothing(kind: str, few: bool) -> None:
     target = CausalLM(tiny("llama"))
-    head = HiddenLM(random_head(target, kind=kind), target, few=few)
+    head = HiddenLM(random_head(target, kind=kind), target, in_8_bits=few)
     features = torch.randn(40, head.width, generator=torch.Generator().manual_seed(0))
     spoilt = features.clone()
     spoilt[30] = torch.nan

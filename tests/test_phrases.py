@@ -117,7 +117,7 @@ def test_equality_on_real_models(architecture: str, way: str) -> None:
 def few(most: int) -> OuroborosDrafter:
     """One whose phrases pay for few greedy rows alone."""
     made = drafter(pacer=True)
-    made._phrases_pay = lambda rows, context: rows <= most  # type: ignore[method-assign]
+    made.chooser.tries_phrases = lambda situation: situation.rows <= most  # type: ignore[method-assign]
     return made
 
 

@@ -35,7 +35,7 @@ from forerun.drafters.plain import PlainDrafter
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import RowOutcome
 from forerun.heads.echo import SIZES, Echo
-from forerun.heads.pre_verifier import LEAST, USUAL, PreVerifier
+from forerun.heads.pre_verifier import MIN_PROBABILITY, USUAL_RUN, PreVerifier
 from forerun.heads.quick import Array, QuickPreVerifier
 from forerun.methods import Pacer
 from forerun.model.causal_lm import CausalLM
@@ -45,7 +45,7 @@ from forerun.sampling.sampler import Sampler
 from forerun.train.pre_verifier import auc, survival_loss
 from forerun.train.rollout import history, roll_out
 from forerun.train.texts import of_windows
-from forerun.zoo import FOLDER
+from forerun.zoo import WEIGHTS_FOLDER
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def varied(layer: PreVerifier) -> PreVerifier:
 def test_block_by_block_is_the_same_as_at_once(stored: bool) -> None:
     """NumPy's steps, with rows that change their places, against torch's forward over whole drafts."""
     layer = (
-        PreVerifier.from_pretrained(FOLDER / "pre-verifier").eval()
+        PreVerifier.from_pretrained(WEIGHTS_FOLDER / "pre-verifier").eval()
         if stored
         else varied(random_layer(depth=7))
     )
@@ -251,13 +251,20 @@ def test_the_layer_is_given_what_it_is_to_see() -> None:
         CausalLM(target), ChainDrafter(CausalLM(draft), policy), [Request([5, 6, 7, 5, 6], 90)]
     )
     text = [5, 6, 7, 5, 6, *tokens_of(steps)]
-    runs, end, ends, seen = [0.0, USUAL, USUAL], 5, set(), 0
+    runs, end, ends, seen = [0.0, USUAL_RUN, USUAL_RUN], 5, set(), 0
     for length, tokens, output, accepted, rejected in policy.drafts:
         if end + 9 >= len(text):  # the sequence's end cuts drafts
             break
         logits = logits_of(draft, text[:end] + tokens)
         ids = torch.tensor(tokens)
-        log_q = logits[end - 1 : -1].softmax(-1).gather(-1, ids[:, None]).clamp(min=LEAST).log().T
+        log_q = (
+            logits[end - 1 : -1]
+            .softmax(-1)
+            .gather(-1, ids[:, None])
+            .clamp(min=MIN_PROBABILITY)
+            .log()
+            .T
+        )
         with torch.no_grad():
             echoes = torch.tensor([echoes_of(text[:end], tokens)])
             expected, survival = layer(torch.tensor([runs]), log_q, echoes)

@@ -19,9 +19,9 @@ from forerun import load
 from forerun.api.loading import load_model
 from forerun.backends import prepare, warn_without_kernels
 from forerun.backends.facts import facts_of
-from forerun.backends.panels import Dense, Rows, quantise
+from forerun.backends.panels import Dense, RawMatrix, quantise
 from forerun.backends.quantised import QuantisedForward, lay_out
-from forerun.backends.stored import FORMATS, StoredEmbedding, is_stored, store
+from forerun.backends.stored import STORED_TYPES, StoredEmbedding, is_stored, store
 from forerun.csrc.library import library
 from forerun.engine.draft import Draft
 from forerun.model.batch import Inputs
@@ -49,9 +49,11 @@ def test_quantising_loses_half_a_step_at_most(kind: str, steps: int) -> None:
     weight = torch.randn(50, 64)
     blocks = weight.unflatten(1, (-1, 32))
     size = blocks.amax(-1) - blocks.amin(-1) if kind == "int4" else 2 * blocks.abs().amax(-1)
-    apart = (quantise(weight, FORMATS[kind]).floats() - weight).abs().unflatten(1, (-1, 32))
+    apart = (quantise(weight, STORED_TYPES[kind]).floats() - weight).abs().unflatten(1, (-1, 32))
     assert (apart <= size[..., None] / steps * 0.51 + 1e-3 * blocks.abs()).all()
-    assert torch.equal(quantise(torch.zeros(3, 32), FORMATS[kind]).floats(), torch.zeros(3, 32))
+    assert torch.equal(
+        quantise(torch.zeros(3, 32), STORED_TYPES[kind]).floats(), torch.zeros(3, 32)
+    )
 
 
 SHAPES = [
@@ -108,7 +110,7 @@ def test_without_the_library_torch_has_the_same_weights(
     plain = prepare(model)
     assert "weights in few bits run on torch's kernels: FORERUN_KERNELS is none" in caplog.text
     assert isinstance(plain.backend, EagerForward) and plain.exact == "rounding"
-    assert facts_of(plain)["kernel"] == f"{FORMATS[kind].name} products in torch"
+    assert facts_of(plain)["kernel"] == f"{STORED_TYPES[kind].name} products in torch"
     monkeypatch.delenv("FORERUN_KERNELS")
     quick = prepare(store(tiny("qwen2"), kind))
     logits = []
@@ -239,9 +241,9 @@ def test_drafts_are_in_8_bits_where_they_can_be(tmp_path: Path) -> None:
 
 def test_embeddings() -> None:
     weight, ids = torch.randn(50, 64), torch.tensor([[3, 7], [49, 0]])
-    rows = Rows.quantised(weight, Type.BF16)
+    rows = RawMatrix.quantised(weight, Type.BF16)
     assert torch.equal(StoredEmbedding(rows, torch.float32)(ids), weight.bfloat16().float()[ids])
-    blocks = Rows.quantised(weight, Type.Q8_0)
+    blocks = RawMatrix.quantised(weight, Type.Q8_0)
     assert torch.equal(
         StoredEmbedding(blocks, torch.bfloat16)(ids), blocks.floats()[ids].bfloat16()
     )
@@ -253,7 +255,7 @@ def test_every_method_says_what_plain_decoding_says(kind: str) -> None:
     for method in METHODS:
         decoder = load("embedded", draft="embedded", method=method, weights=kind, guard=False)
         assert decoder.info()["target"]["exact"] == "bitwise"
-        assert decoder.info()["target"]["weights"] == FORMATS[kind].name
+        assert decoder.info()["target"]["weights"] == STORED_TYPES[kind].name
         done = decoder.generate(
             ["def first(items):\n", "import os\n\n\ndef walk(path"], max_new_tokens=40
         )

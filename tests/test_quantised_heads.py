@@ -39,7 +39,7 @@ IN_C = pytest.mark.parametrize("in_c", [False, True], ids=["float32", "8 bits in
 
 
 def head_of(target: CausalLM, in_c: bool = True, **settings: Any) -> HiddenLM:
-    found = HiddenLM(random_head(target, **OF_C | settings), target, few=in_c)
+    found = HiddenLM(random_head(target, **OF_C | settings), target, in_8_bits=in_c)
     assert (found.quantised is not None) == in_c
     return found
 
@@ -307,7 +307,7 @@ def test_a_draft_has_the_bits_of_its_steps(kind: str, form: str, hot: int, width
 
 def test_without_c_heads_run_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     target = CausalLM(tiny("llama"))
-    assert HiddenLM(random_head(target, **OF_C), target, few=False).quantised is None
+    assert HiddenLM(random_head(target, **OF_C), target, in_8_bits=False).quantised is None
     few, whole = (
         HiddenLM(random_head(target), target, few) for few in (True, False)
     )  # heads of 8 numbers

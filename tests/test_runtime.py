@@ -85,7 +85,7 @@ def test_what_c_does_not_have_is_left_to_transformers(
     assert quantised_forward(normed) is None
     assert quantised_forward(tiny("gpt2")) is None
     assert quantised_forward(LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16()) is None
-    monkeypatch.setattr(quantised, "LARGEST", 100)
+    monkeypatch.setattr(quantised, "MAX_COPIED_PARAMETERS", 100)
     assert quantised_forward(plain) is None
     monkeypatch.undo()
     monkeypatch.setenv("FORERUN_KERNELS", "none")

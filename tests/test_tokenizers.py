@@ -451,7 +451,7 @@ def test_a_draft_with_another_tokenizer_is_loaded_and_its_way_is_said(
 def test_errors_name_both(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = {"target": folders / "target", "draft": folders / "pieces"}
     monkeypatch.setattr(
-        "forerun.api.load.load_model", lambda *_, **__: pytest.fail("weights loaded")
+        "forerun.api.load.load_source", lambda *_, **__: pytest.fail("weights loaded")
     )
     strict = {
         name for name in METHODS if method(name).needs_draft and not method(name).any_tokenizer

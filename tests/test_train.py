@@ -33,6 +33,7 @@ from forerun.train.draft import DraftRecipe, distillation_loss, train_draft
 from forerun.train.head import HeadRecipe, train_head
 from forerun.train.labels import TOP, cross_entropy, in_parts, label, top_probs
 from forerun.train.loop import TrainConfig, train
+from forerun.train.run import OwnOutput
 from forerun.train.texts import Texts, joined, of_windows, read_texts, split_windows, tokenize
 
 
@@ -137,7 +138,8 @@ def test_own_output_is_the_targets_and_is_not_made_twice(tmp_path: Path) -> None
     run = make_run(str(tmp_path / "target"), tmp_path)
 
     def make(sequences: int) -> np.ndarray:
-        return np.concatenate(run.own_output(CausalLM(model), stream, sequences=sequences, **given))
+        output = OwnOutput(sequences, **given)
+        return np.concatenate(run.own_output(CausalLM(model), stream, output))
 
     windows = make(8)
     assert windows.shape == (8, 24)

@@ -135,7 +135,9 @@ def test_rows_of_a_batch_are_explained_without_their_keys(folder: Path, tmp_path
 
 
 def test_files_are_few(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, most in {"FILES": 1, "TOKENS": 4, "STEPS": 2, "ALONE": 3, "TOGETHER": 2}.items():
+    limits = {"MAX_FILES": 1, "MAX_TOKENS": 4, "MAX_STEPS": 2}
+    limits |= {"ONE_BY_ONE_TOKENS": 3, "BLOCK_TOKENS": 2}
+    for name, most in limits.items():
         monkeypatch.setattr(unequal, name, most)
     methods = {"ar": AR(), "suffix": fake("suffix", say_wrong), "other": fake("ar", say_wrong)}
     every = methods | {"late": fake("ar", say_wrong, PROMPTS[1])}

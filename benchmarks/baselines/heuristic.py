@@ -30,7 +30,7 @@ class HeuristicSchedule(LengthPolicy):
 
     Transformers' "heuristic" differs in that lengths outlive a call; both start at 20. Ours: a draft without tokens
     changes nothing. Transformers also stops at improbable tokens (assistant_confidence_threshold), which is a rule of
-    its own here: `forerun.methods.confidence`.
+    its own here: `forerun.methods.Confidence`.
     """
 
     def __init__(self, gamma: int) -> None:

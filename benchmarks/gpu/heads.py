@@ -33,7 +33,7 @@ from benchmarks.gpu.target import LOGITS, PART, Target, product
 from forerun.api.loading import load_tokenizer
 from forerun.backends.hot import hot_tokens
 from forerun.bench.datasets import read_prompts
-from forerun.heads.heads import KINDS, HeadLayer, HiddenConfig, HiddenDrafter
+from forerun.heads.heads import HEAD_KINDS, HeadLayer, HiddenConfig, HiddenDrafter
 from forerun.train.loop import claim, load_checkpoint, save_checkpoint
 from forerun.train.texts import Conversation, read_chats
 from forerun.zoo import MODELS, QWEN_CODER, SMOLLM2, hot_folder, require
@@ -560,7 +560,11 @@ def main() -> None:
     )
     parser.add_argument("--short-steps", type=int, default=150, help="of each short run")
     parser.add_argument(
-        "--heads", nargs="*", choices=KINDS, default=KINDS, help="that are trained in full"
+        "--heads",
+        nargs="*",
+        choices=HEAD_KINDS,
+        default=HEAD_KINDS,
+        help="that are trained in full",
     )
     parser.add_argument(
         "--until", type=float, default=1e9, help="seconds after which no short run begins"

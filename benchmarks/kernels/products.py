@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGUFReader
 
-from forerun.csrc.build import VARIANTS, build
+from forerun.csrc.build import VARIANT_FLAGS, build
 
 FORMATS = [
     "Q4_K",
@@ -123,7 +123,7 @@ def main() -> None:
     for name in (
         args.variants.split(",")
         if args.variants
-        else dict.fromkeys(v for table in VARIANTS.values() for v in table)
+        else dict.fromkeys(v for table in VARIANT_FLAGS.values() for v in table)
     ):
         if library.fr_select(name.encode()) < 0:
             continue

@@ -15,12 +15,12 @@ from benchmarks.embedded.quantise import save_quantised
 from forerun.api.layers import load_head
 from forerun.api.loading import load_model
 from forerun.model.causal_lm import CausalLM
-from forerun.zoo import EMBEDDED, FOLDER
+from forerun.zoo import EMBEDDED, WEIGHTS_FOLDER
 
 
 def main(source: Path) -> None:
     head = load_head(source, CausalLM(load_model(EMBEDDED, "target")))
-    folder = FOLDER / head.config.kind
+    folder = WEIGHTS_FOLDER / head.config.kind
     save_quantised(head, folder, {})
     shutil.copy(source / "README.md", folder)
     print(f"{folder}: {sum(path.stat().st_size for path in folder.iterdir()):,} bytes")

@@ -14,10 +14,10 @@ from forerun.methods import AR
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler
 from forerun.train.corpus import held_out_prompts
-from forerun.train.pre_verifier import TEMPERATURE, TOP_P, measure
+from forerun.train.pre_verifier import TEMPERATURE, WINDOW_TOP_P, measure
 from forerun.train.rollout import FIELDS, Drafts, roll_out
 from forerun.train.texts import of_windows
-from forerun.zoo import EMBEDDED, FOLDER
+from forerun.zoo import EMBEDDED, WEIGHTS_FOLDER
 
 NEW = 128
 
@@ -32,14 +32,14 @@ def drafts_of(
 
 def main() -> None:
     target, draft = (CausalLM(load_model(EMBEDDED, part)) for part in ("target", "draft"))
-    layer: PreVerifier = load_pre_verifier(FOLDER / "pre-verifier", target, draft)
+    layer: PreVerifier = load_pre_verifier(WEIGHTS_FOLDER / "pre-verifier", target, draft)
     prompts = held_out_prompts(load_tokenizer(EMBEDDED), "test", 40, 128)
-    config = GenerationConfig(do_sample=True, temperature=TEMPERATURE, top_p=TOP_P, top_k=0)
+    config = GenerationConfig(do_sample=True, temperature=TEMPERATURE, top_p=WINDOW_TOP_P, top_k=0)
     sampler = Sampler(False, target.processors(config, 128))
     decoder = Decoder(target.model, method=AR())
     for name, depth, options in (
         ("greedy", 20, {}),
-        ("sampling", 10, {"temperature": TEMPERATURE, "top_p": TOP_P, "seed": 0}),
+        ("sampling", 10, {"temperature": TEMPERATURE, "top_p": WINDOW_TOP_P, "seed": 0}),
     ):
         done = decoder.generate(prompts, max_new_tokens=NEW, ignore_eos=True, **options)
         windows = torch.tensor(

@@ -20,7 +20,7 @@ import torch
 from forerun.api.loading import load_tokenizer
 from forerun.backends.hot import save_hot
 from forerun.train.corpus import source_files
-from forerun.zoo import FOLDER, HOT_FILE, QWEN_CODER
+from forerun.zoo import HOT_FILE, QWEN_CODER, WEIGHTS_FOLDER
 
 SHARE = 0.3
 
@@ -51,7 +51,7 @@ def main() -> None:
             scores[token] += weight * count / counts.total()
     order = [*scores, *(token for token in range(given.size) if token not in scores)]
     hot = sorted(order, key=lambda token: (-scores[token], token))[: given.size]
-    folder = FOLDER / f"{QWEN_CODER}-draft"
+    folder = WEIGHTS_FOLDER / f"{QWEN_CODER}-draft"
     folder.mkdir(exist_ok=True)
     save_hot(folder, torch.tensor(hot))
     for name in ("validation", "test"):

@@ -1,4 +1,7 @@
-"""What a decoder needs before its first step: costs of forwards, and what drafts, for greedy and sampled sequences."""
+"""What a decoder needs before its first step: the costs of forwards, and what drafts.
+
+Greedy and sampled sequences may have different drafters.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +31,17 @@ if TYPE_CHECKING:
 
 
 def measured(methods: list[Method], parts: Parts) -> Costs | None:
-    """Return the costs that are known, with those that methods need."""
-    needing, target = [each for each in methods if each.needs_costs], parts.target
-    head = parts.head if any(each.head is not None for each in needing) else None
+    """Return the costs that are known, completed by those that methods need."""
+    needing = [method for method in methods if method.needs_costs]
     if not needing:
         return parts.costs
+    needs_head = any(method.head is not None for method in needing)
+    head = parts.head if needs_head else None
     if parts.costs is not None:
-        return (
-            parts.costs
-            if head is None or parts.costs.head
-            else replace(parts.costs, head=head_costs(head))
-        )
+        if head is None or parts.costs.head:
+            return parts.costs
+        return replace(parts.costs, head=head_costs(head))
+    target = parts.target
     models: dict[str, Any] = {"layer": parts.pre_verifier, "head": head}
     file = file_of(target, parts.draft, **models)
     return kept(file, lambda: measure_costs(target, parts.draft, **models))
@@ -50,14 +53,15 @@ def build_engine(
     options: EngineOptions,
     trackers: dict[tuple[Method, bool], Guard],
 ) -> Engine:
-    """Return an engine whose sequences are drafted for by one method, or by one if greedy and one if sampled.
+    """Return an engine with the drafter of one method, or of two: for greedy and for sampling.
 
     `trackers` keep the speeds of each method, for greedy decoding (True) and for sampling.
     """
     folder = folder_of(options)
     (target,) = fresh(parts.target, 1, options, folder)
     drafts = fresh(parts.draft, len(methods), options, folder) if parts.draft is not None else []
-    clock, is_guarded = parts.target.clock, options.guard is not False
+    clock = parts.target.clock
+    is_guarded = options.guard is not False
     drafters = []
     for number, method in enumerate(methods):
         draft = drafts[number] if drafts else None
@@ -65,7 +69,7 @@ def build_engine(
         drafters.append(method.build(replace(parts, draft=draft, guarded=guarded)))
     drafter = drafters[0] if len(drafters) == 1 else Split(*drafters)
     if is_guarded and not all(isinstance(method, AR) for method in methods):
-        # Sampling costs and accepts otherwise than greedy decoding.
+        # Two guards, because sampling differs from greedy decoding in costs and acceptance.
         keys = (methods[0], True), (methods[-1], False)
         drafter = GuardedDrafter(drafter, *(trackers.setdefault(key, Guard(clock)) for key in keys))
     return Engine(
@@ -78,8 +82,10 @@ def build_engine(
 
 
 def folder_of(options: EngineOptions) -> PromptFolder | None:
-    """Return the prompt folder that options name. Raises ValueError for one that is not the user's
-    alone to write."""
+    """Return the prompt folder that options name, or None.
+
+    Raises ValueError for a folder that others may write to.
+    """
     if options.prompt_cache is None:
         return None
     from forerun.model.prompt_folder import PromptFolder  # late, because Windows lacks its locks
@@ -90,18 +96,19 @@ def folder_of(options: EngineOptions) -> PromptFolder | None:
 def fresh(
     model: CausalLM, count: int, options: EngineOptions, folder: PromptFolder | None
 ) -> list[CausalLM]:
-    """Return a model so many times, each with caches of its own, which keep texts in a folder."""
-    made = [model.fresh(options.prefix_bytes) for _ in range(count)]
+    """Return `count` copies of a model, each with its own caches, which keep texts in a folder."""
+    copies = [model.fresh(options.prefix_bytes) for _ in range(count)]
     if folder is None:
-        return made
+        return copies
     digest = identity(model)
     if digest is None:
-        name, reason = type(model.model).__name__, "its layers are adapted, hooked or custom code"
+        name = type(model.model).__name__
+        reason = "its layers are adapted, hooked or custom code"
         folder.say(f"no text of {name} is kept in {folder.path}: {reason}")
-        return made
-    for each in made:
+        return copies
+    for each in copies:
         each.keep_in(folder, digest)
-    return made
+    return copies
 
 
 @dataclass(frozen=True)
@@ -121,27 +128,33 @@ class Split(PlannedDrafter):
         self.spread = max(greedy.spread, sampled.spread)
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+        """Let the drafter of the sequence's mode read the prompt."""
         drafter = self.drafters[seq.greedy]
         return drafter.admit(seq, hidden if drafter.wants_hidden else None, chunk)
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
+        """Return the drafts of both drafters as one proposal."""
         drafts: dict[int, Draft] = {}
         proposals: dict[bool, Proposal] = {}
         for greedy, drafter in self.drafters.items():
             asking = [seq for seq in seqs if seq.greedy == greedy]
             if asking:
-                proposal = proposals[greedy] = drafter.propose(asking)
+                proposal = drafter.propose(asking)
+                proposals[greedy] = proposal
                 drafts |= zip([seq.id for seq in asking], proposal.drafts, strict=True)
         memo = SplitMemo({greedy: proposal.memo for greedy, proposal in proposals.items()})
         return Proposal.together([drafts[seq.id] for seq in seqs], [*proposals.values()], memo)
 
     def observe(self, outcomes: abc.Sequence[RowOutcome], memo: SplitMemo | None) -> None:
+        """Tell each drafter the outcomes of its own rows."""
         for greedy, drafter in self.drafters.items():
             rows = [outcome for outcome in outcomes if outcome.sequence.greedy == greedy]
             if not drafter.wants_hidden:
                 rows = [replace(outcome, hidden=None) for outcome in rows]
             if rows:
-                drafter.observe(rows, memo.inner.get(greedy) if memo is not None else None)
+                inner = memo.inner.get(greedy) if memo is not None else None
+                drafter.observe(rows, inner)
 
     def drop(self, seq: Sequence) -> None:
+        """Let the drafter of the sequence's mode forget it."""
         self.drafters[seq.greedy].drop(seq)

@@ -20,13 +20,14 @@ class Completion:
     """What was generated for one prompt.
 
     Attributes:
-        text: the output alone, cut before a stop string and without tool calls; empty without a tokenizer.
-        tokens: output token ids, the end token included.
+        text: the output without the prompt, cut before a stop string and without tool calls; empty
+            without a tokenizer.
+        tokens: the token ids of the output, including the end token.
         origins: where each token came from: draft, lookup, correction or bonus.
         finish_reason: "stop" (end token, stop string or criterion) or "length".
         stats: tau, alpha, tokens/s and their counts. Its seconds are those of the whole call.
         steps: the record of every target forward.
-        tool_calls: the calls of an answer to a chat with tools.
+        tool_calls: the calls in an answer to a chat with tools.
     """
 
     text: str
@@ -43,12 +44,12 @@ class Chunk:
     """A piece of a stream.
 
     Attributes:
-        index: which prompt it belongs to.
-        text: new text; empty while a stop string may be in the making.
-        pieces: the same text as (text, origin of its token).
+        index: the number of the prompt that it belongs to.
+        text: the new text; empty while a stop string may have begun.
+        pieces: the same text as pairs (text, origin of its token).
         step: the target forward that gave it, with the tokens committed.
-        finish_reason: set on the last chunk of a prompt.
-        tool_calls: those of the whole answer, on its last chunk. The text has them as well.
+        finish_reason: None except on the last chunk of a prompt.
+        tool_calls: those of the whole answer, on its last chunk. The text contains them as well.
     """
 
     index: int
@@ -61,53 +62,74 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Call:
-    """The requests of one call, and what turns their tokens into text, and that into tool calls if there are tools."""
+    """The requests of one call, and what turns their tokens into text and tool calls.
+
+    Attributes:
+        requests: the requests.
+        texts: what turns the tokens of each request into text; None without a tokenizer.
+        is_single: whether the caller gave one prompt and not a list.
+        started_at: the time when the call began, by `perf_counter`.
+        readers: what finds tool calls in the text of each request; empty without tools.
+    """
 
     requests: list[Request]
     texts: list[TextStream | None]
     is_single: bool
-    begun: float
+    started_at: float
     readers: list[ToolStream] = field(default_factory=list)
 
     def complete(self, session: Session) -> Any:
         """Return a completion, or a list of them for several requests, when all have ended."""
-        steps, found = session.add(self.requests).collect(), []
-        seconds = perf_counter() - self.begun
-        for at, (text, taken) in enumerate(zip(self.texts, steps, strict=True)):
-            tokens = [token for step in taken for token in step.tokens]
-            origins = [origin for step in taken for origin in step.origins]
-            if text is not None:
-                text.push(tokens, origins, finished=True)
-            reason = taken[-1].finish_reason
-            assert reason is not None
-            said = text.text if text is not None else ""
-            calls: list[ToolCall] = []
-            if self.readers:
-                self.readers[at].push(said, finished=True)
-                said, calls = self.readers[at].text, self.readers[at].calls
-            found.append(
-                Completion(said, tokens, origins, reason, summarise(taken, seconds), taken, calls)
-            )
-        return found[0] if self.is_single else found
+        steps = session.add(self.requests).collect()
+        seconds = perf_counter() - self.started_at
+        completions = [self._completion(index, taken, seconds) for index, taken in enumerate(steps)]
+        return completions[0] if self.is_single else completions
+
+    def _completion(self, index: int, steps: list[Step], seconds: float) -> Completion:
+        """Return the completion of a request from all its steps."""
+        tokens = [token for step in steps for token in step.tokens]
+        origins = [origin for step in steps for origin in step.origins]
+        reason = steps[-1].finish_reason
+        assert reason is not None
+        said = ""
+        text = self.texts[index]
+        if text is not None:
+            text.push(tokens, origins, finished=True)
+            said = text.text
+        calls: list[ToolCall] = []
+        if self.readers:
+            reader = self.readers[index]
+            reader.push(said, finished=True)
+            said = reader.text
+            calls = reader.calls
+        return Completion(said, tokens, origins, reason, summarise(steps, seconds), steps, calls)
 
     def stream(self, session: Session) -> Iterator[Chunk]:
-        """Queue the requests, and return an iterator over a chunk for each step. Letting go of it aborts them."""
+        """Queue the requests, and return an iterator over their chunks, one for each step.
+
+        Dropping the iterator aborts them.
+        """
         return self._chunks(session.add(self.requests))
 
     def _chunks(self, run: Run) -> Iterator[Chunk]:
         try:
             for batch in run:
                 for index, step in batch:
-                    text, reason = self.texts[index], step.finish_reason
-                    pieces = (
-                        text.push(step.tokens, step.origins, reason is not None)
-                        if text is not None
-                        else []
-                    )
-                    said, calls = "".join(piece for piece, _ in pieces), []
-                    if self.readers:
-                        self.readers[index].push(said, reason is not None)
-                        calls = self.readers[index].calls if reason is not None else []
-                    yield Chunk(index, said, pieces, step, reason, calls)
+                    yield self._chunk(index, step)
         finally:
             run.close()
+
+    def _chunk(self, index: int, step: Step) -> Chunk:
+        """Return the chunk of a request's step."""
+        is_last = step.finish_reason is not None
+        text = self.texts[index]
+        pieces: list[tuple[str, str]] = []
+        if text is not None:
+            pieces = text.push(step.tokens, step.origins, is_last)
+        said = "".join(piece for piece, _ in pieces)
+        calls: list[ToolCall] = []
+        if self.readers:
+            reader = self.readers[index]
+            reader.push(said, is_last)
+            calls = reader.calls if is_last else []
+        return Chunk(index, said, pieces, step, step.finish_reason, calls)

@@ -17,12 +17,12 @@ from transformers import (
 )
 
 from forerun.api.build import build_engine, measured
+from forerun.api.choose import resolve
 from forerun.api.completion import Call, Chunk
 from forerun.api.layers import layers_for
 from forerun.api.loading import check_vocabularies
 from forerun.api.options import EngineOptions
 from forerun.api.requests import Prompt, encode, merged, requests
-from forerun.api.resolve import resolve
 from forerun.backends import has_foreign_layers, prepare
 from forerun.backends.facts import facts_of
 from forerun.backends.heads import HiddenLM
@@ -44,6 +44,7 @@ from forerun.text.chat import chat_prompt, turn_ends
 from forerun.text.stop_strings import TextStream
 from forerun.text.tools import NO_TOOLS, Tools, checked_choice, checked_tools, tools_for
 from forerun.text.vocabularies import Translation
+from forerun.zoo import ModelSource
 
 Pools = dict[tuple[int, int], Pool]
 
@@ -53,8 +54,9 @@ class _State:
     """What a decoder makes when it is first needed.
 
     Attributes:
-        costs: measured when a method first needs them.
-        session: the one in use.
+        costs: what forwards cost, measured when a method first needs it.
+        session: the session in use, or None.
+        lock: held while either is made.
     """
 
     costs: Costs | None
@@ -66,8 +68,9 @@ class _State:
 class Decoder:
     """A target, perhaps a draft, and a method. It does not change: `replace` returns another one.
 
-    All calls, from one thread or from many, share one engine: their sequences stand in one batch, and each gets what it
-    would get alone. An exception in a call's processor or criterion ends that call only.
+    All calls, from one thread or from many, share one engine. Their sequences are decoded in one
+    batch, and each gets the output that it would get alone. An exception in a call's processor or
+    criterion ends that call only.
     """
 
     target: CausalLM
@@ -84,7 +87,7 @@ class Decoder:
     _state: _State
     _is_adapted: bool
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - users give these by name, and each is documented here
         self,
         target: PreTrainedModel | CausalLM,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -92,68 +95,78 @@ class Decoder:
         method: Method | None = None,
         guard: bool | None = None,
         sampling_method: Method | None = None,
-        pre_verifier: str | Path | PreVerifier | None = None,
-        head: str | Path | HiddenDrafter | HiddenLM | None = None,
+        pre_verifier: str | Path | PreVerifier | ModelSource | None = None,
+        head: str | Path | HiddenDrafter | HiddenLM | ModelSource | None = None,
         *,
         costs: Costs | None = None,
         translation: Translation | None = None,
         **options: Any,
     ) -> None:
-        """Models get the fastest forward there is for them (`forerun.backends.prepare`), which keeps copies of weights:
-        make a new Decoder when a model has changed, in weights, modules or hooks. Adapters that were there may be
-        switched and merged between calls: where layers are of other packages than torch and transformers, keys and
-        values of ended calls are not used again. A CausalLM is taken as it is, as is a HiddenLM; `CausalLM(model)` runs
+        """Prepare models for decoding.
+
+        They get the fastest forward there is for them (`forerun.backends.prepare`), which keeps
+        copies of weights: make a new Decoder when a model's weights, modules or hooks have changed.
+        Adapters that were there from the start may be switched and merged between calls: if a model
+        has layers of packages other than torch and transformers, keys and values of ended calls are
+        not reused. A CausalLM and a HiddenLM are taken as they are; `CausalLM(model)` runs
         transformers' own forward.
 
         Args:
-            sampling_method: takes the place of `method` where tokens are sampled.
-            costs: of forwards; measured when a method first needs them, if they are not given.
-            translation: how a draft with another tokenizer drafts (`forerun.api.loading.translation_for`).
-            guard, **options: see `forerun.EngineOptions`.
+            target: the model whose output is decoded.
+            tokenizer: the target's; needed for text.
+            draft: a smaller model that proposes tokens.
+            method: default: see `forerun.api.choose.resolve`.
+            guard: see `forerun.EngineOptions`.
+            sampling_method: the method for tokens that are sampled, instead of `method`.
+            pre_verifier: the trained layer of "pacer", a folder or the layer.
+            head: what "lyanna" and methods like it draft with, a folder or the head.
+            costs: what forwards cost. If it is not given, it is measured when a method first needs
+                it.
+            translation: how a draft with another tokenizer drafts
+                (`forerun.api.loading.translation_for`).
+            **options: fields of `forerun.EngineOptions`.
 
         Raises:
-            ValueError: models that cannot run drafts, and pairs that do not fit together; a `prompt_cache` that is not
-                the user's alone to write.
+            ValueError: models that cannot run drafts, pairs that do not fit together, and a
+                `prompt_cache` that others may write to.
         """
-        lm = target if isinstance(target, CausalLM) else prepare(target)
+        target_lm = target if isinstance(target, CausalLM) else prepare(target)
         draft_lm = prepare_draft(draft, None, None) if isinstance(draft, PreTrainedModel) else draft
-        if draft_lm is not None and draft_lm.device != lm.device:
+        if draft_lm is not None and draft_lm.device != target_lm.device:
             raise ValueError(
-                f"the draft is on {draft_lm.device} and the target on {lm.device}; put them on one"
+                f"the draft is on {draft_lm.device} and the target on {target_lm.device}; "
+                "put them on one"
             )
-        parts: dict[str, Any] = {"pre_verifier": pre_verifier, "head": head}
+        layer_source = _source(pre_verifier, "pre-verifier")
+        head_source = _source(head, "head")
+        parts: dict[str, Any] = {"pre_verifier": layer_source, "head": head_source}
         chosen = resolve(None, draft_lm, method, **parts).method
-        sampling = (
-            resolve(None, draft_lm, sampling_method, **parts).method
-            if sampling_method is not None
-            else None
-        )
-        both = [each for each in (chosen, sampling) if each is not None]
-        for each in both:
-            if each.needs_draft and translation is not None and not each.any_tokenizer:
-                raise ValueError(f"method {each.name!r} needs a draft with the target's tokenizer")
-        layer, hidden = layers_for(both, lm, draft_lm, pre_verifier, head)
+        methods = [chosen]
+        if sampling_method is not None:
+            methods.append(resolve(None, draft_lm, sampling_method, **parts).method)
+        if translation is not None:
+            _check_tokenizers(methods)
+        layer, hidden = layers_for(methods, target_lm, draft_lm, layer_source, head_source)
         if draft_lm is not None and translation is None:
-            check_vocabularies(lm.vocab_size, draft_lm.vocab_size, tokenizer)
-        engine = EngineOptions(guard=guard, **options)
-        if engine.prompt_cache is not None:
-            private_folder(
-                Path(engine.prompt_cache).expanduser()
-            )  # refused now, and not with the first request
-        vars(self).update(  # frozen from here on
-            target=lm,
+            check_vocabularies(target_lm.vocab_size, draft_lm.vocab_size, tokenizer)
+        engine_options = EngineOptions(guard=guard, **options)
+        if engine_options.prompt_cache is not None:
+            # It is refused now, and not with the first request.
+            private_folder(Path(engine_options.prompt_cache).expanduser())
+        vars(self).update(  # because the dataclass is frozen
+            target=target_lm,
             tokenizer=tokenizer,
             draft=draft_lm,
             method=chosen,
-            sampling_method=sampling,
+            sampling_method=methods[1] if sampling_method is not None else None,
             pre_verifier=layer,
             head=hidden,
-            options=engine,
+            options=engine_options,
             translation=translation,
-            pools={} if engine.share_outputs else None,
+            pools={} if engine_options.share_outputs else None,
             _trackers={},
             _state=_State(costs),
-            _is_adapted=has_foreign_layers(lm.model),
+            _is_adapted=has_foreign_layers(target_lm.model),
         )
 
     def __repr__(self) -> str:
@@ -161,44 +174,31 @@ class Decoder:
         for part, model in (("target", self.target), ("draft", self.draft)):
             if model is not None:
                 name = model.model.config.name_or_path or type(model.model).__name__
-                shown.append(
-                    f"{part} {'/'.join(Path(name).parts[-2:])} in {facts_of(model)['weights']}"
-                )
-        sampling = (
-            f" ({self.sampling_method.name} if sampled)" if self.sampling_method is not None else ""
-        )
+                short_name = "/".join(Path(name).parts[-2:])
+                shown.append(f"{part} {short_name} in {facts_of(model)['weights']}")
+        sampling = ""
+        if self.sampling_method is not None:
+            sampling = f" ({self.sampling_method.name} if sampled)"
         return f"Decoder({', '.join(shown)}, method {self.method.name}{sampling})"
 
     def replace(self, **changes: Any) -> Decoder:
         """Return a decoder of the same models with other arguments of the constructor.
 
-        It goes on with this one's phrases and outputs, and with its measured costs and speeds. Where the method
-        changes, it is that of sampling as well unless `sampling_method` is given.
+        It continues with this decoder's phrases and outputs, measured costs and speeds. If the
+        method changes, it is the method for sampling too unless `sampling_method` is given.
         """
-        names = (
-            "target",
-            "tokenizer",
-            "draft",
-            "method",
-            "sampling_method",
-            "pre_verifier",
-            "head",
-            "translation",
-        )
-        given = (
-            {name: getattr(self, name) for name in names}
-            | vars(self.options)
-            | {"costs": self.costs}
-        )
+        names = ["target", "tokenizer", "draft", "method", "sampling_method", "pre_verifier"]
+        names += ["head", "translation", "costs"]
+        arguments = {name: getattr(self, name) for name in names} | vars(self.options)
         if "method" in changes:
-            given["sampling_method"] = None
+            arguments["sampling_method"] = None
         if "head" in changes and changes["head"] is not self.head and self.costs is not None:
-            given["costs"] = replace(self.costs, head={})
-        made = Decoder(**given | changes)
-        if made.options.share_outputs and self.pools is not None:
-            vars(made)["pools"] = self.pools
-        vars(made)["_trackers"] = self._trackers
-        return made
+            arguments["costs"] = replace(self.costs, head={})
+        decoder = Decoder(**arguments | changes)
+        if decoder.options.share_outputs and self.pools is not None:
+            vars(decoder)["pools"] = self.pools
+        vars(decoder)["_trackers"] = self._trackers
+        return decoder
 
     # Decoding.
 
@@ -206,17 +206,19 @@ class Decoder:
         """Generate to the end; a Completion for one prompt, a list of them for several.
 
         Args:
-            prompts: text or token ids, one or many. Rows of a batch finish on their own.
-            params: greedy by default.
-            logits_processor: a LogitsProcessorList, called after the processors of `params`. They are called for
-                drafted tokens too, so they must depend on nothing but their arguments.
-            stopping_criteria: a StoppingCriteriaList, asked after every token of each row by itself, with the processed
-                scores [1, V] that gave the token.
-            progress: called while the target reads a prompt, with the tokens read and how many there are.
+            prompts: text or token ids, one prompt or many. Rows of a batch end independently.
+            params: how to generate; greedy by default.
+            logits_processor: a LogitsProcessorList, called after the processors of `params`. It is
+                called for drafted tokens too, so it must depend on nothing but its arguments.
+            stopping_criteria: a StoppingCriteriaList, called after every token for each row
+                separately, with the processed scores [1, V] that gave the token.
+            progress: called while the target reads a prompt, with the number of tokens read so far
+                and the number of all its tokens.
             **options: fields of SamplingParams, given singly.
 
         Raises:
-            ValueError: empty prompts, prompts that fill the context, settings that are unknown or out of range.
+            ValueError: empty prompts, prompts that fill the context, settings that are unknown or
+                out of range.
             Exception: what a processor or criterion raises.
         """
         return self._call(prompts, params, **options).complete(self.session)
@@ -227,39 +229,48 @@ class Decoder:
         params: SamplingParams | None = None,
         **options: Any,
     ) -> Iterator[Chunk]:
-        """Like `generate`, as chunks: one a target forward and prompt, as they come. Checks its arguments at once.
+        """Generate as `generate` does, and yield chunks as they come.
 
-        Letting go of the stream, or an exception in it, ends its sequences.
+        There is one chunk for each prompt and target forward. The arguments are checked at once.
+        Dropping the stream, or an exception in it, ends its sequences.
         """
         return self._call(prompts, params, **options).stream(self.session)
 
     def chat(self, messages: Any, params: SamplingParams | None = None, **options: Any) -> Any:
-        """Return the answer to a conversation, a Completion; for a list of conversations a list of them.
+        """Return the answer to a conversation, a Completion; a list of them for several.
 
-        It ends at the model's end tokens and at the one that the chat template writes after an answer.
+        An answer ends at the model's end tokens, and at the one that the chat template writes after
+        an answer.
 
         Args:
-            messages: a list of {"role", "content"}, or a list of such lists; see `forerun.text.chat.checked`.
+            messages: a list of {"role", "content"}, or a list of such lists; see
+                `forerun.text.chat.checked`.
+            params: as in `generate`.
             system: a system prompt, for conversations that do not begin with one.
             template_args: more names for the chat template, such as {"enable_thinking": False}.
-            tools, tool_choice: functions that the model may call, as OpenAI has them: see `forerun.text.tools`.
-            params, **options: as `generate` takes them, beside these.
+            tools: functions that the model may call, in OpenAI's form (`forerun.text.tools`).
+            tool_choice: which of them it must call, in OpenAI's form.
+            **options: other options of `generate`.
 
         Raises:
-            ValueError: what `forerun.text.chat.chat_prompt`, `forerun.text.tools.tools_for` and `generate` refuse.
+            ValueError: what `forerun.text.chat.chat_prompt`, `forerun.text.tools.tools_for` and
+                `generate` refuse.
         """
         return self._chat(messages, params, **options).complete(self.session)
 
     def stream_chat(
         self, messages: Any, params: SamplingParams | None = None, **options: Any
     ) -> Iterator[Chunk]:
-        """Like `chat`, as chunks, as `stream` gives them. Checks its arguments at once."""
+        """Answer as `chat` does, and yield chunks as `stream` does.
+
+        The arguments are checked at once.
+        """
         return self._chat(messages, params, **options).stream(self.session)
 
     def request(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> Request:
-        """Return a request for `session` or its engine, from what `generate` takes."""
+        """Return a request for `session` or its engine, from the arguments of `generate`."""
         return self._call(prompt, params, **options).requests[0]
 
     def _call(
@@ -274,9 +285,11 @@ class Decoder:
         progress: Callable[[int, int], None] | None = None,
         **options: Any,
     ) -> Call:
-        begun = perf_counter()
-        single, rows = encode(prompts, self.tokenizer, self.target.context, self.target.vocab_size)
-        params, tokenizer = merged(params, options), self.tokenizer
+        """Return the requests of a call, for an answer that also ends at `ends`."""
+        started_at = perf_counter()
+        tokenizer = self.tokenizer
+        single, rows = encode(prompts, tokenizer, self.target.context, self.target.vocab_size)
+        params = merged(params, options)
         if tools.form is not None and form_of(params.response_format) is not None:
             raise ValueError(
                 "response_format cannot be given beside tools, unless tool_choice is none"
@@ -285,14 +298,15 @@ class Decoder:
             params = replace(params, response_format=tools.grammar)
         asked = requests(rows, params, self.target, tokenizer, logits_processor, stopping_criteria)
         if not params.ignore_eos:
-            asked = [replace(each, eos=each.eos | ends) for each in asked]
+            asked = [replace(request, eos=request.eos | ends) for request in asked]
         if progress is not None:
-            asked = [replace(each, progress=progress) for each in asked]
-        texts = [
-            TextStream(tokenizer, row, params.stop, tools.shown) if tokenizer is not None else None
-            for row in rows
-        ]
-        return Call(asked, texts, single, begun, [each for _ in rows if (each := tools.stream())])
+            asked = [replace(request, progress=progress) for request in asked]
+        texts: list[TextStream | None] = [None for _ in rows]
+        if tokenizer is not None:
+            texts = [TextStream(tokenizer, row, params.stop, tools.shown) for row in rows]
+        streams = [tools.stream() for _ in rows]
+        readers = [stream for stream in streams if stream is not None]
+        return Call(asked, texts, single, started_at, readers)
 
     def _chat(
         self,
@@ -304,37 +318,37 @@ class Decoder:
         tool_choice: Any = None,
         **options: Any,
     ) -> Call:
+        """Return the requests of one conversation or of several."""
         checked = checked_tools(tools or [])
         use = tools_for(checked, checked_choice(tool_choice, checked), True, self.tokenizer)
-        single = not (
-            isinstance(messages, list | tuple)
-            and messages
-            and isinstance(messages[0], list | tuple)
-        )
-        many = [messages] if single else messages
+        first = messages[0] if isinstance(messages, list | tuple) and messages else None
+        is_single = not isinstance(first, list | tuple)
+        conversations = [messages] if is_single else messages
         rows = [
-            chat_prompt(self.tokenizer, each, system, use.given, **template_args or {})
-            for each in many
+            chat_prompt(self.tokenizer, conversation, system, use.given, **template_args or {})
+            for conversation in conversations
         ]
-        return replace(
-            self._call(rows, params, use, turn_ends(self.tokenizer), **options), is_single=single
-        )
+        call = self._call(rows, params, use, turn_ends(self.tokenizer), **options)
+        return replace(call, is_single=is_single)
 
     # The engine.
 
     def method_for(self, greedy: bool) -> Method:
-        """Return what decodes: greedy and sampled output may have methods of their own."""
+        """Return the method for greedy or for sampled output, which may differ."""
         return self.method if greedy or self.sampling_method is None else self.sampling_method
 
     @property
     def costs(self) -> Costs | None:
-        """What forwards cost, if a method has needed it or it was given."""
+        """What forwards cost, if it was given or a method has needed it."""
         return self._state.costs
 
     def info(self) -> dict[str, Any]:
-        """Return the method with its settings, and of each model what its weights are stored as, with bytes, the kernel
-        that multiplies with them, and `exact`: "bitwise" where a token's logits have the same bits whether it is
-        verified or decoded alone, "rounding" where they may differ by rounding."""
+        """Return the method with its settings, and facts of each model.
+
+        The facts of a model are the format of its weights, with bytes, the kernel that multiplies
+        with them, and `exact`: "bitwise" if a token's logits have the same bits whether it is
+        verified or decoded alone, "rounding" if they may differ by rounding.
+        """
         models = {"target": self.target, "draft": self.draft}
         return {
             "method": self.method.name,
@@ -344,12 +358,16 @@ class Decoder:
 
     @property
     def session(self) -> Session:
-        """The engine and its callers; another one after `close`, and for each call to a model with layers of other
-        packages. Calls that are under way go on with theirs."""
+        """The engine and its callers.
+
+        It is another one after `close`, and for each call to a model with layers of other packages.
+        Calls that are under way continue with theirs.
+        """
         state = self._state
         with state.lock:
-            # Adapters are switched without a trace, so what they left in a cache serves no later call. A draft's are
-            # not asked about: keys of another adapter cost accepted tokens, never a wrong one.
+            # Adapters are switched without a trace, so what they left in a cache must serve no
+            # later call. A draft's adapters do not matter, because keys of another adapter cost
+            # accepted tokens but never give a wrong one.
             if state.session is None or (self._is_adapted and state.session.was_used):
                 state.session = None  # first, so that its buffers are free
                 methods = [each for each in (self.method, self.sampling_method) if each is not None]
@@ -362,11 +380,25 @@ class Decoder:
 
     @property
     def engine(self) -> Engine:
-        """The engine that all calls share, for callers who add requests and take steps themselves: in one thread, and
-        with no call of `generate` or `stream` under way. Keys and values stay in it for later requests: take another
-        one, after `close`, when an adapter was switched."""
+        """The engine that all calls share, for callers who add requests and take steps themselves.
+
+        They do so in one thread, and with no call of `generate` or `stream` under way. Keys and
+        values stay in the engine for later requests, so take another engine, after `close`, when an
+        adapter was switched.
+        """
         return self.session.engine
 
     def close(self) -> None:
-        """Let go of the engine with its buffers; the next call makes a new one."""
+        """Drop the engine with its buffers; the next call makes a new one."""
         self._state.session = None
+
+
+def _source(given: Any, role: str) -> ModelSource | None:
+    return None if given is None else ModelSource.parse(given, role)
+
+
+def _check_tokenizers(methods: list[Method]) -> None:
+    """Raise ValueError for a method that cannot draft with another tokenizer than the target's."""
+    for method in methods:
+        if method.needs_draft and not method.any_tokenizer:
+            raise ValueError(f"method {method.name!r} needs a draft with the target's tokenizer")

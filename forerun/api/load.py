@@ -7,24 +7,24 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from forerun import zoo
+from forerun.api.choose import Choice, resolve
 from forerun.api.completion import Chunk, Completion
 from forerun.api.decoder import Decoder
-from forerun.api.loading import load_model, load_tokenizer, translation_for
+from forerun.api.loading import LoadSettings, load_source, load_tokenizer, translation_for
 from forerun.api.options import EngineOptions, ModelOptions, split_options
-from forerun.api.resolve import resolve
 from forerun.backends import prepare
 from forerun.backends.hot import prepare_draft
 from forerun.heads.heads import HiddenDrafter
 from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import Method
 from forerun.model.causal_lm import CausalLM
-from forerun.zoo import EMBEDDED
+from forerun.text.vocabularies import Translation
+from forerun.zoo import EMBEDDED, ModelSource
 
 __all__ = ["Chunk", "Completion", "Decoder", "EngineOptions", "ModelOptions", "load"]
 
 
-def load(
+def load(  # noqa: PLR0913 - users give these by name, and each is documented here
     target: str | Path | PreTrainedModel = EMBEDDED,
     draft: str | Path | PreTrainedModel | None = None,
     *,
@@ -39,65 +39,85 @@ def load(
     """Load a target, and a draft if there is one, for decoding by `method`.
 
     Args:
-        target: hub id, folder, GGUF file or model; "embedded" is the pair that comes with the package, "smollm2" the
-            chat model that `forerun fetch` gets.
-        draft: likewise; the draft that comes with forerun for a target of that name is the default.
-        method: a name from `forerun.methods.METHODS`, its dataclass with settings, or "package.module:Class" and an
-            instance of one's own (docs/methods.md). Default: see `forerun.api.resolve.resolve`.
-        tokenizer: the target's own by default; needed for text.
-        pre_verifier: the trained layer of "pacer", a folder or the layer. Default: that which comes with forerun.
-        head: what "lyanna" and methods like it draft with: a folder, an EAGLE-3 head's too, or the head. Default:
-            likewise.
-        models, engine: how models are loaded, and how they are run.
-        **options: fields of `models` and `engine`, given singly, such as weights="int8" or guard=False; and settings of
-            the method, such as gamma=6.
+        target: hub id, folder, GGUF file or model. "embedded" is the pair that ships with the
+            package; "smollm2" and "qwen-coder" are models that `forerun fetch` downloads.
+        draft: likewise. Default: the draft that belongs to a target of that name.
+        method: a name from `forerun.methods.METHODS`, its dataclass with settings, or
+            "package.module:Class" for a method of another package (docs/methods.md). Default: see
+            `forerun.api.choose.resolve`.
+        tokenizer: the target's by default; needed for text.
+        pre_verifier: the trained layer of "pacer", a folder or the layer. Default: the one that
+            ships with forerun.
+        head: what "lyanna" and methods like it draft with: a folder, which may hold an EAGLE-3
+            head, or the head. Default: the one that ships with forerun.
+        models: how models are loaded.
+        engine: how they are run.
+        **options: fields of `models` and `engine`, given singly, such as weights="int8" or
+            guard=False, and settings of the method, such as gamma=6.
 
     Raises:
-        ValueError: an unknown method or setting, a model that cannot be loaded or decoded; a draft with another
-            tokenizer that shares too few of the target's tokens, or for a method that cannot do with it. Tokenizers
-            are compared before weights are loaded. A draft folder without one is taken at its word; embeddings of
-            different sizes must then, as ever, differ by padding alone. A layer or head for other models.
+        ValueError: an unknown method or setting; a model that cannot be loaded or decoded; a layer
+            or head that was trained for other models; a draft whose tokenizer shares too few tokens
+            with the target's, or differs at all where the method requires the target's.
+            Tokenizers are compared before weights are loaded. A draft folder without a tokenizer is
+            assumed to have the target's; embeddings of different sizes must then differ by nothing
+            but padding.
     """
     models, engine, settings = split_options(options, models, engine)
-    found = resolve(
-        target, draft, method, settings, pre_verifier=pre_verifier, head=head, models=models
+    source = ModelSource.parse(target, "target")
+    choice = resolve(
+        source, draft, method, settings, pre_verifier=pre_verifier, head=head, models=models
     )
-    if tokenizer is None and isinstance(target, str | Path):
-        tokenizer = target
-    if isinstance(tokenizer, str | Path):
+    if tokenizer is None and source.kind != "object":
+        tokenizer = load_tokenizer(source, trust_remote_code=models.trust_remote_code)
+    elif isinstance(tokenizer, str | Path):
         tokenizer = load_tokenizer(tokenizer, trust_remote_code=models.trust_remote_code)
-    translation = None
-    if tokenizer is not None and isinstance(found.draft, str | Path):
-        both = [each for each in (found.method, found.sampling_method) if each is not None]
-        strict = next((f"method {each.name!r}" for each in both if not each.any_tokenizer), None)
-        translation = translation_for(
-            tokenizer, found.draft, strict, trust_remote_code=models.trust_remote_code
-        )
+    translation = _translation(tokenizer, choice, models.trust_remote_code)
     return Decoder(
-        ready(target, "target", models),
+        ready(source, "target", models),
         tokenizer,
-        ready(found.draft, "draft", models) if found.draft is not None else None,
-        found.method,
-        sampling_method=found.sampling_method,
-        pre_verifier=found.pre_verifier,
-        head=found.head,
-        costs=found.costs,
+        ready(choice.draft, "draft", models) if choice.draft is not None else None,
+        choice.method,
+        sampling_method=choice.sampling_method,
+        pre_verifier=choice.pre_verifier,
+        head=choice.head,
+        costs=choice.costs,
         translation=translation,
         **vars(engine),
     )
 
 
-def ready(source: str | Path | PreTrainedModel, part: str, models: ModelOptions) -> CausalLM:
+def _translation(
+    tokenizer: PreTrainedTokenizerBase | None, choice: Choice, trust_remote_code: bool
+) -> Translation | None:
+    """Return how the draft drafts if its tokenizer differs from the target's, else None.
+
+    Raises ValueError if a method requires the target's tokenizer and the draft has another one.
+    """
+    if tokenizer is None or choice.draft is None or choice.draft.kind == "object":
+        return None
+    strict = [f"method {each.name!r}" for each in choice.methods if not each.any_tokenizer]
+    return translation_for(
+        tokenizer,
+        choice.draft,
+        strict[0] if strict else None,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def ready(
+    source: str | Path | PreTrainedModel | ModelSource, part: str, models: ModelOptions
+) -> CausalLM:
     """Load a model, the "target" or "draft" part of a pair, and prepare it for decoding."""
-    model = load_model(
-        source,
-        part,
+    is_target = part == "target"
+    settings = LoadSettings(
         dtype=models.dtype,
-        weights=models.weights if part == "target" else models.draft_weights or "auto",
+        weights=models.weights if is_target else models.draft_weights or "auto",
         device=models.device,
         trust_remote_code=models.trust_remote_code,
     )
-    if part == "target":
-        return prepare(model, models.fast)
-    folder = zoo.hot_folder(source) if isinstance(source, str | Path) else None
-    return prepare_draft(model, folder, models.draft_vocabulary, models.fast)
+    loaded = load_source(ModelSource.parse(source, part), settings)
+    if is_target:
+        return prepare(loaded.model, models.fast)
+    folder = None if loaded.source.kind == "object" else loaded.source.hot_folder
+    return prepare_draft(loaded.model, folder, models.draft_vocabulary, models.fast)

@@ -1,11 +1,14 @@
-"""Options of `forerun.load`: how models are loaded, and how the engine runs them. Needs no torch."""
+"""Options of `forerun.load`: how models are loaded, and how the engine runs them.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forerun.kinds import check_kind
 
@@ -18,15 +21,18 @@ class ModelOptions:
     """How target and draft are loaded.
 
     Attributes:
-        dtype: as in transformers. Default: float32 on a CPU, what the checkpoint has elsewhere.
-        weights: what the target's are stored as on a CPU: "float32", "bfloat16", "int8", "int4" (blocks of 32 with a
-            scale and a least value). The model in few bits is the target then, and what is decoded is its output.
-            Default, "auto": as a GGUF file has them, else by `dtype`.
-        draft_weights: likewise of the draft, where any bits are lossless. Default, "auto": 8 bits on a CPU.
-        draft_vocabulary: the draft gives logits to N tokens only, the most frequent ones, and to those that stand in
-            the text: faster, and as lossless. By the draft's own list of frequent tokens (`forerun train draft --hot`),
-            else by their ids, in which BPE has the frequent ones first. Default: all of that list, if the draft has
-            one. 0: all tokens.
+        dtype: as in transformers. Default: float32 on a CPU, that of the checkpoint elsewhere.
+        weights: the format that the target's weights are stored in on a CPU: "float32",
+            "bfloat16", "int8" or "int4" (blocks of 32 weights with a scale and a minimum). With few
+            bits the rounded model is the target, so it is that model's output that drafts do not
+            change. Default, "auto": as a GGUF file has them, else by `dtype`.
+        draft_weights: likewise of the draft, where any number of bits is lossless. Default, "auto":
+            8 bits on a CPU.
+        draft_vocabulary: the draft computes logits of N tokens only, the most frequent ones, and of
+            those that stand in the text. That is faster, and as lossless. The tokens are those of
+            the draft's list of frequent tokens (`forerun train draft --hot`); without a list they
+            are those with the lowest ids, because BPE merges frequent tokens first. Default: the
+            whole list, if the draft has one. 0: all tokens.
         device: default: cuda if there is one.
         trust_remote_code: passed on to transformers.
         fast: False runs transformers' own forwards, without C (see forerun/backends).
@@ -48,7 +54,7 @@ class ModelOptions:
 
     @property
     def are_usual(self) -> bool:
-        """Whether models run as those did that settings which come with forerun were chosen on."""
+        """Whether models run as they did when the settings that ship with forerun were chosen."""
         return self.fast and self.draft_vocabulary is None
 
 
@@ -57,20 +63,22 @@ class EngineOptions:
     """How a decoder's engine runs.
 
     Attributes:
-        max_rows: sequences that are decoded at once; others wait.
-        max_queue: sequences that may wait, None for any number.
-        kv_memory: bytes for keys and values of the target, None for no bound.
-        prefix_bytes: bytes, of each model, for keys and values of earlier prompts, so that what a new prompt shares
-            with one of them is not computed again. 0 for none.
-        guard: leave drafts out while they do not pay (see forerun/planning/guard.py), unless it is False. Which steps
-            those are depends on the time they take; what is sampled without a seed then does so too.
-        share_outputs: whether a request may draft from the outputs and phrases of earlier ones. Rejected drafts, which
-            a server's client may ask for, would otherwise hold words of answers to other clients.
+        max_rows: the sequences that are decoded at once; others wait.
+        max_queue: the sequences that may wait, None for any number.
+        kv_memory: the bytes for keys and values of the target, None for no bound.
+        prefix_bytes: the bytes, for each model, of keys and values of earlier prompts, so that the
+            part that a new prompt shares with one of them is not computed again. 0 for none.
+        guard: leave drafts out while they do not pay (see forerun/planning/guard.py), unless it is
+            False. Which steps those are depends on the time that steps take, and so do tokens that
+            are sampled without a seed.
+        share_outputs: whether a request may draft from the outputs and phrases of earlier requests.
+            `forerun serve` turns it off by default, because a client may ask for rejected drafts,
+            which would show words of the answers to other clients.
         prompt_cache: a folder for keys, values and hidden states of texts, so that they are not
-            computed again after a restart either; None for none. It must be the user's own. Its
+            computed again after a restart; None for none. It must belong to the user alone. Its
             files hold the tokens of texts as well.
-        prompt_cache_bytes: bytes of that folder, for all models and processes that use it; the
-            least recently used files go first.
+        prompt_cache_bytes: the bytes of that folder, for all models and processes that use it; the
+            least recently used files are deleted first.
     """
 
     max_rows: int = 64
@@ -89,13 +97,23 @@ class EngineOptions:
             )
 
 
+_Options = TypeVar("_Options", ModelOptions, EngineOptions)
+
+
 def split_options(
     options: Mapping[str, Any], models: ModelOptions | None, engine: EngineOptions | None
 ) -> tuple[ModelOptions, EngineOptions, dict[str, Any]]:
-    """Return both kinds of options, with fields that are given singly in their place, and all other options."""
+    """Return the options of models and of the engine, and the remaining ones.
+
+    A field that is given singly in `options` replaces that of `models` or `engine`.
+    """
     rest = dict(options)
-    found: list[Any] = []
-    for given, kind in ((models, ModelOptions), (engine, EngineOptions)):
-        single = {field.name: rest.pop(field.name) for field in fields(kind) if field.name in rest}
-        found.append(kind(**vars(given or kind()) | single))
-    return found[0], found[1], rest
+    model_options = _updated(models or ModelOptions(), rest)
+    engine_options = _updated(engine or EngineOptions(), rest)
+    return model_options, engine_options, rest
+
+
+def _updated(given: _Options, options: dict[str, Any]) -> _Options:
+    """Return options with the fields that `options` has, which are taken out of it."""
+    names = [field.name for field in fields(given) if field.name in options]
+    return type(given)(**vars(given) | {name: options.pop(name) for name in names})

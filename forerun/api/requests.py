@@ -28,7 +28,8 @@ from forerun.text.stop_strings import StopStrings
 
 Prompt = str | Sequence[int]
 
-# They keep state from call to call or run a model of their own: calls for drafted tokens would change what they do.
+# These keep state from call to call, or run a model, so calls for drafted tokens would change what
+# they do.
 _STATEFUL = {
     "SynthIDTextWatermarkLogitsProcessor",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
@@ -45,31 +46,34 @@ def encode(
     context: int | None,
     vocab_size: int,
 ) -> tuple[bool, list[list[int]]]:
-    """Return whether it is one prompt, and the token ids of each. Raises ValueError for what cannot be decoded."""
+    """Return whether `prompts` is one prompt, and the token ids of each prompt.
+
+    Raises ValueError for what cannot be decoded.
+    """
     if hasattr(prompts, "tolist"):  # tensors and arrays, without padding
         prompts = prompts.tolist()
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    many: Sequence[Any] = [prompts] if single else prompts
+    is_single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    many: Sequence[Any] = [prompts] if is_single else prompts
     if not many:
         raise ValueError("no prompts were given")
     rows = []
-    for i, prompt in enumerate(many):
+    for number, prompt in enumerate(many):
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise ValueError("text prompts need a tokenizer; give token ids or tokenizer=...")
             prompt = tokenizer(prompt)["input_ids"]
         row = [int(token) for token in prompt]
         if not row:
-            raise ValueError(f"prompt {i} is empty; it needs at least one token")
+            raise ValueError(f"prompt {number} is empty; it needs at least one token")
         if min(row) < 0 or max(row) >= vocab_size:
-            raise ValueError(f"prompt {i} has token ids outside 0..{vocab_size - 1}")
+            raise ValueError(f"prompt {number} has token ids outside 0..{vocab_size - 1}")
         if context is not None and len(row) >= context:
             raise ValueError(
-                f"prompt {i} has {len(row)} tokens; the target's context of {context} leaves room for "
-                f"at most {context - 1}"
+                f"prompt {number} has {len(row)} tokens; the target's context of {context} leaves "
+                f"room for at most {context - 1}"
             )
         rows.append(row)
-    return single, rows
+    return is_single, rows
 
 
 def requests(
@@ -80,11 +84,12 @@ def requests(
     processors: LogitsProcessorList | None = None,
     criteria: StoppingCriteriaList | None = None,
 ) -> list[Request]:
-    """Return a request for each prompt of token ids; row i samples from stream i of the seed.
+    """Return a request for each prompt of token ids. Row i samples from stream i of the seed.
 
     Of the checkpoint's generation config only the end tokens are used.
 
-    Raises ValueError for stop strings without a tokenizer, and a response format or a processor that cannot be used.
+    Raises ValueError for stop strings without a tokenizer, and for a response format or a processor
+    that cannot be used.
     """
     check_processors(processors)
     form = form_of(params.response_format)
@@ -93,35 +98,36 @@ def requests(
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer; give tokenizer=...")
     stops = StopStrings(tokenizer, params.stop) if params.stop and tokenizer is not None else None
-    if form is not None:  # any of them ends such an output, in a chat or not
+    if form is not None:  # any end token ends such an output, in a chat or not
         eos |= turn_ends(tokenizer) | end_of(tokenizer)
     grammar_of = compiled(form, tokenizer, eos) if form is not None else None
-    found: list[Request] = []
-    sampler = grammar = None
-    for i, row in enumerate(rows):
-        # One sampler for all rows if prompts do not matter, so that rows can be sampled together.
+    made: list[Request] = []
+    sampler = None
+    grammar = None
+    for number, row in enumerate(rows):
+        # If the prompts do not matter, all rows share a sampler, so that they are sampled together.
         if sampler is None or not sampler.prefix_free:
-            extra = [for_row(each, i) for each in processors or ()]
+            extra = [for_row(processor, number) for processor in processors or ()]
             grammar = grammar_of(len(row)) if grammar_of is not None else None
-            extra += [grammar] if grammar is not None else []
+            if grammar is not None:
+                extra.append(grammar)
             sampler = Sampler.of(params, len(row), target.vocab_size, extra)
-        found.append(
-            Request(
-                tokens=list(row),
-                max_new_tokens=params.max_new_tokens,
-                sampler=sampler,
-                eos=eos,
-                stop=stops if grammar is None else grammar.stop(stops),
-                criteria=StoppingCriteriaList(criteria) if criteria else None,
-                seed=params.seed,
-                stream=i,
-            )
+        request = Request(
+            tokens=list(row),
+            max_new_tokens=params.max_new_tokens,
+            sampler=sampler,
+            eos=eos,
+            stop=stops if grammar is None else grammar.stop(stops),
+            criteria=StoppingCriteriaList(criteria) if criteria else None,
+            seed=params.seed,
+            stream=number,
         )
-    return found
+        made.append(request)
+    return made
 
 
 def merged(params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
-    """Return parameters with single options in their place. Raises ValueError for an unknown one."""
+    """Return parameters with fields that are given singly. Raises ValueError for unknown ones."""
     names = SamplingParams.__dataclass_fields__
     if params is not None and not isinstance(params, SamplingParams):
         raise ValueError(f"params must be SamplingParams, not {type(params).__name__}")
@@ -135,21 +141,23 @@ def check_processors(processors: LogitsProcessorList | None) -> None:
     for processor in processors or ():
         if not _STATEFUL.isdisjoint(cls.__name__ for cls in type(processor).__mro__):
             raise ValueError(
-                f"{type(processor).__name__} is not supported: it keeps state from call to call, and drafted tokens "
-                "would change it"
+                f"{type(processor).__name__} is not supported: it keeps state from call to call, "
+                "and drafted tokens would change it"
             )
 
 
 def for_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
-    """Return a processor of a whole batch for any number of continuations of one of its rows."""
+    """Return a processor of a whole batch for any number of continuations of one of its rows.
+
+    Two kinds of processors treat rows differently. The others are returned as they are.
+    """
     ignored = getattr(processor, "prompt_ignore_length", None)
     if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, Tensor):
         processor = copy.copy(processor)
         processor.prompt_ignore_length = int(ignored[row])
     elif isinstance(processor, PrefixConstrainedLogitsProcessor):
         allowed = processor._prefix_allowed_tokens_fn
-        prompt = row // int(
-            processor._num_beams
-        )  # since transformers 5.24 it counts returned sequences like beams
+        # Since transformers 5.24 the number of beams counts returned sequences too.
+        prompt = row // int(processor._num_beams)
         return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(prompt, ids), 1)
     return processor

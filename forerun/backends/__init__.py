@@ -1,4 +1,4 @@
-"""Fast forwards. Each is tested equal to transformers' own."""
+"""Fast forwards. Each is tested to equal transformers' own forward."""
 
 from __future__ import annotations
 
@@ -15,29 +15,34 @@ from forerun.model.causal_lm import CausalLM
 
 _LOG = logging.getLogger("forerun")
 
-_LIBRARIES = (
-    "torch",
-    "transformers",
-    "transformers_modules",
-)  # the last holds the code of checkpoints
+# Packages of modules that compute what their weights say. The last one holds the code of
+# checkpoints.
+_LIBRARIES = ("torch", "transformers", "transformers_modules")
 
 
 def is_as_made(model: PreTrainedModel) -> bool:
-    """Return whether the weights alone decide the outputs: nothing is adapted, quantised, hooked or patched, and all
-    modules are torch's, transformers' or the checkpoint's own."""
-    return all(type(parameter.data) is Tensor for parameter in model.parameters()) and not any(
-        each._forward_hooks
-        or each._forward_pre_hooks
-        or "forward" in vars(each)
-        or _package(each) not in _LIBRARIES
-        for each in model.modules()
+    """Return whether the weights alone decide the outputs.
+
+    This is so if nothing is adapted, quantised, hooked or patched, and all modules are torch's,
+    transformers' or those of the checkpoint's own code.
+    """
+    if any(type(parameter.data) is not Tensor for parameter in model.parameters()):
+        return False
+    return not any(
+        is_hooked(module) or _package(module) not in _LIBRARIES for module in model.modules()
     )
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether a module has hooks, or a forward that was patched in place."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or "forward" in vars(module)
 
 
 def has_foreign_layers(model: nn.Module) -> bool:
     """Return whether the model has modules of other packages, such as PEFT's adapters.
 
-    Their output may change between calls without a change of weights or modules.
+    Their output may change between calls although neither weights nor modules change.
     """
     return any(_package(module) not in (*_LIBRARIES, "forerun") for module in model.modules())
 
@@ -48,29 +53,35 @@ def _package(module: nn.Module) -> str:
 
 @cache
 def warn_without_kernels() -> None:
-    """Log once a process why products in few bits run in torch and not in our kernels."""
+    """Log once per process why products in few bits run in torch and not in our kernels."""
     _LOG.warning(
-        f"weights in few bits run on torch's kernels: {missing()}. A token takes up to 8 times as long, and drafts "
-        "bring less, as verifying several tokens costs nearly as much as decoding them"
+        f"weights in few bits run on torch's kernels: {missing()}. A token takes up to 8 times "
+        "as long, and drafts bring less, as verifying several tokens costs nearly as much as "
+        "decoding them"
     )
 
 
 def prepare(model: PreTrainedModel, fast: bool = True) -> CausalLM:
-    """Return the model with its fastest forward: that of `forerun.backends.quantised` for the Llama family on a CPU, in
-    few bits or float32, else its own.
+    """Return the model with its fastest forward.
 
-    The model's own forward runs too without `fast`, or if it is spread over devices, adapted, quantised, hooked or
-    patched. Raises ValueError for models that cannot run drafts (`CausalLM`).
+    This is the one of `forerun.backends.quantised` for models of the Llama family on a CPU, in few
+    bits or float32. All other models run their own forward. A model also runs its own forward
+    without `fast`, or if it is spread over devices, adapted, quantised, hooked or patched.
+
+    Raises:
+        ValueError: the model cannot run drafts (`CausalLM`).
     """
-    plain = CausalLM(model)  # refuses what it must before anything is copied
+    plain = CausalLM(model)  # refuses such models before anything is copied
     if is_stored(model):
         if library() is None:
             warn_without_kernels()
-    else:
-        places = (
-            getattr(model, "hf_device_map", None) or {}
-        )  # several, if a device map spread the model
-        if len(set(places.values())) > 1 or model.device.type == "meta" or not is_as_made(model):
-            return plain
+    elif _is_spread(model) or model.device.type == "meta" or not is_as_made(model):
+        return plain
     forward = quantised_forward(model) if fast else None
     return plain if forward is None else CausalLM(model, forward)
+
+
+def _is_spread(model: PreTrainedModel) -> bool:
+    """Return whether a device map has put parts of the model in several places."""
+    places = getattr(model, "hf_device_map", None) or {}  # only some models have this attribute
+    return len(set(places.values())) > 1

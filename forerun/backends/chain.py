@@ -1,6 +1,7 @@
 """Fused drafts: a whole draft of one sequence in one call of the C library (`fr_chain`).
 
-A small model takes a fraction of a millisecond a token. Python and torch between two tokens take longer.
+A small model takes a fraction of a millisecond per token. The time in Python and torch between two
+tokens would be longer than that.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.backends.panels import Panels
+from forerun.backends.panels import PackedMatrix
 from forerun.backends.quantised import Part, QuantisedForward
 from forerun.csrc.library import ChainArgument
 from forerun.model.forward import Forward
@@ -25,14 +26,21 @@ if TYPE_CHECKING:
 
 
 class FusedChain:
-    """Draft a chain in C (`forerun.model.forward.FusedDraft`), with a draft model and its hot head if it has one."""
+    """Draft a chain in C (`forerun.model.forward.FusedDraft`).
+
+    Attributes:
+        hot: the draft's LM head for hot tokens; None for the model's own.
+    """
 
     def __init__(self, forward: QuantisedForward, hot: HotHead | None) -> None:
-        self._forward, self.hot = forward, hot
-        self._head: Panels = forward.head
-        self._names = self._places = None
+        """Take a draft model's forward, and its hot head if it has one."""
+        self.hot = hot
+        self._forward = forward
+        self._head = forward.head
+        self._names: np.ndarray | None = None  # the hot tokens
+        self._places: np.ndarray | None = None  # the index of each token in `_names`, or -1
         if hot is not None:
-            assert isinstance(hot.product, Panels)
+            assert isinstance(hot.product, PackedMatrix)
             self._head = hot.product
             self._names = hot.tokens.numpy().astype(np.int32)
             self._places = np.full(forward.head.out, -1, np.int32)
@@ -53,15 +61,16 @@ class FusedChain:
         ends: Collection[int],
         sampling: ChainSampling | None,
     ) -> Drafted:
-        layers, row = self._forward.layers, cache.row(id)
+        """Run `pending` tokens of a sequence and draft up to `most` (see `FusedDraft`)."""
+        row = cache.row(id)
         length = cache.lengths[row]
         cache.reserve(row + 1, length + len(pending) + most - 1)  # the last token is not run
         extra: list[int] = []
         if self.hot is not None:
             self.hot.add_context_tokens(id, pending)
             extra = self.hot.context_tokens(id)
-        size = self._head.out + len(extra)
-        drafted, probabilities = np.empty(most, np.int32), np.empty(most, np.float32)
+        drafted = np.empty(most, np.int32)
+        probabilities = np.empty(most, np.float32)
         chain = ChainArgument(
             row=row,
             length=length,
@@ -69,46 +78,49 @@ class FusedChain:
             most=most,
             extras=len(extra),
             ended=len(ends),
+            least=least,
+            product=product,
             turn=1,
             top_p=1,
         )
-        chain.least, chain.product = least, product
-        parts: dict[str, Part] = {}
-        probs: Tensor | None = None
+        parts: dict[str, Part] = {
+            "pending": np.asarray(pending, np.int32),
+            "head": self._head.argument if self.hot is not None else None,
+            "names": self._names,
+            "places": self._places,
+            "extra": np.asarray(extra, np.int32),
+            "ends": np.asarray(list(ends), np.int32),
+            "drafted": drafted,
+            "probabilities": probabilities,
+        }
+        by_numbers: Tensor | None = None  # the distributions that tokens are sampled from
         if sampling is not None:
-            chain.turn, chain.top_p = (
-                1 / sampling.distribution.temperature,
-                sampling.distribution.top_p,
-            )
-            probs = torch.empty(most if sampling.numbers is not None else 1, size)
-            if sampling.numbers is not None:
-                parts["numbers"] = np.ascontiguousarray(sampling.numbers.numpy(), np.float64)
-            else:
-                parts["keys"] = np.asarray(sampling.keys[:most], np.uint64)
-                chain.among = sampling.size or self._forward.head.out
-        count = layers.run(
-            "fr_chain",
-            cache,
-            chain,
-            pending=np.asarray(pending, np.int32),
-            head=self._head.argument if self.hot is not None else None,
-            names=self._names,
-            places=self._places,
-            extra=np.asarray(extra, np.int32),
-            ends=np.asarray(list(ends), np.int32),
-            probs=probs,
-            drafted=drafted,
-            probabilities=probabilities,
-            **parts,
-        )
+            is_by_numbers = sampling.numbers is not None
+            probs = torch.empty(most if is_by_numbers else 1, self._head.out + len(extra))
+            by_numbers = probs if is_by_numbers else None
+            parts["probs"] = probs
+            parts |= self._sampling_parts(chain, sampling, most)
+        count = self._forward.layers.run("fr_chain", cache, chain, **parts)
         cache.lengths[row] = length + len(pending) + max(count, 1) - 1
-        whole = None
-        if probs is not None and sampling is not None and sampling.numbers is not None:
-            whole = self._whole(probs[:count], extra)
+        whole = None if by_numbers is None else self._whole(by_numbers[:count], extra)
         return Drafted(drafted[:count].tolist(), whole, probabilities[:count].tolist())
 
+    def _sampling_parts(
+        self, chain: ChainArgument, sampling: ChainSampling, most: int
+    ) -> dict[str, Part]:
+        """Set how tokens are sampled; return the parts that they are sampled by."""
+        chain.turn = 1 / sampling.distribution.temperature
+        chain.top_p = sampling.distribution.top_p
+        if sampling.numbers is not None:
+            return {"numbers": np.ascontiguousarray(sampling.numbers.numpy(), np.float64)}
+        chain.among = sampling.size or self._forward.head.out
+        return {"keys": np.asarray(sampling.keys[:most], np.uint64)}
+
     def _whole(self, probs: Tensor, extra: Sequence[int]) -> Tensor:
-        """Return distributions [n, V] from those [n, S + e] over the head's S tokens and the text's e extra ones."""
+        """Return distributions [n, V] over the whole vocabulary.
+
+        `probs` [n, S + e] are over the head's S tokens and the text's e extra ones.
+        """
         if self.hot is None:
             return probs
         with one_thread(len(probs) * self.hot.vocab_size):
@@ -119,9 +131,9 @@ class FusedChain:
 
 
 def fused_chain(forward: Forward, hot: HotHead | None) -> FusedChain | None:
-    """Return fused drafts for a forward in C with a hot head in C or none, else None."""
-    if not isinstance(forward, QuantisedForward) or (
-        hot is not None and not isinstance(hot.product, Panels)
-    ):
+    """Return fused drafts, or None if the forward or the hot head does not run in C."""
+    if not isinstance(forward, QuantisedForward):
+        return None
+    if hot is not None and not isinstance(hot.product, PackedMatrix):
         return None
     return FusedChain(forward, hot)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from forerun.backends.panels import Panels
+from forerun.backends.panels import PackedMatrix
 from forerun.backends.quantised import QuantisedForward
 from forerun.backends.stored import StoredLinear, bytes_by_format
 from forerun.csrc.library import variant
@@ -17,19 +17,23 @@ from forerun.model.causal_lm import CausalLM
 
 
 def facts_of(model: CausalLM) -> dict[str, Any]:
-    """Return the format of most linear layers, bytes of weights by format, the kernel, `CausalLM.exact`, the device."""
+    """Return how a model runs.
+
+    Returns:
+        The format of most linear layers, the bytes of weights by format, the kernel,
+        `CausalLM.exact`, the device, and the threads of a CPU (0 for another device).
+    """
     formats = bytes_by_format(model.model)
-    layers = [each.stored for each in model.model.modules() if isinstance(each, StoredLinear)]
-    linears = Counter(each.type.name for each in layers)
-    main = linears.most_common(1)[0][0] if linears else next(iter(formats))
-    in_c = isinstance(model.backend, QuantisedForward) or any(
-        isinstance(each, Panels) for each in layers
-    )
-    kernel = f"C for {variant()}" if in_c else f"{main} products in torch"
+    modules = model.model.modules()
+    matrices = [module.stored for module in modules if isinstance(module, StoredLinear)]
+    counts = Counter(matrix.type.name for matrix in matrices)
+    main = counts.most_common(1)[0][0] if counts else next(iter(formats))
+    has_packed = any(isinstance(matrix, PackedMatrix) for matrix in matrices)
+    in_c = has_packed or isinstance(model.backend, QuantisedForward)
     return {
         "weights": main,
         "weight_bytes": formats,
-        "kernel": kernel,
+        "kernel": f"C for {variant()}" if in_c else f"{main} products in torch",
         "exact": model.exact,
         "device": str(model.device),
         "threads": torch.get_num_threads() if model.device.type == "cpu" else 0,

@@ -1,6 +1,7 @@
-"""Matrices in the blocks of a GGUF file, packed for products of a few rows (`forerun/csrc`).
+"""Matrices in the blocks of a GGUF file, packed for products with a few rows (`forerun/csrc`).
 
-The weights keep the file's values. A product's inputs are rounded to 8 bits in blocks of 32, as in llama.cpp.
+The weights keep the file's values. The inputs of a product are rounded to 8 bits in blocks of 32,
+as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -19,50 +20,69 @@ from torch.nn import functional
 
 from forerun.csrc.library import MatrixArgument, checked, library, run
 
-# In the order of the library's `fr_format`.
-FORMATS = (
-    *(Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0),
-    *(Type.F16, Type.BF16, Type.F32, Type.Q3_K, Type.Q2_K),
+# The formats that the library supports, in the order of its `fr_format`.
+LIBRARY_FORMATS = (
+    Type.Q4_K,
+    Type.Q5_K,
+    Type.Q6_K,
+    Type.Q4_0,
+    Type.Q4_1,
+    Type.Q5_0,
+    Type.Q5_1,
+    Type.Q8_0,
+    Type.F16,
+    Type.BF16,
+    Type.F32,
+    Type.Q3_K,
+    Type.Q2_K,
 )
-PLAIN = {torch.float32: Type.F32, torch.bfloat16: Type.BF16, torch.float16: Type.F16}
-_STEP = 4096  # rows that are de-quantised at a time
-BLOCK = 32  # inputs that share a scale, in the formats that float weights are quantised to
+FLOAT_FORMATS = {torch.float32: Type.F32, torch.bfloat16: Type.BF16, torch.float16: Type.F16}
+BLOCK_INPUTS = 32  # inputs that share a scale, in the formats that float weights are rounded to
+_DENSE_ROWS = 4096  # rows that `Dense` converts to floats at a time
+
+Product = Callable[[Tensor], Tensor]
 
 
-class Rows:
-    """A matrix's rows as in a file, for looking up and not for products.
+class RawMatrix:
+    """A matrix as it is in a file, for looking up rows and not for products.
 
     Attributes:
         rows: [outputs, bytes of a row] uint8, perhaps mapped from the file.
+        type: the weight format.
+        out, inputs: the sizes.
     """
 
     def __init__(self, rows: np.ndarray, type: Type) -> None:
-        block, size = GGML_QUANT_SIZES[type]
-        self.rows, self.type = rows, type
-        self.out, self.inputs = len(rows), rows.shape[1] // size * block
+        block_inputs, block_bytes = GGML_QUANT_SIZES[type]
+        self.rows = rows
+        self.type = type
+        self.out = len(rows)
+        self.inputs = rows.shape[1] // block_bytes * block_inputs
 
     @classmethod
-    def quantised(cls, weight: Tensor, type: Type) -> Rows:
+    def quantised(cls, weight: Tensor, type: Type) -> RawMatrix:
         """Round float weights [out, in] to a format."""
         return cls(quants.quantize(weight.detach().float().numpy(), type).view(np.uint8), type)
 
     @classmethod
-    def plain(cls, weight: Tensor) -> Rows:
-        """Return float weights [out, in] on a CPU as they are, not copied if they are contiguous."""
-        return cls(weight.detach().contiguous().view(torch.uint8).numpy(), PLAIN[weight.dtype])
+    def plain(cls, weight: Tensor) -> RawMatrix:
+        """Wrap float weights [out, in] on a CPU. They are not copied if they are contiguous."""
+        rows = weight.detach().contiguous().view(torch.uint8).numpy()
+        return cls(rows, FLOAT_FORMATS[weight.dtype])
 
     @property
     def nbytes(self) -> int:
+        """The number of bytes of the rows."""
         return int(self.rows.nbytes)
 
     @property
     def content(self) -> np.ndarray:
-        """Return all bytes of the weights, contiguous."""
+        """All bytes of the weights, contiguous."""
         return np.ascontiguousarray(self.rows)
 
-    def chosen(self, outputs: Sequence[int]) -> Rows:
-        """Return the rows of these outputs."""
-        return Rows(self.rows[np.asarray(outputs, dtype=np.int64)], self.type)
+    def chosen(self, outputs: Sequence[int]) -> RawMatrix:
+        """Return a matrix of these rows."""
+        return RawMatrix(self.rows[np.asarray(outputs, dtype=np.int64)], self.type)
 
     def floats(self, outputs: Sequence[int] | None = None) -> Tensor:
         """Return the values [n, in] of these rows, or of all."""
@@ -70,41 +90,51 @@ class Rows:
         return torch.from_numpy(quants.dequantize(np.ascontiguousarray(rows), self.type))
 
 
-class Panels:
-    """A matrix packed in panels of 16 outputs.
+class PackedMatrix:
+    """A matrix packed for the library, in panels of 16 outputs.
 
     Attributes:
         type: the weight format in the file.
+        out, inputs: the sizes.
         argument: the matrix for the C library.
-        nbytes: size of the panels.
+        nbytes: the number of bytes of the panels.
     """
 
-    def __init__(self, rows: Rows) -> None:
-        """Pack rows. Raises ValueError for a number of inputs that the format's blocks do not divide."""
-        found, layout = library(), ctypes.c_int32()
-        assert found is not None
-        self.type, self.out, self.inputs = rows.type, rows.out, rows.inputs
-        number = FORMATS.index(rows.type)
-        self.nbytes = found.fr_panel_bytes(number, self.out, self.inputs, ctypes.byref(layout))
+    def __init__(self, raw: RawMatrix) -> None:
+        """Pack a matrix.
+
+        Raises:
+            ValueError: the format's blocks do not divide the number of inputs, or the matrix has
+                fewer bytes than its sizes need.
+        """
+        functions = library()
+        assert functions is not None
+        self.type = raw.type
+        self.out = raw.out
+        self.inputs = raw.inputs
+        number = format_number(raw.type)
+        layout = ctypes.c_int32()
+        self.nbytes = functions.fr_panel_bytes(number, self.out, self.inputs, ctypes.byref(layout))
         if not self.nbytes:
-            raise ValueError(f"{rows.type.name} has no rows of {rows.inputs} inputs")
-        self._memory = _pages(self.nbytes)
-        address = self._memory.ctypes.data
-        raw = np.ascontiguousarray(rows.rows)
-        found.fr_threads(torch.get_num_threads())
-        if found.fr_pack_all(number, raw.ctypes.data, raw.nbytes, self.out, self.inputs, address):
+            raise ValueError(f"{raw.type.name} has no rows of {raw.inputs} inputs")
+        self._panels = _zeroed(self.nbytes)
+        address = self._panels.ctypes.data
+        rows = raw.content
+        sizes = rows.nbytes, self.out, self.inputs
+        functions.fr_threads(torch.get_num_threads())
+        if functions.fr_pack_all(number, rows.ctypes.data, *sizes, address):
             raise ValueError(
-                f"a matrix [{self.out}, {self.inputs}] of {rows.type.name} does not fit its bytes"
+                f"a matrix [{self.out}, {self.inputs}] of {raw.type.name} does not fit its bytes"
             )
         self.argument = MatrixArgument(layout.value, self.out, self.inputs, address)
 
     @property
     def content(self) -> np.ndarray:
-        """Return all bytes of the weights, contiguous."""
-        return self._memory
+        """All bytes of the weights, contiguous."""
+        return self._panels
 
-    def __deepcopy__(self, memo: object) -> Panels:
-        return self  # nothing changes it
+    def __deepcopy__(self, memo: object) -> PackedMatrix:
+        return self  # because nothing changes it
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product [n, out] float32 with [n, in]."""
@@ -116,35 +146,40 @@ class Panels:
 
     def floats(self, outputs: Sequence[int] | None = None) -> Tensor:
         """Return the values [n, in] of these outputs, or of all."""
-        found: Any = library()
+        functions: Any = library()
         chosen = range(self.out) if outputs is None else outputs
         values = torch.empty(len(chosen), self.inputs)
         for output, row in zip(chosen, values, strict=True):
-            checked(found.fr_unpack(ctypes.byref(self.argument), output, row.data_ptr()))
+            checked(functions.fr_unpack(ctypes.byref(self.argument), output, row.data_ptr()))
         return values
 
 
 class Dense:
     """A matrix in torch's floats, if the library is missing or does not support its size.
 
-    Layers are rounded to bfloat16. An LM head stays in float32, as bfloat16 logits would have ties.
+    Attributes:
+        type: the weight format in the file.
+        out, inputs: the sizes.
+        weight: [out, in] floats.
     """
 
-    def __init__(self, rows: Rows, dtype: torch.dtype) -> None:
-        self.type, self.out, self.inputs = rows.type, rows.out, rows.inputs
-        self.weight = torch.empty(rows.out, rows.inputs, dtype=dtype)
-        for start in range(0, rows.out, _STEP):
-            self.weight[start : start + _STEP] = rows.floats(
-                range(start, min(start + _STEP, rows.out))
-            )
+    def __init__(self, raw: RawMatrix, dtype: torch.dtype) -> None:
+        self.type = raw.type
+        self.out = raw.out
+        self.inputs = raw.inputs
+        self.weight = torch.empty(raw.out, raw.inputs, dtype=dtype)
+        for start in range(0, raw.out, _DENSE_ROWS):
+            end = min(start + _DENSE_ROWS, raw.out)
+            self.weight[start:end] = raw.floats(range(start, end))
 
     @property
     def content(self) -> np.ndarray:
-        """Return all bytes of the weights, contiguous."""
+        """All bytes of the weights, contiguous."""
         return self.weight.contiguous().view(torch.uint8).numpy()
 
     @property
     def nbytes(self) -> int:
+        """The number of bytes of the weight."""
         return self.weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -156,51 +191,69 @@ class Dense:
         return (self.weight if outputs is None else self.weight[list(outputs)]).float()
 
 
-def pack(rows: Rows, is_head: bool = False) -> Panels | Dense:
-    """Return rows for products in C if possible, else in torch."""
-    found = library() if rows.type in FORMATS else None
-    if found is not None and found.fr_panel_bytes(
-        FORMATS.index(rows.type), rows.out, rows.inputs, None
-    ):
-        return Panels(rows)
-    return Dense(rows, torch.float32 if is_head or rows.type == Type.F32 else torch.bfloat16)
+def format_number(type: Type) -> int:
+    """Return the library's number of a weight format (`fr_format`)."""
+    return LIBRARY_FORMATS.index(type)
 
 
-def quantise(weight: Tensor, type: Type, is_head: bool = False) -> Panels | Dense:
+def pack(raw: RawMatrix, is_head: bool = False) -> PackedMatrix | Dense:
+    """Return a matrix for products in C if the library supports it, else for products in torch.
+
+    In torch the weights of layers are bfloat16. Those of an LM head are float32, because logits in
+    bfloat16 would have ties.
+    """
+    functions = library() if raw.type in LIBRARY_FORMATS else None
+    if functions is not None:
+        number = format_number(raw.type)
+        if functions.fr_panel_bytes(number, raw.out, raw.inputs, None):
+            return PackedMatrix(raw)
+    return Dense(raw, torch.float32 if is_head or raw.type == Type.F32 else torch.bfloat16)
+
+
+def quantise(weight: Tensor, type: Type, is_head: bool = False) -> PackedMatrix | Dense:
     """Return float weights [out, in] rounded to a format, for products."""
-    return pack(Rows.quantised(weight, type), is_head)
+    return pack(RawMatrix.quantised(weight, type), is_head)
 
 
-Product = Callable[[Tensor], Tensor]
-
-
-def product(weight: Tensor, bias: Tensor | None = None, few: bool = False) -> Product:
+def product(weight: Tensor, bias: Tensor | None = None, in_8_bits: bool = False) -> Product:
     """Return the function x [n, in] -> x @ weight.T + bias [n, out] for a weight [out, in].
 
-    With `few`, for drafts, which may round, the weight is kept in 8 bits if it is on a CPU, the C library is there and
-    blocks divide its inputs. Outputs are float32 then.
+    Args:
+        weight: the matrix.
+        bias: [out], or None.
+        in_8_bits: round the weight to 8 bits, if it is on a CPU, the C library is there and blocks
+            divide its inputs. Outputs are float32 then. This is for drafts, which may round.
     """
-    if not few or weight.device.type != "cpu" or weight.shape[1] % BLOCK or library() is None:
-        weight, bias = weight.detach(), None if bias is None else bias.detach()
-        return lambda x: functional.linear(x, weight, bias)
-    packed = quantise(weight, Type.Q8_0)
-    return packed if bias is None else lambda x: packed(x) + bias
+    is_rounded = (
+        in_8_bits
+        and weight.device.type == "cpu"
+        and weight.shape[1] % BLOCK_INPUTS == 0
+        and library() is not None
+    )
+    if is_rounded:
+        packed = quantise(weight, Type.Q8_0)
+        return packed if bias is None else lambda x: packed(x) + bias
+    fixed_weight = weight.detach()
+    fixed_bias = None if bias is None else bias.detach()
+    return lambda x: functional.linear(x, fixed_weight, fixed_bias)
 
 
 def check_inputs(inputs: int, name: str) -> None:
     """Raise ValueError unless blocks divide a matrix's number of inputs."""
-    if inputs % BLOCK:
+    if inputs % BLOCK_INPUTS:
         raise ValueError(
-            f"{name} has {inputs} inputs, which blocks of {BLOCK} do not divide: choose bfloat16 weights"
+            f"{name} has {inputs} inputs, which blocks of {BLOCK_INPUTS} do not divide: "
+            "choose bfloat16 weights"
         )
 
 
-def _pages(size: int) -> np.ndarray:
+def _zeroed(size: int) -> np.ndarray:
     """Return zeroed bytes, in large pages if the system has them, which need fewer look-ups."""
-    private = (
-        {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    )
-    pages = mmap.mmap(-1, size, **private)  # shared mappings seldom get large pages
+    options: dict[str, int] = {}
+    if hasattr(mmap, "MAP_PRIVATE"):
+        # Shared mappings, the default, seldom get large pages.
+        options["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    pages = mmap.mmap(-1, size, **options)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype=np.uint8)

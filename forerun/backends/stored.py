@@ -1,4 +1,4 @@
-"""Models whose weights are stored in few bits, for inference alone."""
+"""Models whose weights are stored in few bits, for inference only."""
 
 from __future__ import annotations
 
@@ -7,37 +7,59 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from forerun.backends.panels import BLOCK, Dense, Panels, Rows, check_inputs, quantise
+from forerun.backends.panels import (
+    BLOCK_INPUTS,
+    Dense,
+    PackedMatrix,
+    RawMatrix,
+    check_inputs,
+    quantise,
+)
 from forerun.kinds import WEIGHT_FORMATS
 
-FORMATS = {
-    "int4": Type.Q4_1,
-    "int8": Type.Q8_0,
-    "bfloat16": Type.BF16,
-}  # what float weights are rounded to
+# What float weights are rounded to.
+STORED_TYPES = {"int4": Type.Q4_1, "int8": Type.Q8_0, "bfloat16": Type.BF16}
 
 
 class StoredLinear(nn.Module):
-    """A linear layer for inference. Outputs come in the inputs' dtype."""
+    """A linear layer for inference. Its outputs have the dtype of its inputs.
 
-    def __init__(self, weight: Panels | Dense, bias: Tensor | None = None) -> None:
+    Attributes:
+        in_features, out_features: the sizes.
+        stored: the weight.
+        bias: [out], or None.
+    """
+
+    def __init__(self, weight: PackedMatrix | Dense, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.in_features, self.out_features = weight.inputs, weight.out
-        self.stored, self.bias = weight, bias
+        self.in_features = weight.inputs
+        self.out_features = weight.out
+        self.stored = weight
+        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs [.., out] of inputs [.., in]."""
         y = self.stored(x.reshape(-1, self.in_features)).to(x.dtype)
-        y = y if self.bias is None else y + self.bias.to(x.dtype)
+        if self.bias is not None:
+            y = y + self.bias.to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
 
 class StoredEmbedding(nn.Module):
-    """An embedding that looks up a file's rows."""
+    """An embedding that looks up rows as they are in a file.
 
-    def __init__(self, rows: Rows, dtype: torch.dtype) -> None:
+    Attributes:
+        num_embeddings, embedding_dim: the sizes.
+        stored: the rows.
+        dtype: the dtype of its outputs.
+    """
+
+    def __init__(self, raw: RawMatrix, dtype: torch.dtype) -> None:
         super().__init__()
-        self.num_embeddings, self.embedding_dim = rows.out, rows.inputs
-        self.stored, self.dtype = rows, dtype
+        self.num_embeddings = raw.out
+        self.embedding_dim = raw.inputs
+        self.stored = raw
+        self.dtype = dtype
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the embeddings [.., d] of tokens [..], in the model's dtype."""
@@ -45,52 +67,60 @@ class StoredEmbedding(nn.Module):
 
 
 def store(model: PreTrainedModel, kind: str) -> PreTrainedModel:
-    """Round the linear layers of a float model on a CPU to `kind`, in place, and its embedding to bfloat16.
+    """Round a model's linear layers to `kind` and its embedding to bfloat16, in place.
 
-    With layers in 4 bits the LM head gets 8. The model can be neither trained nor saved afterwards. Raises ValueError,
-    before any change, for numbers of inputs that blocks do not divide, and for layers without any `nn.Linear`.
+    The model is a float model on a CPU. With layers in 4 bits its LM head gets 8 bits. Afterwards
+    it can be neither trained nor saved.
+
+    Raises:
+        ValueError: blocks do not divide a number of inputs, or no layer has an `nn.Linear`. The
+            model is unchanged then.
     """
     assert kind in WEIGHT_FORMATS
     linears = {name: child for name, child in model.named_modules() if type(child) is nn.Linear}
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     if not set(linears.values()) - {head}:
         raise ValueError(
-            f"{type(model).__name__} has no nn.Linear in its layers to store as {kind}: choose float32"
+            f"{type(model).__name__} has no nn.Linear in its layers to store as {kind}: "
+            "choose float32"
         )
     if kind != "bfloat16":
         for name, linear in linears.items():
             check_inputs(linear.in_features, f"{name} of {type(model).__name__}")
     for name, linear in linears.items():
-        own = "int8" if linear is head and kind == "int4" else kind
-        weight = quantise(linear.weight, FORMATS[own], linear is head)
+        is_head = linear is head
+        stored_kind = "int8" if is_head and kind == "int4" else kind
+        weight = quantise(linear.weight, STORED_TYPES[stored_kind], is_head)
         model.set_submodule(name, StoredLinear(weight, linear.bias))
     if type(embedding) is nn.Embedding:
-        model.set_input_embeddings(
-            StoredEmbedding(Rows.quantised(embedding.weight, Type.BF16), model.dtype)
-        )
+        raw = RawMatrix.quantised(embedding.weight, Type.BF16)
+        model.set_input_embeddings(StoredEmbedding(raw, model.dtype))
     return model
 
 
 def store_in_8_bits(module: nn.Module) -> None:
-    """Round every `nn.Linear` of a draft's module on a CPU to 8 bits, in place, if blocks divide its inputs."""
+    """Round the linear layers of a draft's module on a CPU to 8 bits, in place.
+
+    A layer stays as it is if blocks do not divide its inputs.
+    """
     for name, linear in list(module.named_modules()):
-        if type(linear) is nn.Linear and linear.in_features % BLOCK == 0:
-            module.set_submodule(
-                name, StoredLinear(quantise(linear.weight, Type.Q8_0), linear.bias)
-            )
+        if type(linear) is nn.Linear and linear.in_features % BLOCK_INPUTS == 0:
+            weight = quantise(linear.weight, Type.Q8_0)
+            module.set_submodule(name, StoredLinear(weight, linear.bias))
 
 
 def bytes_by_format(model: nn.Module) -> dict[str, int]:
     """Return {weight format: bytes} of a model, most bytes first."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for module in model.modules():
         if isinstance(module, StoredLinear | StoredEmbedding):
-            kind = module.stored.type.name
-            found[kind] = found.get(kind, 0) + module.stored.nbytes
+            name = module.stored.type.name
+            sizes[name] = sizes.get(name, 0) + module.stored.nbytes
     for parameter in model.parameters():
-        kind = str(parameter.dtype).removeprefix("torch.")
-        found[kind] = found.get(kind, 0) + parameter.nbytes
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        name = str(parameter.dtype).removeprefix("torch.")
+        sizes[name] = sizes.get(name, 0) + parameter.nbytes
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
 def is_stored(model: nn.Module) -> bool:

@@ -1,4 +1,7 @@
-"""Prompts to measure on. Reading them needs no torch, so that a bad file is refused before a model is loaded."""
+"""Prompts to measure on.
+
+Reading them needs no torch, so that a bad file is refused before a model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.files import read_text
 from forerun.text.chat import chat_prompt, checked, checked_text
+from forerun.train.corpus import held_out_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 STDLIB = {"stdlib-test": "test", "stdlib-validation": "validation"}
-FILES = (".jsonl", ".jsonl.gz")
+DATASET_SUFFIXES = (".jsonl", ".jsonl.gz")
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,11 @@ class Prompt:
     Attributes:
         id: unique in its dataset.
         text: None if there are only token ids or messages.
-        tokens: None until the text has been through the tokenizer.
+        tokens: None until the text has been tokenised.
         cut: whether tokens were dropped at the beginning so that the output fits the context.
-        messages: of a conversation, which the target's chat template renders.
-        known_messages: those at its beginning that a method is to have read before.
-        known: their tokens, once the conversation has been through the tokenizer.
+        messages: the messages of a conversation, which the target's chat template renders.
+        known_messages: how many messages at the beginning a method is to have read before.
+        known: how many tokens these are, once the conversation has been tokenised.
     """
 
     id: str
@@ -44,16 +48,17 @@ class Prompt:
 
 
 def dataset_name(dataset: str) -> str:
-    """Return what results call a dataset: its name, or that of its file without the folder."""
+    """Return the name of a dataset in results: its own, or that of its file without the folder."""
     return Path(dataset).name
 
 
 def check_datasets(datasets: Sequence[str]) -> None:
     """Raise ValueError for a dataset that is unknown or given twice."""
     for dataset in datasets:
-        if dataset not in STDLIB and not dataset.endswith(FILES):
+        if dataset not in STDLIB and not dataset.endswith(DATASET_SUFFIXES):
             raise ValueError(
-                f"unknown dataset {dataset!r}; there are {', '.join(STDLIB)} and FILE.jsonl or FILE.jsonl.gz"
+                f"unknown dataset {dataset!r}; there are {', '.join(STDLIB)} and FILE.jsonl or "
+                "FILE.jsonl.gz"
             )
     names = [dataset_name(dataset) for dataset in datasets]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -62,7 +67,11 @@ def check_datasets(datasets: Sequence[str]) -> None:
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
-    """Return the first prompts of a file. Raises ValueError naming file and line."""
+    """Return the first prompts of a file.
+
+    Raises:
+        ValueError: a line is not a prompt; the message names the file and the line.
+    """
     prompts = []
     for number, entry in _lines(path):
         try:
@@ -75,7 +84,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
 
 
 def read_files(datasets: Sequence[str], limit: int | None = None) -> dict[str, list[Prompt]]:
-    """Return the prompts of those datasets that are files."""
+    """Return the prompts of the datasets that are files."""
     return {
         dataset: read_prompts(Path(dataset), limit) for dataset in datasets if dataset not in STDLIB
     }
@@ -92,10 +101,10 @@ def front_of(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 def stdlib_prompts(
     dataset: str, tokenizer: PreTrainedTokenizerBase, tokens: int, limit: int | None
 ) -> list[Prompt]:
-    """Return the first prompts of `tokens` token ids from held-out files of this Python's standard library. What the
-    tokenizer puts before a text counts."""
-    from forerun.train.corpus import held_out_prompts
+    """Return the first prompts from held-out files of this Python's standard library.
 
+    Each has `tokens` token ids, including the special tokens that the tokenizer puts before a text.
+    """
     split: Any = STDLIB[dataset]
     front = front_of(tokenizer)
     if tokens <= len(front):
@@ -120,12 +129,14 @@ def tokenised(
     front: tuple[int, ...] = (),
     chat: bool = False,
 ) -> Prompt:
-    """Return the prompt as token ids, the last `longest` of them. If it begins with `front`, it still does.
+    """Return the prompt as its last `longest` token ids.
 
-    A conversation is rendered by the chat template and never cut. With `chat` a text is one, of one message.
+    If the prompt begins with the special tokens `front`, it still does after the cut. A
+    conversation is rendered by the chat template and never cut. With `chat` a text counts as a
+    conversation of one message.
     """
-    chat = chat or prompt.messages is not None
-    tokens = _chat_tokens(prompt, tokenizer, front) if chat else prompt.tokens
+    is_chat = chat or prompt.messages is not None
+    tokens = _chat_tokens(prompt, tokenizer, front) if is_chat else prompt.tokens
     if tokens is None:
         assert tokenizer is not None
         tokens = tuple(tokenizer(prompt.text)["input_ids"])
@@ -135,7 +146,7 @@ def tokenised(
         raise ValueError(f"prompt {prompt.id!r} has token ids outside 0..{vocab_size - 1}")
     if longest is None or len(tokens) <= longest:
         return replace(prompt, tokens=tokens, known=_known(prompt, tokens, tokenizer))
-    if chat:
+    if is_chat:
         raise ValueError(
             f"prompt {prompt.id!r} has {len(tokens)} tokens as a chat; there is room for {longest}"
         )
@@ -147,17 +158,17 @@ def tokenised(
 def _chat_tokens(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, front: tuple[int, ...]
 ) -> tuple[int, ...]:
+    """Return the token ids of a conversation, or of a text as its only message."""
     messages: Any = prompt.messages
     if messages is None:
         text = prompt.text
         if text is None:
-            assert tokenizer is not None and prompt.tokens is not None
-            tokens = (
-                prompt.tokens[len(front) :]
-                if prompt.tokens[: len(front)] == front
-                else prompt.tokens
-            )
-            text = str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+            assert tokenizer is not None
+            assert prompt.tokens is not None
+            tokens = list(prompt.tokens)
+            if prompt.tokens[: len(front)] == front:
+                tokens = tokens[len(front) :]
+            text = str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
         messages = [{"role": "user", "content": text}]
     try:
         return tuple(chat_prompt(tokenizer, messages))
@@ -171,11 +182,11 @@ def _known(prompt: Prompt, tokens: Sequence[int], tokenizer: PreTrainedTokenizer
         return 0
     beginning = list(prompt.messages[: prompt.known_messages])
     rendered = tokenizer.apply_chat_template(beginning, tokenize=False)
-    own = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    pairs = enumerate(zip(own, tokens, strict=False))
-    return next(
-        (place for place, (one, other) in pairs if one != other), min(len(own), len(tokens))
-    )
+    known = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    for place, (token, other) in enumerate(zip(known, tokens, strict=False)):
+        if token != other:
+            return place
+    return min(len(known), len(tokens))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -186,7 +197,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise ValueError(f"cannot read {path}: {error}") from None
     else:
         text = read_text(path)
-    # Not splitlines(): JSON strings may hold the other characters that it takes for line ends.
+    # Not splitlines(), because JSON strings may hold other characters that it takes for line ends.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -202,26 +213,18 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _prompt(number: int, entry: dict[str, Any]) -> Prompt:
-    """Return the prompt of a line: its `messages`, `tokens` or `prompt` (HumanEval has that), or the `question` of
-    GSM8K, or the first of the `turns` of Spec-Bench. The first `known` of the messages are read before."""
+    """Return the prompt of a line.
+
+    It is one of `messages`, `tokens` and `prompt` (as in HumanEval), the `question` of GSM8K, or
+    the first of the `turns` of Spec-Bench. The first `known` messages are to be read before.
+    """
     id = str(number)
     if "messages" in entry:
-        messages = checked(entry["messages"])
-        if messages[-1]["role"] == "assistant":
-            raise ValueError("the last message is from the assistant; there is nothing to answer")
-        known = entry.get("known", 0)
-        if type(known) is not int or not 0 <= known < len(messages):
-            raise ValueError(
-                f"'known' must be a number of messages before the last, not {json.dumps(known)[:40]}"
-            )
-        return Prompt(id, messages=tuple(messages), known_messages=known)
+        return _conversation(id, entry)
     if "tokens" in entry:
         tokens = entry["tokens"]
-        if (
-            not isinstance(tokens, list)
-            or not tokens
-            or not all(type(each) is int and each >= 0 for each in tokens)
-        ):
+        is_list = isinstance(tokens, list) and bool(tokens)
+        if not is_list or not all(type(token) is int and token >= 0 for token in tokens):
             raise ValueError("'tokens' must be a list of token ids, at least one")
         return Prompt(id, tokens=tuple(tokens))
     if "prompt" not in entry and "question" in entry:
@@ -229,6 +232,18 @@ def _prompt(number: int, entry: dict[str, Any]) -> Prompt:
     if "prompt" not in entry and isinstance(entry.get("turns"), list) and entry["turns"]:
         return Prompt(id, _text({"turns": entry["turns"][0]}, "turns"))
     return Prompt(id, _text(entry, "prompt"))
+
+
+def _conversation(id: str, entry: dict[str, Any]) -> Prompt:
+    messages = checked(entry["messages"])
+    if messages[-1]["role"] == "assistant":
+        raise ValueError("the last message is from the assistant; there is nothing to answer")
+    known = entry.get("known", 0)
+    if type(known) is not int or not 0 <= known < len(messages):
+        raise ValueError(
+            f"'known' must be a number of messages before the last, not {json.dumps(known)[:40]}"
+        )
+    return Prompt(id, messages=tuple(messages), known_messages=known)
 
 
 def _text(entry: dict[str, Any], field: str) -> str:

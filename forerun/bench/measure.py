@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -23,31 +23,35 @@ from forerun.bench.records import Group, Record, open_folder, times
 from forerun.bench.report import results, versions
 from forerun.bench.unequal import Side, Witness
 from forerun.engine.engine import Step
+from forerun.engine.sequence import Request
 from forerun.engine.stats import Stats, summarise
 from forerun.files import write_text
 from forerun.model.causal_lm import CausalLM
 from forerun.model.kv_cache import KVCache
 from forerun.sampling.params import SamplingParams
 
-WARM_UP, WARM_PROMPT = 16, 512  # new tokens, and the most of a prompt that is read for them
+WARM_UP = 16  # new tokens of the warm-up
+WARM_PROMPT = 512  # the most tokens of a prompt that the warm-up reads
 KNOWN_BYTES = 2**31  # for keys and values of known beginnings
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one batch of prompts gave.
+    """The result of one batch of prompts.
 
     Attributes:
         tokens: output token ids of each row.
-        seconds: wall time of the call, prefill included.
-        target_forwards, draft_forwards: counted once for each row that took part. Transformers' first forward is the
-            prefill and gives a token; our prefill gives none and is not counted.
-        steps: of each row; None if the method keeps no record.
-        cache: after a single row, what still has its keys and values in its first row; else None,
-            because rows of a batch move while others leave.
-        exact: whether the logits have the bits of forwards of the target that our methods run on.
-        decoding: seconds after the first token of each row, for a method without steps that knows them. The first
-            token comes with the prompt there.
+        seconds: wall time of the call, including the prefill.
+        target_forwards: counted once for each row that took part. In transformers the first forward
+            is the prefill and gives a token; our prefill gives none and is not counted.
+        draft_forwards: counted in the same way.
+        steps: the steps of each row; None if the method keeps no record.
+        cache: after a single row, the cache whose first row still has its keys and values; else
+            None, because rows of a batch move when others leave.
+        exact: "bitwise" if the logits have the bits of the target's forwards on which our methods
+            run.
+        decoding: seconds after the first token of each row, for a method without steps that knows
+            them. The first token comes with the prompt there.
     """
 
     tokens: list[list[int]]
@@ -66,11 +70,13 @@ class Outcome:
         if self.steps is not None:
             seconds = times(self.steps).seconds
         else:
-            count, seconds = count - len(self.tokens), self.decoding or 0.0
+            count -= len(self.tokens)
+            seconds = self.decoding or 0.0
         return count / seconds if count and seconds else None
 
     @property
     def stats(self) -> Stats:
+        """Return the statistics of all rows together."""
         if self.steps is not None:
             return summarise([step for row in self.steps for step in row], self.seconds)
         count = sum(map(len, self.tokens))
@@ -79,15 +85,22 @@ class Outcome:
         )
 
 
-# Prompts, a seed for each, and a length for the warm-up, which leaves no state but what a guard has measured. With a
-# fourth argument, the number of tokens at the beginning of each prompt that are read before, untimed (`Runner.knows`).
+# Decodes a batch. The arguments are the prompts, a seed for each, and None or a length for the
+# warm-up, which leaves no state but what a guard has measured. A fourth argument is the number of
+# tokens at the beginning of each prompt that are read before, untimed (`Runner.knows`).
 Run = Callable[..., Outcome]
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a `Runner` is made of: the plan, its prompts as token ids, the target's tokenizer, if one was needed, and
-    the target that our methods decode with."""
+    """What a `Runner` is made of.
+
+    Attributes:
+        plan: the plan.
+        datasets: its prompts, as token ids.
+        tokenizer: the target's tokenizer, if one was needed.
+        target: the target with which our methods decode.
+    """
 
     plan: Plan
     datasets: dict[str, list[Prompt]]
@@ -104,14 +117,20 @@ def bench(
     say: Callable[[str], None] = lambda line: None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure what the plan says, and return the results; with `out` they are also there as files.
+    """Measure what the plan says, and return the results.
 
-    `files` are the prompts of `read_files`. `resume` measures only what the records of `out` lack; pools of phrases
-    begin empty then. `say` gets a line of progress after each batch, and `tell` a line for each
-    greedy output that is not that of the plan's reference (`forerun.bench.unequal`).
+    Args:
+        plan: the plan.
+        files: the prompts of `read_files`.
+        out: the folder that gets the results as files, if any.
+        resume: measure only what the records of `out` lack; pools of phrases begin empty then.
+        say: gets a line of progress after each batch.
+        tell: gets a line for each greedy output that is not that of the plan's reference
+            (`forerun.bench.unequal`).
 
-    Raises ValueError for prompts, models or a folder that cannot be used. Prompts and folder are checked before the
-    models' weights are loaded.
+    Raises:
+        ValueError: prompts, models or a folder cannot be used. Prompts and folder are checked
+            before the models' weights are loaded.
     """
     datasets, tokenizer = load_prompts(plan, files)
     check_known(plan, datasets)
@@ -121,42 +140,59 @@ def bench(
         records = open_folder(out, plan, {"prompts": facts, "versions": versions()}, resume)
     decoders, target = load_decoders(plan, tokenizer)
     if _has_known(datasets):
-        decoders = {name: each.replace(prefix_bytes=KNOWN_BYTES) for name, each in decoders.items()}
-    loaded = Loaded(plan, datasets, tokenizer, target)
-    runs = {
-        name: each.make(loaded)
-        if isinstance(each, Runner)
-        else decoder_run(decoders[name], plan.params())
-        for name, each in plan.methods.items()
-    }
-    witness = None
-    if not plan.temperature:
-        requests = [decoder.request([0], plan.params()) for decoder in decoders.values()]
-        ends = frozenset[int]().union(*(request.eos for request in requests))
-        witness = Witness(target, ends, plan.max_new_tokens, plan.reference, out, tell)
+        decoders = {
+            name: decoder.replace(prefix_bytes=KNOWN_BYTES) for name, decoder in decoders.items()
+        }
+    runs = _runs(Loaded(plan, datasets, tokenizer, target), decoders)
+    witness = None if plan.temperature else _witness(plan, decoders, target, out, tell)
     path = None if out is None else out / "records.jsonl"
     records = measure(plan, runs, datasets, path, records, say, witness)
-    draft = next((each.draft for each in decoders.values() if each.draft is not None), None)
-    costs = next((each.costs for each in decoders.values() if each.costs is not None), None)
+    every = decoders.values()
+    draft = next((decoder.draft for decoder in every if decoder.draft is not None), None)
+    costs = next((decoder.costs for decoder in every if decoder.costs is not None), None)
     if costs is None and out is not None:
         costs = measure_costs(target, draft)
-    found = results(plan, facts, records, costs)
-    found["models"] = {"target": facts_of(target)}
+    report = results(plan, facts, records, costs)
+    report["models"] = {"target": facts_of(target)}
     if draft is not None:
-        found["models"]["draft"] = facts_of(draft)
+        report["models"]["draft"] = facts_of(draft)
     if out is not None:
-        write_text(out / "results.json", json.dumps(found, indent=1) + "\n")
-    return found
+        write_text(out / "results.json", json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def _runs(loaded: Loaded, decoders: dict[str, Decoder]) -> dict[str, Run]:
+    """Return what runs each method of the plan."""
+    runs: dict[str, Run] = {}
+    for name, method in loaded.plan.methods.items():
+        if isinstance(method, Runner):
+            runs[name] = method.make(loaded)
+        else:
+            runs[name] = decoder_run(decoders[name], loaded.plan.params())
+    return runs
+
+
+def _witness(
+    plan: Plan,
+    decoders: dict[str, Decoder],
+    target: CausalLM,
+    out: Path | None,
+    tell: Callable[[str], None],
+) -> Witness:
+    """Return what explains unequal outputs."""
+    requests = [decoder.request([0], plan.params()) for decoder in decoders.values()]
+    ends = frozenset[int]().union(*(request.eos for request in requests))
+    return Witness(target, ends, plan.max_new_tokens, plan.reference, out, tell)
 
 
 def check_known(plan: Plan, datasets: dict[str, list[Prompt]]) -> None:
-    """Raise ValueError if prompts have known beginnings, and batches or a method cannot have them."""
+    """Raise ValueError if prompts have known beginnings that the plan cannot measure."""
     if not _has_known(datasets):
         return
     if plan.batch > 1:
         raise ValueError("prompts with a known beginning run one by one: leave out --batch")
-    for name, each in plan.methods.items():
-        if isinstance(each, Runner) and not each.knows:
+    for name, method in plan.methods.items():
+        if isinstance(method, Runner) and not method.knows:
             raise ValueError(
                 f"method {name!r} cannot have read the `known` beginning of a prompt: leave it out"
             )
@@ -167,27 +203,27 @@ def _has_known(datasets: dict[str, list[Prompt]]) -> bool:
 
 
 def facts_of_prompts(datasets: dict[str, list[Prompt]]) -> dict[str, dict[str, Any]]:
-    """Return the number of prompts of each dataset and of cut ones among them, a hash of them all, and the mean number
-    of tokens of a prompt, and of those that are known."""
+    """Return facts of each dataset.
 
-    def facts(prompts: list[Prompt]) -> dict[str, Any]:
-        digest = hashlib.sha256(
-            json.dumps([(prompt.id, prompt.tokens) for prompt in prompts]).encode()
-        ).hexdigest()
-        found = {
-            "prompts": len(prompts),
-            "cut": sum(prompt.cut for prompt in prompts),
-            "sha256": digest[:16],
-        }
-        tokens = {
-            "tokens": round(
-                sum(len(prompt.tokens or ()) for prompt in prompts) / max(1, len(prompts))
-            )
-        }
-        known = sum(prompt.known for prompt in prompts)
-        return found | tokens | ({"known": round(known / len(prompts))} if known else {})
+    They are the number of prompts and of cut ones among them, a hash of them all, and the mean
+    number of tokens of a prompt, and of those that are known.
+    """
+    return {name: _facts_of_dataset(prompts) for name, prompts in datasets.items()}
 
-    return {name: facts(prompts) for name, prompts in datasets.items()}
+
+def _facts_of_dataset(prompts: list[Prompt]) -> dict[str, Any]:
+    text = json.dumps([(prompt.id, prompt.tokens) for prompt in prompts])
+    tokens = sum(len(prompt.tokens or ()) for prompt in prompts)
+    known = sum(prompt.known for prompt in prompts)
+    facts: dict[str, Any] = {
+        "prompts": len(prompts),
+        "cut": sum(prompt.cut for prompt in prompts),
+        "sha256": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "tokens": round(tokens / max(1, len(prompts))),
+    }
+    if known:
+        facts["known"] = round(known / len(prompts))
+    return facts
 
 
 def measure(
@@ -199,55 +235,73 @@ def measure(
     say: Callable[[str], None] = lambda line: None,
     witness: Witness | None = None,
 ) -> list[Record]:
-    """Measure all rounds but what was measured `before`, and return the records. With a path they are written there,
-    those of a batch at once. A `witness` then looks at its outputs.
+    """Measure all rounds except what was measured `before`, and return the records.
 
-    The order of the methods turns by one from batch to batch and is reversed in every other round, so that none of
-    them always comes first or always after the same other.
+    With a path the records are written there, those of a batch at once. A `witness` then looks at
+    the outputs.
+
+    The order of the methods is rotated by one from batch to batch and is reversed in every other
+    round, so that no method always comes first or always after the same other.
     """
-    first = next(iter(datasets.values()))[: plan.batch]
-    for run in runs.values():
-        seeds = [plan.seed + i for i in range(len(first))]
-        run([_ids(row)[:WARM_PROMPT] for row in first], seeds, min(WARM_UP, plan.max_new_tokens))
-    records, done = [*before], {record.group for record in before}
-    for number in range(plan.rounds):
-        for dataset, prompts in datasets.items():
-            for index, start in enumerate(range(0, len(prompts), plan.batch)):
-                if (number, dataset, index) in done:
-                    continue
-                rows = prompts[start : start + plan.batch]
-                seeds = [plan.seed + 1000 * number + start + i for i in range(len(rows))]
-                order = turned(list(runs), number, index)
-                given: list[Any] = [[_ids(row) for row in rows], seeds, None]
-                if any(row.known for row in rows):
-                    given.append([row.known for row in rows])
-                outcomes = {name: runs[name](*given) for name in order}
-                reference = plan.reference if not plan.temperature else None
-                group = group_records((number, dataset, index), rows, outcomes, reference)
-                records += group
-                if path is not None:
-                    with path.open("a", encoding="utf-8") as file:
-                        file.write("".join(record.line() for record in group))
-                if witness is not None:
-                    witness.look((number, dataset, index), rows, sides_of(outcomes, len(rows)))
-                say(
-                    f"round {number + 1} of {plan.rounds}, {dataset}: {start + len(rows)} of {len(prompts)} prompts"
-                )
+    _warm_up(plan, runs, next(iter(datasets.values()))[: plan.batch])
+    records = [*before]
+    done = {record.group for record in before}
+    reference = plan.reference if not plan.temperature else None
+    for group, rows in _batches(plan, datasets):
+        if group in done:
+            continue
+        number, dataset, index = group
+        start = index * plan.batch
+        seeds = [plan.seed + 1000 * number + start + i for i in range(len(rows))]
+        given: list[Any] = [[_ids(row) for row in rows], seeds, None]
+        if any(row.known for row in rows):
+            given.append([row.known for row in rows])
+        outcomes = {name: runs[name](*given) for name in turned(list(runs), number, index)}
+        batch_records = group_records(group, rows, outcomes, reference)
+        records += batch_records
+        if path is not None:
+            with path.open("a", encoding="utf-8") as file:
+                file.write("".join(record.line() for record in batch_records))
+        if witness is not None:
+            witness.look(group, rows, sides_of(outcomes, len(rows)))
+        say(
+            f"round {number + 1} of {plan.rounds}, {dataset}: {start + len(rows)} of "
+            f"{len(datasets[dataset])} prompts"
+        )
     return records
 
 
+def _warm_up(plan: Plan, runs: dict[str, Run], prompts: Sequence[Prompt]) -> None:
+    """Let every method decode a few tokens, so that the first batch is not slower than others."""
+    seeds = [plan.seed + i for i in range(len(prompts))]
+    for run in runs.values():
+        texts = [_ids(prompt)[:WARM_PROMPT] for prompt in prompts]
+        run(texts, seeds, min(WARM_UP, plan.max_new_tokens))
+
+
+def _batches(plan: Plan, datasets: dict[str, list[Prompt]]) -> Iterator[tuple[Group, list[Prompt]]]:
+    """Yield the batches of all rounds, in the order in which they are measured."""
+    for number in range(plan.rounds):
+        for dataset, prompts in datasets.items():
+            for index, start in enumerate(range(0, len(prompts), plan.batch)):
+                yield (number, dataset, index), prompts[start : start + plan.batch]
+
+
 def sides_of(outcomes: dict[str, Outcome], count: int) -> list[list[Side]]:
-    """Return the runs of each of a batch's `count` prompts."""
+    """Return for each of a batch's `count` prompts the runs of all methods."""
+    return [_sides_of_row(outcomes, row) for row in range(count)]
 
-    def side(name: str, outcome: Outcome, row: int) -> Side:
+
+def _sides_of_row(outcomes: dict[str, Outcome], row: int) -> list[Side]:
+    sides = []
+    for name, outcome in outcomes.items():
         steps = outcome.steps[row] if outcome.steps is not None else None
-        return Side(name, outcome.tokens[row], steps, outcome.cache, outcome.exact)
-
-    return [[side(name, each, row) for name, each in outcomes.items()] for row in range(count)]
+        sides.append(Side(name, outcome.tokens[row], steps, outcome.cache, outcome.exact))
+    return sides
 
 
 def turned(names: Sequence[str], number: int, index: int) -> list[str]:
-    """Return the order of the methods in a round, for the batch of that index."""
+    """Return the order of the methods in round `number`, for the batch with this index."""
     turn = (number // 2 + index) % len(names)
     order = [*names[turn:], *names[:turn]]
     return order[::-1] if number % 2 else order
@@ -256,8 +310,10 @@ def turned(names: Sequence[str], number: int, index: int) -> list[str]:
 def group_records(
     group: Group, prompts: Sequence[Prompt], outcomes: dict[str, Outcome], reference: str | None
 ) -> list[Record]:
-    """Return the records of one batch in one round, in the order in which the methods ran. Greedy outputs are compared
-    with those of the method `reference`."""
+    """Return the records of one batch in one round, in the order in which the methods ran.
+
+    Greedy outputs are compared with those of the method `reference`.
+    """
     records = []
     for name, outcome in outcomes.items():
         equal = None
@@ -290,58 +346,49 @@ def forget_phrases(decoder: Decoder) -> None:
 
 
 def decoder_run(decoder: Decoder, params: SamplingParams) -> Run:
-    """Return what runs a method of ours. Each row has a seed of its own, so its neighbours do not matter.
+    """Return what runs a method of ours.
 
-    Phrases of earlier prompts stay, but a prompt that comes again finds none. Nor does it find keys and values, but
-    those of its `known` beginning.
+    Each row has a seed of its own, so its neighbours do not matter. Phrases of earlier prompts
+    stay, but a prompt that comes again finds none. It finds no keys and values either, except those
+    of its `known` beginning.
     """
-    seen: set[tuple[int, ...]] = set()
+    return _DecoderRun(decoder, params)
 
-    def read(text: Sequence[int]) -> None:
-        """Let the models read a text, which the decoder then keeps."""
-        decoder.session.add(
-            [decoder.request(list(text), replace(params, seed=None, max_new_tokens=1))]
-        ).collect()
 
-    def run(
+class _DecoderRun:
+    """What runs a method of ours (`decoder_run`)."""
+
+    def __init__(self, decoder: Decoder, params: SamplingParams) -> None:
+        self._decoder = decoder
+        self._params = params
+        self._seen: set[tuple[int, ...]] = set()
+
+    def __call__(
+        self,
         prompts: Sequence[Sequence[int]],
         seeds: Sequence[int],
         warm_up: int | None = None,
         known: Sequence[int] = (),
     ) -> Outcome:
-        now = set(map(tuple, prompts))
-        if now & seen:
-            forget_phrases(decoder)
-            seen.clear()
-        seen.update(now)
-        if decoder.options.prefix_bytes:
-            decoder.close()  # with all that it knows
-        length, session = warm_up or params.max_new_tokens, decoder.session
+        decoder = self._decoder
+        self._forget(prompts)
+        length = warm_up or self._params.max_new_tokens
+        session = decoder.session
         target = session.engine.target
         cache = target.cache if isinstance(target, CausalLM) and len(prompts) == 1 else None
         if cache is not None:
-            cache.keeps_dropped = (
-                True  # because an unequal output is explained by what the row held
-            )
+            # Because an unequal output is explained by what the row held.
+            cache.keeps_dropped = True
         for prompt, count in zip(prompts, known, strict=False):
-            read(prompt[:count])
-        begun = perf_counter()
-        requests = []
-        for prompt, seed in zip(prompts, seeds, strict=True):
-            request = decoder.request(
-                list(prompt), replace(params, seed=None, max_new_tokens=length)
-            )
-            # Most requests have no seed, so it is their acceptance rule that is measured.
-            numbers = (
-                None
-                if params.temperature == 0
-                else torch.Generator(decoder.target.device).manual_seed(seed)
-            )
-            requests.append(replace(request, generator=numbers))
+            self._read(prompt[:count])
+        started_at = perf_counter()
+        requests = [
+            self._request(prompt, seed, length) for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
         rows = session.add(requests).collect()
-        seconds = perf_counter() - begun
+        seconds = perf_counter() - started_at
         return Outcome(
-            tokens=[[token for step in row for token in step.tokens] for row in rows],
+            tokens=[_tokens_of(row) for row in rows],
             seconds=seconds,
             target_forwards=sum(map(len, rows)),
             draft_forwards=sum(step.draft_forwards for row in rows for step in row),
@@ -350,4 +397,34 @@ def decoder_run(decoder: Decoder, params: SamplingParams) -> Run:
             exact=decoder.target.exact,
         )
 
-    return run
+    def _forget(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Drop what would make a prompt easier that comes again."""
+        texts = set(map(tuple, prompts))
+        if texts & self._seen:
+            forget_phrases(self._decoder)
+            self._seen.clear()
+        self._seen.update(texts)
+        if self._decoder.options.prefix_bytes:
+            self._decoder.close()  # with all keys and values that it knows
+
+    def _read(self, text: Sequence[int]) -> None:
+        """Let the models read a text, whose keys and values the decoder then keeps."""
+        params = replace(self._params, seed=None, max_new_tokens=1)
+        self._decoder.session.add([self._decoder.request(list(text), params)]).collect()
+
+    def _request(self, prompt: Sequence[int], seed: int, length: int) -> Request:
+        """Return the request of a row.
+
+        It has no seed, because most requests have none, so it is their acceptance rule that is
+        measured.
+        """
+        params = replace(self._params, seed=None, max_new_tokens=length)
+        request = self._decoder.request(list(prompt), params)
+        if params.temperature == 0:
+            return replace(request, generator=None)
+        numbers = torch.Generator(self._decoder.target.device).manual_seed(seed)
+        return replace(request, generator=numbers)
+
+
+def _tokens_of(steps: Sequence[Step]) -> list[int]:
+    return [token for step in steps for token in step.tokens]

@@ -20,28 +20,27 @@ from forerun.model.causal_lm import CausalLM, context_of
 from forerun.text.vocabularies import Translation
 from forerun.zoo import companion
 
-ROWS = 64  # the fewest that a decoder takes at once
+MIN_DECODER_ROWS = 64  # a decoder takes at least so many rows at once
 _translation_for = lru_cache(1)(translation_for)
 
 
 def load_prompts(
     plan: Plan, files: dict[str, list[Prompt]]
 ) -> tuple[dict[str, list[Prompt]], PreTrainedTokenizerBase | None]:
-    """Return token ids of every dataset's prompts, cut at the beginning if they and the output exceed the context, and
-    the tokenizer, if prompts or a draft needed one."""
+    """Return every dataset's prompts as token ids, and the tokenizer, if one was needed.
+
+    Prompts or a draft may need it. A prompt is cut at the beginning if it and the output exceed the
+    context.
+
+    Raises:
+        ValueError: a prompt does not fit, or a method cannot use the draft's tokenizer.
+    """
     sets = dict(files)
     texts = any(prompt.tokens is None for prompts in files.values() for prompt in prompts)
     tokenizer = _tokenizer(plan, needed=plan.chat or texts or len(files) < len(plan.datasets))
     front = front_of(tokenizer) if tokenizer is not None else ()
     config = load_config(plan.target, "target", trust_remote_code=plan.trust_remote_code)
-    context = min(
-        (each for each in (context_of(config), plan.context) if each is not None), default=None
-    )
-    longest = None if context is None else context - plan.max_new_tokens
-    if longest is not None and longest < 1:
-        raise ValueError(
-            f"max_new_tokens {plan.max_new_tokens} leaves no room for a prompt in the context of {context}"
-        )
+    longest = _longest_prompt(plan, context_of(config))
     datasets = {}
     for name in plan.datasets:
         if name in STDLIB:
@@ -57,9 +56,26 @@ def load_prompts(
     return datasets, tokenizer
 
 
+def _longest_prompt(plan: Plan, model_context: int | None) -> int | None:
+    """Return the most tokens of a prompt, or None if no context is known."""
+    known = [limit for limit in (model_context, plan.context) if limit is not None]
+    if not known:
+        return None
+    longest = min(known) - plan.max_new_tokens
+    if longest < 1:
+        raise ValueError(
+            f"max_new_tokens {plan.max_new_tokens} leaves no room for a prompt in the context of "
+            f"{min(known)}"
+        )
+    return longest
+
+
 def _tokenizer(plan: Plan, needed: bool) -> PreTrainedTokenizerBase | None:
-    """Return the target's tokenizer; None if there is none and only the draft wanted one. Raises ValueError for a draft
-    with another one if a method cannot do with that."""
+    """Return the target's tokenizer; None if there is none and only the draft asked for one.
+
+    Raises:
+        ValueError: the draft has another tokenizer, and a method requires the target's.
+    """
     if not needed and not plan.needs_draft:
         return None
     try:
@@ -68,12 +84,15 @@ def _tokenizer(plan: Plan, needed: bool) -> PreTrainedTokenizerBase | None:
         if needed:
             raise
         return None  # it would only show which part of a vocabulary is padding
-    translation_of(plan, tokenizer)  # raises before anything long
+    translation_of(plan, tokenizer)  # so that it raises before anything that takes long
     return tokenizer
 
 
 def translation_of(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> Translation | None:
-    """Return how the plan's draft drafts, if it is needed and has another tokenizer than the target's."""
+    """Return the translation between the draft's and the target's tokens.
+
+    It is None if the plan needs no draft, or if both have one tokenizer.
+    """
     if tokenizer is None or plan.draft is None or not plan.needs_draft:
         return None
     return _translation_for(
@@ -84,33 +103,41 @@ def translation_of(plan: Plan, tokenizer: PreTrainedTokenizerBase | None) -> Tra
 def load_decoders(
     plan: Plan, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[dict[str, Decoder], CausalLM]:
-    """Return our own methods on one target and one draft with their fast forwards, and the target."""
-    needs_draft, models = any(each.needs_draft for each in plan.ours.values()), plan.models()
+    """Return our own methods on one target and one draft, and the target.
+
+    The models have their fast forwards.
+    """
+    models = plan.models()
     target = ready(plan.target, "target", models)
-    draft = ready(plan.draft, "draft", models) if needs_draft and plan.draft is not None else None
+    draft = None
+    if plan.draft is not None and any(method.needs_draft for method in plan.ours.values()):
+        draft = ready(plan.draft, "draft", models)
     return build_decoders(plan, tokenizer, target, draft), target
 
 
 def build_decoders(
     plan: Plan, tokenizer: PreTrainedTokenizerBase | None, target: CausalLM, draft: CausalLM | None
 ) -> dict[str, Decoder]:
-    """Return the plan's own methods on this target and draft, with the layer and the heads that they need: those of the
-    plan, else those that come with forerun. Raises ValueError for a layer or head that does not fit."""
+    """Return the plan's own methods on this target and draft.
+
+    They get the layer and the heads that they need: those of the plan, else those that come with
+    forerun.
+
+    Raises:
+        ValueError: a layer or a head does not fit.
+    """
     translation = translation_of(replace(plan, methods=plan.ours), tokenizer)
     layer: PreVerifier | None = None
     heads = dict[str | None, HiddenLM | None]()
-    for each in plan.ours.values():
-        own = layer or plan.pre_verifier or companion(plan.target, each.layer)
-        head = (
-            heads.get(each.head) or plan.heads.get(each.head) or companion(plan.target, each.head)
-        )
-        layer, heads[each.head] = layers_for([each], target, draft, own, head)
-    every = Parts(
-        target, draft, layer, head=next((each for each in heads.values() if each is not None), None)
-    )
-    costs = measured(
-        list(plan.ours.values()), every
-    )  # one table, so that methods differ by nothing else
+    for method in plan.ours.values():
+        kind = method.head
+        given_layer = layer or plan.pre_verifier or companion(plan.target, method.layer)
+        given_head = heads.get(kind) or plan.heads.get(kind) or companion(plan.target, kind)
+        layer, heads[kind] = layers_for([method], target, draft, given_layer, given_head)
+    some_head = next((head for head in heads.values() if head is not None), None)
+    parts = Parts(target, draft, layer, head=some_head)
+    # One table for all, so that methods do not differ by the costs that were measured.
+    costs = measured(list(plan.ours.values()), parts)
     decoders = dict[str, Decoder]()
     for name, method in plan.ours.items():
         decoders[name] = Decoder(
@@ -123,7 +150,7 @@ def build_decoders(
             head=heads.get(method.head),
             costs=costs,
             translation=translation if method.needs_draft else None,
-            max_rows=max(ROWS, plan.batch),
+            max_rows=max(MIN_DECODER_ROWS, plan.batch),
             prefix_bytes=0,  # a prompt that comes again is computed again
         )
     return decoders

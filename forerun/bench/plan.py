@@ -1,4 +1,7 @@
-"""What a run measures and how, checked before anything is loaded. Needs no torch."""
+"""What a run measures and how, checked before anything is loaded.
+
+It needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forerun.api.choose import kind_of
 from forerun.api.options import ModelOptions
-from forerun.api.resolve import kind_of
 from forerun.bench.datasets import check_datasets, dataset_name
-from forerun.methods import METHODS, Method, is_method, method, parse_value
+from forerun.methods import METHODS, Method, is_method, parse_value
+from forerun.methods import method as make_method
 from forerun.sampling.params import SamplingParams
 from forerun.zoo import EMBEDDED, companion, locate, own_draft
 
@@ -23,11 +27,11 @@ DEFAULT_METHODS = ("ar", "sd", "suffix")
 
 @dataclass(frozen=True)
 class Runner:
-    """Another program, or another way to run a method of ours, to measure in the same run as our methods.
+    """Another program, or another way to run a method of ours, to measure beside our methods.
 
     Attributes:
         make: returns what decodes; called once, with the prompts and the target.
-        settings: what results say that it ran with.
+        settings: the settings that results name.
         needs_draft: whether it runs the plan's draft.
         any_tokenizer: whether that draft may have another tokenizer than the target.
         one_by_one: whether it decodes the rows of a batch one after the other.
@@ -47,19 +51,25 @@ class Plan:
     """One run of the benchmark.
 
     Attributes:
-        methods: what is measured, by the name that results use.
+        methods: what is measured, by the name in results.
         datasets: names and .jsonl or .jsonl.gz files.
-        target, draft: hub ids, folders or "embedded"; draft is None if no method needs one.
-        limit: prompts a dataset; None for all.
+        target: hub id, folder or "embedded".
+        draft: the same; None if no method needs a draft.
+        limit: prompts per dataset; None for all.
         prompt_tokens: length of the prompts from the standard library.
         guard: leave drafts out while they do not pay; without it methods are measured as they are.
-        head: folders of heads over the target's hidden states; the embedded target has one for lyanna.
-        pre_verifier: folder of the trained layer, for pacer; the pairs that come with forerun have their own.
-        stop_at_eos: end at the end token; without it every method generates exactly max_new_tokens.
-        chat: prompts are messages, rendered by the target's chat template, as conversations are in any case.
-        tune: the setting that is chosen, as METHOD.NAME=VALUE,VALUE; results then have the best value.
-        context: most tokens of prompt and output, if that is less than the target takes.
-        reference: the method whose greedy output all methods are compared with.
+        head: folders of heads over the target's hidden states; the embedded target has one for
+            lyanna.
+        pre_verifier: folder of the trained layer for pacer; the pairs that come with forerun have
+            one.
+        stop_at_eos: stop at the end token; without it every method generates exactly
+            max_new_tokens.
+        chat: texts are rendered as messages by the target's chat template; conversations always
+            are.
+        tune: the setting whose values are compared, as METHOD.NAME=VALUE,VALUE; results then have
+            the best value.
+        context: the most tokens of prompt and output, if that is less than the target's context.
+        reference: the method with whose greedy output all methods are compared.
     """
 
     methods: Mapping[str, Method | Runner]
@@ -92,77 +102,94 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("batch", "rounds", "limit", "prompt_tokens"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
         self.params()
         self.models()
         if self.top_p < 1 and not self.temperature:
             raise ValueError(
                 f"top_p {self.top_p} needs a temperature above 0: greedy decoding samples nothing"
             )
-        for what, folder in (
-            ("pre-verifier", self.pre_verifier),
-            *(("head", each) for each in self.head),
-        ):
-            if folder is not None and not (Path(folder) / "config.json").is_file():
-                raise ValueError(f"no {what} in the folder {str(folder)!r}")
-        for name, each in self.ours.items():
-            bundled = (
-                companion(self.target, each.layer) if self.draft == own_draft(self.target) else None
-            )
-            if each.layer and not self.pre_verifier and bundled is None:
-                raise ValueError(f"method {name!r} needs a pre-verifier: give --pre-verifier")
-            if (
-                each.head
-                and each.head not in self.heads
-                and companion(self.target, each.head) is None
-            ):
-                raise ValueError(
-                    f"method {name!r} needs a head of the kind {each.head}: give --head"
-                )
-        wanted = {each.head for each in self.ours.values() if each.head}
-        for kind, path in self.heads.items() if wanted else ():
-            if kind not in wanted:
-                raise ValueError(
-                    f"the head {path!r} is of the kind {kind!r}; it must be {' or '.join(sorted(wanted))}"
-                )
+        self._check_folders()
+        self._check_layers()
         check_datasets(self.datasets)
         locate(self.target, "target")
-        if self.needs_draft:
-            if self.draft is None:
-                needy = next(name for name, each in self.methods.items() if each.needs_draft)
-                raise ValueError(f"method {needy!r} needs a draft model: give --draft")
-            locate(self.draft, "draft")
+        self._check_draft()
+
+    def _check_folders(self) -> None:
+        """Raise ValueError for a folder without a trained layer."""
+        folders: list[tuple[str, str | Path | None]] = [("pre-verifier", self.pre_verifier)]
+        folders += [("head", head) for head in self.head]
+        for what, folder in folders:
+            if folder is not None and not (Path(folder) / "config.json").is_file():
+                raise ValueError(f"no {what} in the folder {str(folder)!r}")
+
+    def _check_layers(self) -> None:
+        """Raise ValueError if a method lacks its trained layer, or if no method needs a head."""
+        for name, method in self.ours.items():
+            if method.layer and not self.pre_verifier and not self._has_pre_verifier(method):
+                raise ValueError(f"method {name!r} needs a pre-verifier: give --pre-verifier")
+            kind = method.head
+            if kind and kind not in self.heads and companion(self.target, kind) is None:
+                raise ValueError(f"method {name!r} needs a head of the kind {kind}: give --head")
+        wanted = {method.head for method in self.ours.values() if method.head}
+        if not wanted:
+            return
+        for kind, path in self.heads.items():
+            if kind not in wanted:
+                raise ValueError(
+                    f"the head {path!r} is of the kind {kind!r}; it must be "
+                    f"{' or '.join(sorted(wanted))}"
+                )
+
+    def _has_pre_verifier(self, method: Method) -> bool:
+        """Return whether the pair comes with the layer that a method needs."""
+        if self.draft != own_draft(self.target):
+            return False
+        return companion(self.target, method.layer) is not None
+
+    def _check_draft(self) -> None:
+        """Raise ValueError if there is no draft and a method needs one."""
+        needy = next((name for name, method in self.methods.items() if method.needs_draft), None)
+        if needy is None:
+            return
+        if self.draft is None:
+            raise ValueError(f"method {needy!r} needs a draft model: give --draft")
+        locate(self.draft, "draft")
 
     @property
     def ours(self) -> dict[str, Method]:
-        """The methods that run on our decoders."""
-        return {name: each for name, each in self.methods.items() if not isinstance(each, Runner)}
+        """Return the methods that run on our decoders."""
+        return {
+            name: method for name, method in self.methods.items() if not isinstance(method, Runner)
+        }
 
     @cached_property
     def heads(self) -> dict[str | None, str]:
-        """The folders of heads by their kinds."""
+        """Return the folders of heads by their kinds."""
         return {kind_of(folder): folder for folder in self.head}
 
     @property
     def needs_draft(self) -> bool:
-        return any(each.needs_draft for each in self.methods.values())
+        """Return whether a method runs the draft."""
+        return any(method.needs_draft for method in self.methods.values())
 
     @property
     def strict(self) -> str | None:
-        """A method that needs a draft with the target's tokenizer, in words, or None."""
-        needy = (
-            f"method {name!r}"
-            for name, each in self.methods.items()
-            if each.needs_draft and not each.any_tokenizer
-        )
-        return next(needy, None)
+        """Return in words a method that requires a draft with the target's tokenizer, or None."""
+        for name, method in self.methods.items():
+            if method.needs_draft and not method.any_tokenizer:
+                return f"method {name!r}"
+        return None
 
     def models(self) -> ModelOptions:
-        names = [each.name for each in fields(ModelOptions)]
+        """Return how models are loaded."""
+        names = [option.name for option in fields(ModelOptions)]
         return ModelOptions(**{name: vars(self)[name] for name in names if name in vars(self)})
 
     def params(self) -> SamplingParams:
+        """Return how outputs are sampled."""
         return SamplingParams(
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
@@ -172,12 +199,15 @@ class Plan:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Everything for JSON: names instead of paths, the methods' settings as they are used."""
-        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        """Return everything for JSON.
+
+        There are names instead of paths, and the methods' settings as they are used.
+        """
+        plain = {argument.name: getattr(self, argument.name) for argument in fields(self)}
         return plain | {
             "methods": {
-                name: each.settings if isinstance(each, Runner) else asdict(each)
-                for name, each in self.methods.items()
+                name: method.settings if isinstance(method, Runner) else asdict(method)
+                for name, method in self.methods.items()
             },
             "datasets": [dataset_name(dataset) for dataset in self.datasets],
             "pre_verifier": model_name(str(self.pre_verifier)) if self.pre_verifier else None,
@@ -187,7 +217,8 @@ class Plan:
         }
 
 
-# Returns what runs by a name that no method of ours has, or None. The second argument makes a method of ours.
+# Returns what runs by a name that no method of ours has, or None. The second argument makes a
+# method of ours by its name.
 RunnerOf = Callable[[str, Callable[[str], Method]], Method | Runner | None]
 
 
@@ -198,10 +229,17 @@ def parse_methods(
     tuned: dict[str, dict[str, Any]],
     runner_of: RunnerOf | None = None,
 ) -> dict[str, Method | Runner]:
-    """Return the methods of --methods, --method-arg and --tune, `ar` always among them.
+    """Return the methods of --methods, --method-arg and --tune, which always include `ar`.
 
-    `tuned` holds settings that take the place of a method's defaults, not of what is given. `runner_of` makes what has
-    no name of a method of ours.
+    Args:
+        names: the names of --methods.
+        settings: the settings of --method-arg.
+        tune: the setting of --tune, if any.
+        tuned: settings that replace a method's defaults, but not what is given.
+        runner_of: makes what has no name of a method of ours.
+
+    Raises:
+        ValueError: a method or a setting is unknown, or they do not fit together.
     """
     given: dict[str, dict[str, Any]] = {}
     for setting in settings:
@@ -210,33 +248,39 @@ def parse_methods(
     if tune is not None:
         if names:
             raise ValueError("--tune chooses the methods itself; leave out --methods")
-        name, key, values = _setting("--tune", tune)
-        chosen: dict[str, Method | Runner] = {"ar": METHODS["ar"]()}
-        for value in values.split(","):
-            chosen[f"{name}.{key}={value}"] = method(
-                name, **given.get(name, {}) | {key: parse_value(name, key, value)}
-            )
-        return chosen
+        return _tuned_methods(tune, given)
     used = set()
 
     def ours(name: str) -> Method:
         used.add(name)
-        return method(name, **tuned.get(name, {}) | given.get(name, {}))
+        return make_method(name, **tuned.get(name, {}) | given.get(name, {}))
 
     wanted = [name for name in names or DEFAULT_METHODS if name]
-    chosen = {}
+    chosen: dict[str, Method | Runner] = {}
     for name in wanted if "ar" in wanted else ["ar", *wanted]:
         other = runner_of(name, ours) if runner_of is not None and not is_method(name) else None
         chosen[name] = other or ours(name)  # which raises for unknown names
     for name in given:
         if name not in used:
             raise ValueError(
-                f"--method-arg {name}.{next(iter(given[name]))}: method {name!r} is not among --methods"
+                f"--method-arg {name}.{next(iter(given[name]))}: method {name!r} is not among "
+                "--methods"
             )
     return chosen
 
 
+def _tuned_methods(tune: str, given: dict[str, dict[str, Any]]) -> dict[str, Method | Runner]:
+    """Return a method with each value of a setting, and `ar`."""
+    name, key, values = _setting("--tune", tune)
+    chosen: dict[str, Method | Runner] = {"ar": METHODS["ar"]()}
+    for value in values.split(","):
+        settings = given.get(name, {}) | {key: parse_value(name, key, value)}
+        chosen[f"{name}.{key}={value}"] = make_method(name, **settings)
+    return chosen
+
+
 def _setting(option: str, text: str) -> tuple[str, str, str]:
+    """Return the method, the name and the value of METHOD.NAME=VALUE."""
     left, equals, value = text.partition("=")
     name, dot, key = left.rpartition(".")
     if not (equals and dot and name and key and value):
@@ -249,6 +293,6 @@ def _setting(option: str, text: str) -> tuple[str, str, str]:
 
 
 def model_name(source: str) -> str:
-    """Return what results call a model: its hub id, or the name of its folder or file."""
+    """Return the name of a model in results: its hub id, or the name of its folder or file."""
     path = Path(source).expanduser()
     return path.resolve().name if path.exists() else source

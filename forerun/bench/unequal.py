@@ -1,7 +1,7 @@
-"""What explains an unequal output: both runs beside the same tokens computed anew.
+"""Explains an unequal output by comparing both runs with the same tokens computed anew.
 
 Greedy outputs of a lossless method are those of plain decoding. If they are not, one of the two
-runs was wrong, perhaps for once in a thousand, so everything is kept at once.
+runs was wrong. That may happen once in a thousand outputs, so all evidence is kept at once.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from forerun.files import write_text
 from forerun.model.causal_lm import CausalLM
 from forerun.model.kv_cache import KVCache, Stored
 
-FOLDER = "unequal"
-FILES = 8  # of one method; where much is unequal, more of them explain nothing further
-ROUNDED_FILES = 2  # of a method whose kernels may round differently, and so often do
-TOKENS = 32_768  # the most of a prompt or an output in a file
-STEPS = 512  # the most of a run in a file
-ALONE = 1024  # the last tokens that run one by one; those before them run in blocks
-TOGETHER = 64  # the last tokens that run as one block, whose logits [64, V] are held at once
-CHUNK = 512  # tokens of a block of the prompt
-BEST = 5  # tokens with the largest logits
-# Of logits: what they may differ by, relative to the largest, where kernels may round differently.
+UNEQUAL_FOLDER = "unequal"
+MAX_FILES = 8  # of one method; where much is unequal, more files explain nothing further
+MAX_ROUNDED_FILES = 2  # of a method whose kernels may round differently, and so often do
+MAX_TOKENS = 32_768  # of a prompt or an output in a file
+MAX_STEPS = 512  # of a run in a file
+ONE_BY_ONE_TOKENS = 1024  # the last tokens that run one by one; those before them run in blocks
+BLOCK_TOKENS = 64  # the last tokens that run as one block, whose logits [64, V] are held at once
+PROMPT_CHUNK = 512  # tokens of a block of the prompt
+BEST = 5  # how many tokens with the largest logits are kept
+# What logits may differ by, relative to the largest, where kernels may round differently.
 ROUNDING = 2**-8
-COUNTS = ("number", "rows", "drafted", "tested", "accepted", "rests")  # what is kept of a step
-OF_STEPS = (*COUNTS, "tokens", "origins", "rejected")
+STEP_COUNTS = ("number", "rows", "drafted", "tested", "accepted", "rests")
+STEP_FIELDS = (*STEP_COUNTS, "tokens", "origins", "rejected")  # what is kept of a step
 PARTS = ("keys", "values")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ID = 0  # of the only sequence of a cache
@@ -50,9 +50,9 @@ class Side:
 
     Attributes:
         tokens: the output.
-        steps: None if the method keeps no record.
-        cache: whose first row has the run's keys and values; None if they are gone.
-        exact: whether its logits have the bits of those computed anew.
+        steps: the steps of the run; None if the method keeps no record.
+        cache: a cache whose first row has the run's keys and values; None if they are gone.
+        exact: "bitwise" if its logits must equal those computed anew in every bit.
     """
 
     name: str
@@ -79,6 +79,7 @@ class Anew:
 
     @property
     def greedy(self) -> int:
+        """Return the token with the largest logit."""
         return int(self.logits.argmax())
 
 
@@ -102,10 +103,10 @@ class Witness:
     Attributes:
         target: the model, whose caches are left alone.
         ends: the tokens that end an output.
-        most: tokens of a whole output.
+        most: number of tokens after which an output ends.
         reference: the method that the others are compared with.
-        out: folder of the results, whose folder "unequal" gets a file for each output; None for no
-            files.
+        out: folder of the results, whose subfolder "unequal" gets a file for each unequal output;
+            None for no files.
         tell: gets one line for each output.
     """
 
@@ -127,7 +128,7 @@ class Witness:
 
     def _explain(self, group: Group, prompt: Prompt, sides: Sides) -> None:
         plain, side = sides
-        most = FILES if _are_exact(sides) else ROUNDED_FILES
+        most = MAX_FILES if _are_exact(sides) else MAX_ROUNDED_FILES
         self._counts[side.name] += 1
         if self._counts[side.name] > most:
             return
@@ -141,8 +142,9 @@ class Witness:
         if self.out is None:
             self.tell(f"{line}; --out keeps what explains it")
             return
-        name = "-".join(map(_plain, (*map(str, group), prompt.id, side.name))) + ".json"
-        path = self.out / FOLDER / name
+        parts = (*map(str, group), prompt.id, side.name)
+        name = "-".join(_plain(part) for part in parts)
+        path = self.out / UNEQUAL_FOLDER / f"{name}.json"
         path.parent.mkdir(exist_ok=True)
         write_text(path, json.dumps(facts | evidence, indent=1) + "\n")
         is_last = self._counts[side.name] == most
@@ -151,11 +153,11 @@ class Witness:
 
     def _evidence(self, prompt: list[int], sides: Sides, at: int) -> tuple[Verdict, dict[str, Any]]:
         text = prompt + sides[0].tokens[:at]
-        alone = ALONE if _are_exact(sides) else TOGETHER
+        alone = ONE_BY_ONE_TOKENS if _are_exact(sides) else BLOCK_TOKENS
         new: dict[str, Anew] = {}
         try:
             new["one_by_one"] = computed_anew(self.target, text, alone, is_block=False)
-            new["block"] = computed_anew(self.target, text, TOGETHER, is_block=True)
+            new["block"] = computed_anew(self.target, text, BLOCK_TOKENS, is_block=True)
             verdict = judged(sides, at, new, self._is_over(text, at))
         except Exception as error:  # because a run of hours must not end with this
             verdict = Verdict(None, f"the logits could not be computed anew: {error!r}")
@@ -177,20 +179,24 @@ class Witness:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the first index at which two outputs differ; the shorter length if one begins with
-    the other."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    """Return the first index at which two outputs differ.
+
+    It is the length of the shorter output if the other one begins with it.
+    """
+    for i, (token, another) in enumerate(zip(one, other, strict=False)):
+        if token != another:
+            return i
+    return min(len(one), len(other))
 
 
 def computed_anew(target: CausalLM, tokens: Sequence[int], last: int, is_block: bool) -> Anew:
     """Run tokens in a new cache, the `last` of them one by one, or in one forward if `is_block`."""
     model = target.fresh()
-    begun = max(0, len(tokens) - last)
-    for _ in model.prefill(tokens[:begun], CHUNK):
+    start = max(0, len(tokens) - last)
+    for _ in model.prefill(tokens[:start], PROMPT_CHUNK):
         pass
     model.join(_ID, len(tokens))
-    rest = list(tokens[begun:])
+    rest = list(tokens[start:])
     for chain in [rest] if is_block else [[token] for token in rest]:
         (logits,) = model.extend([_ID], [chain])
     return Anew(logits[-1].float().cpu(), model.cache.view(_ID, len(tokens)))
@@ -200,6 +206,8 @@ def judged(sides: Sides, at: int, new: dict[str, Anew], is_over: bool) -> Verdic
     """Return which of two runs was wrong in what follows the first `at` tokens of its output.
 
     Args:
+        sides: the two runs.
+        at: number of tokens in which their outputs agree.
         new: the logits of these tokens, computed anew in two ways.
         is_over: whether the output should have ended there.
     """
@@ -233,27 +241,33 @@ def _blamed(sides: Sides, at: int, token: int | None, reason: str) -> Verdict:
 
 
 def first_unlike(one: Stored, other: Stored) -> dict[str, Any] | None:
-    """Return the first position at which keys or values differ in any bit, and the first layer
-    that differs there; None if all positions that both have are equal."""
+    """Return the first position at which keys or values differ in any bit, and where.
+
+    The layer is the first that differs there. Return None if all positions that both have are
+    equal.
+    """
     places: list[tuple[int, int, str]] = []
     for layer, (first, second) in enumerate(zip(one, other, strict=True)):
         if first is None or second is None:
             continue
-        for name, *parts in zip(PARTS, first, second, strict=True):
-            length = min(part.shape[1] for part in parts)
-            bits = [_bits(part[:, :length]) for part in parts]
-            positions = (bits[0] != bits[1]).any(-1).any(0).nonzero()
+        for name, part, other_part in zip(PARTS, first, second, strict=True):
+            length = min(part.shape[1], other_part.shape[1])
+            differs = _bits(part[:, :length]) != _bits(other_part[:, :length])
+            positions = differs.any(-1).any(0).nonzero()
             if len(positions):
                 places.append((int(positions[0]), layer, name))
     if not places:
         return None
-    return dict(zip(("position", "layer", "part"), min(places), strict=True))
+    position, layer, name = min(places)
+    return {"position": position, "layer": layer, "part": name}
 
 
 def checksums(stored: Stored) -> dict[str, str]:
     """Return the first 16 digits of SHA-256 of all keys, and of all values."""
     pairs = [pair for pair in stored if pair is not None]
-    return {name: _hash([pair[i] for pair in pairs]) for i, name in enumerate(PARTS)}
+    keys = [pair[0] for pair in pairs]
+    values = [pair[1] for pair in pairs]
+    return {"keys": _hash(keys), "values": _hash(values)}
 
 
 def _facts_of_run(side: Side, prompt: list[int], at: int, new: dict[str, Anew]) -> dict[str, Any]:
@@ -262,7 +276,7 @@ def _facts_of_run(side: Side, prompt: list[int], at: int, new: dict[str, Anew]) 
         facts["steps"] = _steps_to(side.steps, at)
     if side.cache is None:
         return facts | {"keys_and_values": None}
-    # The last token of an output is not run.
+    # The last token of an output is never run.
     length = len(prompt) + min(at, len(side.tokens) - 1)
     stored = [
         (layer.keys[0, :, :length], layer.values[0, :, :length]) if layer.is_initialized else None
@@ -285,20 +299,21 @@ def _facts_of_anew(anew: Anew, tokens: list[int]) -> dict[str, Any]:
 
 
 def _steps_to(steps: Sequence[Step], at: int) -> list[dict[str, Any]]:
-    """Return the last STEPS steps up to the one that gave token `at` of the output."""
-    kept, count = [], 0
+    """Return the last MAX_STEPS steps up to the one that gave token `at` of the output."""
+    kept = []
+    count = 0
     for step in steps:
-        kept.append({"first_token": count} | {name: getattr(step, name) for name in OF_STEPS})
+        kept.append({"first_token": count} | {name: getattr(step, name) for name in STEP_FIELDS})
         count += len(step.tokens)
         if count > at:
             break
-    return kept[-STEPS:]
+    return kept[-MAX_STEPS:]
 
 
 def _window(tokens: Sequence[int], at: int) -> dict[str, Any]:
-    """Return at most TOKENS tokens around index `at`."""
-    begun = max(0, min(at - TOKENS // 2, len(tokens) - TOKENS))
-    return {"count": len(tokens), "from": begun, "tokens": list(tokens[begun : begun + TOKENS])}
+    """Return at most MAX_TOKENS tokens around index `at`."""
+    start = max(0, min(at - MAX_TOKENS // 2, len(tokens) - MAX_TOKENS))
+    return {"count": len(tokens), "from": start, "tokens": list(tokens[start : start + MAX_TOKENS])}
 
 
 def _length(stored: Stored) -> int:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.api.resolve import shipped
+from forerun.api.choose import shipped
 from forerun.bench.datasets import STDLIB, Prompt, read_files
 from forerun.bench.plan import Plan, Runner, RunnerOf, parse_methods
 from forerun.cli import options

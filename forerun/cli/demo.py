@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.api.resolve import resolve
+from forerun.api.choose import resolve
 from forerun.cli import options
 from forerun.cli.common import quiet, say
 from forerun.cli.writing import say_loading, tinted

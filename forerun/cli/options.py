@@ -17,8 +17,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from forerun import zoo
+from forerun.api.choose import resolve
 from forerun.api.options import ModelOptions
-from forerun.api.resolve import resolve
 from forerun.files import private_folder, read_text
 from forerun.methods import METHODS, Method
 from forerun.sampling.params import SamplingParams

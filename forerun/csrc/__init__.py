@@ -1,1 +1,1 @@
-"""Kernels in C, their build, and their Python structures."""
+"""The kernels in C, their build, and the Python side of their structures."""

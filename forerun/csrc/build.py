@@ -21,12 +21,15 @@ COMMON = [
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
+    "-fvisibility=default",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
 ]
-COMMON += ["-fvisibility=default", "-Wall", "-Wextra", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx512vnni"]
-# {machine: {variant: its own flags}}.
-VARIANTS = {
+# {machine: {variant: flags besides COMMON}}.
+VARIANT_FLAGS = {
     "x86_64": {
         "plain": [],
         "avx2": AVX2,
@@ -35,17 +38,18 @@ VARIANTS = {
     },
     "aarch64": {"plain": [], "neon": ["-march=armv8.2-a+dotprod"]},
 }
-MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}
+MACHINE_ALIASES = {"AMD64": "x86_64", "arm64": "aarch64"}
+_INCLUDED = ("products.c", "vector_ops.c", "attention.c")  # each variant's file includes these
 
 
 def sources(machine: str) -> dict[str, list[str]]:
-    """Return {source file: its own flags}."""
-    variants = VARIANTS.get(machine, {"plain": []})
-    own = {f"variant_{name}.c": flags for name, flags in variants.items()}
-    parts = ("products.c", "vector_ops.c", "attention.c")  # included by each variant
-    names = [path.name for path in HERE.glob("*.c")]
-    shared = sorted(name for name in names if not name.startswith("variant_") and name not in parts)
-    return {**own, **{name: [] for name in shared}}
+    """Return {source file: flags besides COMMON}, the variants first."""
+    variants = VARIANT_FLAGS.get(machine, {"plain": []})
+    flags = {f"variant_{name}.c": variants[name] for name in variants}
+    for name in sorted(path.name for path in HERE.glob("*.c")):
+        if not name.startswith("variant_") and name not in _INCLUDED:
+            flags[name] = []
+    return flags
 
 
 def build(
@@ -56,20 +60,30 @@ def build(
 ) -> Path:
     """Compile every source and link the shared library `target`.
 
-    The same sources, flags and compiler give the same bytes. Raises RuntimeError with the
-    compiler's messages.
+    The same sources, flags and compiler give the same bytes.
+
+    Args:
+        target: the file to make, in a folder that exists.
+        compiler: the command of a C compiler.
+        machine: the processor to compile for, as `platform.machine()` names it; "" for this one.
+        extra: further flags for the compiler and the linker.
+
+    Raises:
+        RuntimeError: the compiler failed; the error holds its messages.
     """
     machine = machine or platform.machine()
-    machine = MACHINES.get(machine, machine)
+    machine = MACHINE_ALIASES.get(machine, machine)
     identity = f'-DFORERUN_BUILD="{build_id(compiler, machine, extra)}"'
-    # In the target's folder, because a file gets a new name only within its file system.
+    # Compile in the target's folder, because a file can be renamed only within its file system.
     with tempfile.TemporaryDirectory(prefix=f"{target.stem}-", dir=target.parent) as folder:
-        objects, commands = [], []
-        for name, flags in sources(machine).items():
-            objects.append(str(Path(folder, Path(name).stem + ".o")))
-            own = [*flags, identity] if name == "select.c" else flags
-            command = [compiler, *COMMON, *own, *extra, "-c", str(HERE / name)]
-            commands.append([*command, "-o", objects[-1]])
+        objects = []
+        commands = []
+        for name, variant_flags in sources(machine).items():
+            made = str(Path(folder, Path(name).stem + ".o"))
+            flags = [*variant_flags, identity] if name == "select.c" else variant_flags
+            command = [compiler, *COMMON, *flags, *extra, "-c", str(HERE / name), "-o", made]
+            objects.append(made)
+            commands.append(command)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, commands))  # raises the first error
         linked = Path(folder, LIBRARY)
@@ -79,28 +93,32 @@ def build(
 
 
 def install(built: Path, target: Path) -> None:
-    """Give a library in the target's folder the target's name.
+    """Rename a library in the target's folder to the target.
 
-    A process that runs the old library goes on with it, because its file lives on without a name.
-    Bytes that were written over the old file would appear in the memory of that process, as code
-    and tables in the midst of a forward.
+    The old file must not be overwritten. A process that has loaded it would find the new bytes in
+    its memory, as code and tables, in the middle of a forward. After a rename the process keeps the
+    old file, which lives on without a name.
     """
-    os.replace(built, target)
+    built.replace(target)
 
 
 def sources_id(folder: Path = HERE) -> str | None:
-    """Return a hash of the sources in a folder and of their flags; None without sources."""
+    """Return a hash of the sources in a folder and of their flags, or None if it has no sources."""
     sources = [path for path in folder.iterdir() if path.suffix in (".c", ".h")]
     if not sources:
         return None
-    flags = folder / "build.py"  # this file, which holds them
-    files = sorted([*sources, flags])
-    return _hash([part for path in files for part in (path.name.encode(), path.read_bytes())])
+    flags = folder / "build.py"  # this file holds them
+    parts = []
+    for path in sorted([*sources, flags]):
+        parts += [path.name.encode(), path.read_bytes()]
+    return _hash(parts)
 
 
 def build_id(compiler: str, machine: str, extra: tuple[str, ...]) -> str:
-    """Return what identifies a build: `sources_id`, "-", and a hash of it, the machine, the flags
-    and the compiler."""
+    """Return what identifies a build.
+
+    It is `sources_id`, "-", and a hash of `sources_id`, the machine, the flags and the compiler.
+    """
     version = subprocess.run([compiler, "--version"], capture_output=True).stdout
     origin = sources_id() or ""
     parts = [part.encode() for part in (origin, machine, compiler, *extra)]
@@ -108,17 +126,18 @@ def build_id(compiler: str, machine: str, extra: tuple[str, ...]) -> str:
 
 
 def build_of(path: Path) -> str | None:
-    """Return the `build_id` of a library's file, without loading it; None if it has none."""
+    """Return the `build_id` in a library's file, without loading it, or None if it has none."""
     mark = re.search(rb"forerun-build:([0-9a-f]*-[0-9a-f]+)\0", path.read_bytes())
     return None if mark is None else mark[1].decode()
 
 
 def _hash(parts: list[bytes]) -> str:
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        whole.update(len(part).to_bytes(8, "little"))  # so that no byte passes from part to part
-        whole.update(part)
-    return whole.hexdigest()[:16]
+        # With the lengths, bytes that move from one part to the next change the hash.
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()[:16]
 
 
 def _run(command: list[str]) -> None:
@@ -126,7 +145,8 @@ def _run(command: list[str]) -> None:
     if done.stderr:
         print(done.stderr, file=sys.stderr)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command[:1] + command[-3:])} failed:\n{done.stderr}")
+        shown = " ".join([command[0], *command[-3:]])
+        raise RuntimeError(f"{shown} failed:\n{done.stderr}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The C library of `forerun/csrc`: its structures, its functions and its choice of instruction set.
 
-It is built when forerun is installed. It runs the best instruction set of the machine unless FORERUN_KERNELS names
-another ("plain", "avx2", "avxvnni", "avx512vnni", "neon"). With "none", torch does the work, more slowly.
+The library is built when forerun is installed. It runs the best instruction set of the machine,
+unless FORERUN_KERNELS names another one ("plain", "avx2", "avxvnni", "avx512vnni" or "neon"). If it
+is "none", torch does the work, more slowly.
 """
 
 from __future__ import annotations
@@ -15,201 +16,163 @@ from typing import Any
 
 from forerun.csrc.build import HERE, LIBRARY, build_of, sources_id
 
-ABI, VARIABLE = 6, "FORERUN_KERNELS"
-_LOG = logging.getLogger("forerun")
-_LOCK = Lock()  # of the choice below
-_CHOSEN: list[str] = []  # the variant of this process, once it is chosen
+ABI = 6  # FORERUN_ABI of forerun.h, for which the structures below are written
+VARIABLE = "FORERUN_KERNELS"  # the environment variable that names the instruction set
 VARIANTS = ("plain", "avx2", "avxvnni", "avx512vnni", "neon")
-_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_LOG = logging.getLogger("forerun")
+_LOCK = Lock()  # guards `_CHOSEN`
+_CHOSEN: list[str] = []  # the variant of this process, once it is chosen
+_POINTER = ctypes.c_void_p
+_INT = ctypes.c_int32
+_LONG = ctypes.c_int64
+_SIZE = ctypes.c_size_t
+_FLOAT = ctypes.c_float
+_TEXT = ctypes.c_char_p
+_NO_MEMORY = -2  # FR_NO_MEMORY of forward.h
+
+
+def _fields(kind: type[Any], *names: str) -> tuple[tuple[str, type[Any]], ...]:
+    """Return fields of one type for a structure."""
+    return tuple((name, kind) for name in names)
+
+
+# The structures have the order and the types of those in forerun.h and forward.h, which say what
+# the fields mean. A pointer of None is NULL.
 
 
 class MatrixArgument(ctypes.Structure):
-    """`fr_matrix`."""
+    """A packed matrix (`fr_matrix`)."""
 
-    _fields_ = (*((name, _I) for name in ("layout", "outputs", "inputs")), ("panels", _P))
+    _fields_ = (*_fields(_INT, "layout", "outputs", "inputs"), ("panels", _POINTER))
 
 
 class LayerArgument(ctypes.Structure):
-    """`fr_layer`."""
+    """A decoder layer (`fr_layer`)."""
 
     _fields_ = (
-        *((name, MatrixArgument) for name in ("q", "k", "v", "o", "gate", "up", "down")),
-        *(
-            (name, _P)
-            for name in ("first", "second", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm")
-        ),
-        *((name, _I) for name in ("window", "turned")),
+        *_fields(MatrixArgument, "q", "k", "v", "o", "gate", "up", "down"),
+        *_fields(_POINTER, "first", "second", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm"),
+        *_fields(_INT, "window", "rotary_dims"),
     )
 
 
 class ModelArgument(ctypes.Structure):
-    """`fr_model`."""
+    """A model's layers, embedding and head (`fr_model`)."""
 
     _fields_ = (
-        *(
-            (name, _I)
-            for name in (
-                "d",
-                "heads",
-                "groups",
-                "size",
-                "layers",
-                "positions",
-                "vocabulary",
-                "embed_format",
-            )
-        ),
-        *((name, _P) for name in ("layer", "norm", "cos", "sin", "embed")),
-        ("embed_row", _L),
-        *((name, MatrixArgument) for name in ("head", "fuse", "alone")),
-        ("eps", _F),
+        *_fields(_INT, "d", "heads", "groups", "size"),
+        *_fields(_INT, "layers", "positions", "vocabulary", "embed_format"),
+        *_fields(_POINTER, "layer", "norm", "cos", "sin", "embed"),
+        ("embed_row", _LONG),
+        *_fields(MatrixArgument, "head", "fuse", "alone"),
+        ("eps", _FLOAT),
     )
 
 
 class CacheArgument(ctypes.Structure):
-    """`fr_cache`."""
+    """The keys and values of one layer (`fr_cache`)."""
 
     _fields_ = (
-        *(("keys", _P), ("values", _P), ("row", _L), ("group", _L)),
-        *((name, _I) for name in ("rows", "capacity", "wide")),
+        *_fields(_POINTER, "keys", "values"),
+        *_fields(_LONG, "row", "group"),
+        *_fields(_INT, "rows", "capacity", "is_float32"),
     )
 
 
 class BatchArgument(ctypes.Structure):
-    """`fr_batch`."""
+    """The new entries of a forward (`fr_batch`)."""
 
     _fields_ = (
-        *((name, _I) for name in ("n", "path")),
-        *(
-            (name, _P)
-            for name in ("tokens", "states", "row", "slot", "position", "length", "seen", "paths")
-        ),
-        *(
-            (name, _P)
-            for name in ("normed", "asked", "head", "extra", "logits", "after", "captured")
-        ),
-        *((name, _I) for name in ("asks", "extras", "captures")),
+        *_fields(_INT, "n", "path"),
+        *_fields(_POINTER, "tokens", "states", "row", "slot", "position", "length"),
+        *_fields(_POINTER, "seen", "paths", "normed", "asked", "head", "extra", "logits"),
+        *_fields(_POINTER, "after", "captured"),
+        *_fields(_INT, "asks", "extras", "captures"),
     )
 
 
 class ChainArgument(ctypes.Structure):
-    """`fr_chain_request`."""
+    """A fused draft of one row (`fr_chain_request`)."""
 
     _fields_ = (
-        *((name, _I) for name in ("row", "length", "count", "most")),
-        *(
-            (name, _P)
-            for name in (
-                "pending",
-                "head",
-                "names",
-                "places",
-                "extra",
-                "ends",
-                "numbers",
-                "keys",
-                "probs",
-            )
-        ),
-        *((name, _P) for name in ("drafted", "probabilities")),
-        *((name, _I) for name in ("extras", "ended", "among")),
-        *((name, _F) for name in ("least", "product", "turn", "top_p")),
+        *_fields(_INT, "row", "length", "count", "most"),
+        *_fields(_POINTER, "pending", "head", "names", "places", "extra", "ends"),
+        *_fields(_POINTER, "numbers", "keys", "probs", "drafted", "probabilities"),
+        *_fields(_INT, "extras", "ended", "among"),
+        *_fields(_FLOAT, "least", "product", "turn", "top_p"),
     )
 
 
 class GrowthArgument(ctypes.Structure):
-    """`fr_growth`."""
+    """Drafts of several rows by a head over hidden states (`fr_growth`)."""
 
     _fields_ = (
-        *((name, _I) for name in ("rows", "n", "start", "most", "width", "nodes", "context")),
-        *(
-            (name, _P)
-            for name in (
-                "row",
-                "length",
-                "count",
-                "limit",
-                "pending",
-                "features",
-                "states",
-                "head",
-                "names",
-            )
-        ),
-        *(
-            (name, _P)
-            for name in (
-                "logits",
-                "information",
-                "token_states",
-                "old",
-                "olds",
-                "curves",
-                "beams",
-                "values",
-            )
-        ),
-        *((name, _P) for name in ("tokens", "parents", "found")),
+        *_fields(_INT, "rows", "n", "start", "most", "width", "nodes", "context"),
+        *_fields(_POINTER, "row", "length", "count", "limit", "pending", "features", "states"),
+        *_fields(_POINTER, "head", "names", "logits", "information", "token_states"),
+        *_fields(_POINTER, "old", "olds", "curves", "beams", "values"),
+        *_fields(_POINTER, "tokens", "parents", "found"),
     )
 
 
-# In the order of `fr_sizes`; None: the library alone has it.
+# In the order of `fr_sizes`. None stands for a structure that only C uses (`fr_record`).
 _STRUCTURES = (
-    *(
-        MatrixArgument,
-        None,
-        LayerArgument,
-        ModelArgument,
-        CacheArgument,
-        BatchArgument,
-        ChainArgument,
-    ),
+    MatrixArgument,
+    None,
+    LayerArgument,
+    ModelArgument,
+    CacheArgument,
+    BatchArgument,
+    ChainArgument,
     GrowthArgument,
 )
+# {name: (type of the result, types of the arguments)}.
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "fr_select": (_I, (ctypes.c_char_p,)),
-    "fr_find": (_I, (ctypes.c_char_p,)),
-    "fr_variant": (ctypes.c_char_p, ()),
-    "fr_build": (ctypes.c_char_p, ()),
-    "fr_panel_bytes": (ctypes.c_size_t, (_I, _I, _I, _P)),
-    "fr_pack_all": (_I, (_I, _P, ctypes.c_size_t, _I, _I, _P)),
-    "fr_unpack": (_I, (_P, _I, _P)),
-    "fr_values": (_I, (_I, _P, ctypes.c_size_t, _I, _P)),
-    "fr_threads": (_I, (_I,)),
-    "fr_active_threads": (_I, ()),
-    "fr_multiply": (_I, (_P, _P, _I, _P)),
-    "fr_forward": (_I, (_P, _P, _P)),
-    "fr_chain": (_I, (_P, _P, _P)),
-    "fr_grow": (_I, (_P, _P, _P)),
+    "fr_select": (_INT, (_TEXT,)),
+    "fr_find": (_INT, (_TEXT,)),
+    "fr_variant": (_TEXT, ()),
+    "fr_build": (_TEXT, ()),
+    "fr_panel_bytes": (_SIZE, (_INT, _INT, _INT, _POINTER)),
+    "fr_pack_all": (_INT, (_INT, _POINTER, _SIZE, _INT, _INT, _POINTER)),
+    "fr_unpack": (_INT, (_POINTER, _INT, _POINTER)),
+    "fr_values": (_INT, (_INT, _POINTER, _SIZE, _INT, _POINTER)),
+    "fr_threads": (_INT, (_INT,)),
+    "fr_active_threads": (_INT, ()),
+    "fr_multiply": (_INT, (_POINTER, _POINTER, _INT, _POINTER)),
+    "fr_forward": (_INT, (_POINTER, _POINTER, _POINTER)),
+    "fr_chain": (_INT, (_POINTER, _POINTER, _POINTER)),
+    "fr_grow": (_INT, (_POINTER, _POINTER, _POINTER)),
 }
 
 
 def library() -> Any | None:
-    """Return the library's functions, or None if it was not built, is of another version, or is turned off.
+    """Return the library's functions, or None without the library (`missing` says why).
 
-    The first call chooses the instruction set of this process. Raises ValueError if
-    FORERUN_KERNELS names one that is unknown, that this machine lacks, or that is not the one
-    that the process runs already; and if FORERUN_KERNELS has changed and another build of the
-    library was installed meanwhile.
+    The first call chooses the instruction set of this process.
+
+    Raises:
+        ValueError: FORERUN_KERNELS names an instruction set that is unknown, that this machine
+            lacks, or that is not the one that the process runs already. Or FORERUN_KERNELS has
+            changed, and another build of the library was installed in the meantime.
     """
     return _library(os.environ.get(VARIABLE, ""))[0]
 
 
 def missing() -> str:
-    """Return why the library is missing."""
+    """Return why `library` returns None: not built, of another version, or turned off."""
     return _library(os.environ.get(VARIABLE, ""))[1]
 
 
 def variant() -> str | None:
     """Return the name of the instruction set in use, or None without the library."""
-    found = library()
-    return None if found is None else str(found.fr_variant().decode())
+    functions = library()
+    return None if functions is None else str(functions.fr_variant().decode())
 
 
 def variants() -> list[str]:
     """Return the instruction sets that this machine can run, or none without the library."""
-    found = library()
-    return [] if found is None else _variants(found)
+    functions = library()
+    return [] if functions is None else _variants(functions)
 
 
 def build_id() -> str | None:
@@ -217,23 +180,31 @@ def build_id() -> str | None:
 
     Libraries of one identity compute the same bits (`forerun.csrc.build.build_id`).
     """
-    found = library()
-    return None if found is None else str(found.fr_build().decode())
+    functions = library()
+    return None if functions is None else str(functions.fr_build().decode())
 
 
 def run(function: str, *arguments: Any) -> int:
-    """Call a function of the library with torch's number of threads; return its result. Raises as `checked`."""
-    import torch  # late: `forerun info` names the kernel without torch
+    """Call a function of the library with torch's number of threads; return its result.
 
-    found = library()
-    assert found is not None
-    found.fr_threads(torch.get_num_threads())
-    return checked(getattr(found, function)(*arguments))
+    It raises what `checked` raises.
+    """
+    import torch  # here, because `forerun info` names the kernel without torch
+
+    functions = library()
+    assert functions is not None
+    functions.fr_threads(torch.get_num_threads())
+    return checked(getattr(functions, function)(*arguments))
 
 
 def checked(code: int) -> int:
-    """Return the result of a function of the library. Raises MemoryError, or RuntimeError for sizes that it refused."""
-    if code == -2:
+    """Return the result of a function of the library.
+
+    Raises:
+        MemoryError: the library got no memory.
+        RuntimeError: the library refused sizes that do not fit together.
+    """
+    if code == _NO_MEMORY:
         raise MemoryError("no memory for a forward")
     if code < 0:
         raise RuntimeError("the C library refused sizes that do not fit together")
@@ -242,58 +213,71 @@ def checked(code: int) -> int:
 
 @cache
 def _library(wanted: str) -> tuple[Any | None, str]:
+    """Return the library's functions for a value of FORERUN_KERNELS, or None and the reason."""
     if wanted == "none":
         return None, f"{VARIABLE} is none"
     with _LOCK:
-        found, why = _loaded()
-        if found is None:
+        functions, why = _loaded()
+        if functions is None:
             return None, why
-        if found.fr_find(wanted.encode()) < 0:
-            allowed = f"{', '.join(_variants(found))} or none"
+        if functions.fr_find(wanted.encode()) < 0:
+            allowed = f"{', '.join(_variants(functions))} or none"
             raise ValueError(f"{VARIABLE} must be {allowed} on this machine, not {wanted!r}")
         if _CHOSEN:
-            _check_process(found, wanted)
+            _check_process(functions, wanted)
         else:
-            found.fr_select(wanted.encode())
-            _CHOSEN.append(found.fr_variant().decode())
-        return found, ""
+            functions.fr_select(wanted.encode())
+            _CHOSEN.append(functions.fr_variant().decode())
+        return functions, ""
 
 
 @cache
 def _loaded() -> tuple[Any | None, str]:
-    """Load the library, once a process, because a file that was installed later would be loaded
-    beside it: a second library, with threads and a variant of its own."""
-    path = HERE / LIBRARY
+    """Return the library's functions, or None and the reason.
+
+    A process loads the library once. If a file that was installed later were loaded too, it would
+    be a second library, with its own threads and its own variant.
+    """
     try:
-        found = ctypes.CDLL(str(path))
+        functions = ctypes.CDLL(str(HERE / LIBRARY))
     except OSError:
-        return (
-            None,
-            "they were not built when forerun was installed: install a C compiler, then forerun again",
+        return None, (
+            "they were not built when forerun was installed: "
+            "install a C compiler, then forerun again"
         )
-    sizes = (_I * len(_STRUCTURES))()
-    count = found.fr_sizes(sizes, len(sizes))
-    fit = all(
-        each is None or ctypes.sizeof(each) == size
-        for each, size in zip(_STRUCTURES, sizes, strict=True)
-    )
-    if found.fr_abi() != ABI or count != len(sizes) or not fit:
+    if not _has_our_structures(functions):
         return None, f"{LIBRARY} is of another version: install forerun again"
     for name, (result, arguments) in _FUNCTIONS.items():
-        function = getattr(found, name)
-        function.restype, function.argtypes = result, arguments
+        function = getattr(functions, name)
+        function.restype = result
+        function.argtypes = arguments
     origin = sources_id()
-    if origin is not None and found.fr_build().decode().partition("-")[0] != origin:
+    if origin is not None and functions.fr_build().decode().partition("-")[0] != origin:
         _LOG.warning(f"{LIBRARY} was built from other sources: install forerun again")
-    return found, ""
+    return functions, ""
 
 
-def _check_process(found: Any, wanted: str) -> None:
-    """Raise ValueError if a process that has chosen its variant is asked for another one, or if
-    the library's file was replaced since it was loaded.
+def _has_our_structures(functions: Any) -> bool:
+    """Return whether the library has this file's version, and structures of the same sizes."""
+    sizes = (_INT * len(_STRUCTURES))()
+    count = functions.fr_sizes(sizes, len(sizes))
+    if functions.fr_abi() != ABI or count != len(sizes):
+        return False
+    return all(
+        structure is None or ctypes.sizeof(structure) == size
+        for structure, size in zip(_STRUCTURES, sizes, strict=True)
+    )
 
-    Other threads are in the library by then. And what this process and a later one share, such as
-    keys and values, must come from one build, because another one may round differently.
+
+def _check_process(functions: Any, wanted: str) -> None:
+    """Check that the variant that this process has chosen may serve another value of the variable.
+
+    Other threads may be inside the library already. And what this process shares with a later one,
+    such as keys and values, must come from one build, because another build may round differently.
+
+    Raises:
+        ValueError: another variant is wanted, or the library's file was replaced after it was
+            loaded.
     """
     chosen = _CHOSEN[0]
     if wanted not in ("", chosen):
@@ -301,11 +285,11 @@ def _check_process(found: Any, wanted: str) -> None:
         raise ValueError(f"{VARIABLE} is {wanted!r}, but {running}: start another one")
     path = HERE / LIBRARY
     installed = build_of(path) if path.is_file() else None
-    loaded = found.fr_build().decode()
+    loaded = functions.fr_build().decode()
     if installed != loaded:
         running = f"this process runs {loaded}"
         raise ValueError(f"{LIBRARY} is build {installed} by now, but {running}: start it again")
 
 
-def _variants(found: Any) -> list[str]:
-    return [name for name in VARIANTS if found.fr_find(name.encode()) >= 0]
+def _variants(functions: Any) -> list[str]:
+    return [name for name in VARIANTS if functions.fr_find(name.encode()) >= 0]

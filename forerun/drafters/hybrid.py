@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from forerun.engine.step import RowOutcome
     from forerun.model.causal_lm import CausalLM
 
-USUAL = 6.0  # the threshold if no costs are known
-PIECE = 2048  # most tokens of prompts that a step waits for
+THRESHOLD_WITHOUT_COSTS = 6.0
+MAX_READ = 2048  # the most tokens of prompts that a step waits for
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,15 @@ class HybridMemo:
 class HybridDrafter(Drafter):
     """Draft by suffixes, or call the other drafter where the chooser prefers it.
 
-    Without a chooser it is called for rows whose suffix draft scores below `threshold`. If it has
-    no draft, the suffix draft is used, unless the chooser prefers none.
+    Without a chooser the other drafter is called for rows whose suffix draft scores below
+    `threshold`. If it has no draft, the suffix draft is used, unless the chooser prefers none.
 
-    The other drafter reads a prompt when it is first called: `PIECE` tokens a step for the only row, else a chunk. One
-    that wants hidden states gets them at once, and reads by itself. It may have a guard of its own, which judges it by
-    the steps in which it drafted for all rows. In a pause of that guard suffixes draft for all rows. Plain steps that
-    it measures stay plain.
+    The other drafter reads a prompt when it is first called: `MAX_READ` tokens per step for the
+    only row, else a chunk. One that wants hidden states gets them at once, and reads by itself.
+
+    The other drafter may have a guard for itself alone, which judges it by the steps in which it
+    drafted for all rows. In a pause of that guard suffixes draft for all rows. Plain steps that the
+    guard measures stay plain.
     """
 
     def __init__(
@@ -97,45 +99,49 @@ class HybridDrafter(Drafter):
         self.threshold = threshold
         self.chooser = chooser
         self._draft = draft
-        self.wants_hidden, self.spread = other.wants_hidden, other.spread
+        self.wants_hidden = other.wants_hidden
+        self.spread = other.spread
         self._read: dict[int, int] = {}  # tokens of each sequence that the other drafter has read
         self._unread: dict[int, Iterator[int]] = {}  # what reads a prompt that it has not read
         self._reading = -1  # the sequence whose prompt it reads, or has read last
-        self._chunk = PIECE  # tokens of prompts to read in a step of several rows
+        self._chunk = MAX_READ  # tokens of prompts to read in a step of several rows
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+        """Read a prompt for suffixes. The other drafter reads it later, if it is called."""
         yield from self.suffixes.admit(seq, hidden, chunk)
         unread = len(seq.tokens) if self.other.reads is None else self.other.reads
         known = 0
         if self._draft is not None:
             known = self._draft.prompts.known(seq.tokens, seq.request.salt)
         self._read[seq.id] = max(known, len(seq.tokens) - unread)
-        self._chunk = min(chunk, PIECE)
+        self._chunk = min(chunk, MAX_READ)
         self._unread[seq.id] = iter(self.other.admit(seq, hidden, self._chunk))
-        for count in self._unread.pop(seq.id) if self.wants_hidden else ():
-            self._read[seq.id] += count
-            yield count
+        if self.wants_hidden:
+            for count in self._unread.pop(seq.id):
+                self._read[seq.id] += count
+                yield count
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
+        """Return suffix drafts, or drafts of the other drafter where it is to draft."""
         drafts: dict[int, Draft] = {}
         notes: dict[int, SuffixNote] = {}
-        rest, rows = [], len(seqs)
+        asking = []
         for seq in seqs:
-            note = notes[seq.id] = self._note(seq, rows)
+            note = notes[seq.id] = self._note(seq, len(seqs))
             drafts[seq.id] = note.suffix
             if not note.choice.takes_suffix:
                 drafts[seq.id] = Draft.root(seq.tokens[-1])
             if note.choice.asks_other:
-                rest.append(seq)
-        begun = perf_counter()
-        rest = self._readers(rest, notes) if rest else []
-        reading = Proposal([], prompt_seconds=perf_counter() - begun)
-        proposal = self._ask(rest, rows) if rest else Proposal([])
+                asking.append(seq)
+        started_at = perf_counter()
+        ready = self._readers(asking, notes) if asking else []
+        reading = Proposal([], prompt_seconds=perf_counter() - started_at)
+        proposal = self._ask(ready, len(seqs)) if ready else Proposal([])
         is_measuring = isinstance(proposal.memo, GuardMemo) and proposal.memo.is_measuring
-        for seq, draft in zip(rest, proposal.drafts, strict=True):
+        for seq, draft in zip(ready, proposal.drafts, strict=True):
             if draft.drafted or is_measuring:
                 drafts[seq.id] = draft
-        asked = frozenset(seq.id for seq in rest)
+        asked = frozenset(seq.id for seq in ready)
         memo = HybridMemo(notes, asked, proposal.forwards, proposal.memo)
         return Proposal.together([drafts[seq.id] for seq in seqs], [proposal, reading], memo)
 
@@ -152,28 +158,41 @@ class HybridDrafter(Drafter):
         return SuffixNote(suffix, score, length, situation, choice)
 
     def _ask(self, seqs: list[Sequence], rows: int) -> Proposal:
-        """Return the other drafter's proposal for these sequences of a step of N rows."""
+        """Return the other drafter's proposal for some sequences of a step of N rows."""
         if isinstance(self.other, GuardedDrafter):
             return self.other.propose(seqs, rows)
         return self.other.propose(seqs)
 
     def _readers(self, seqs: list[Sequence], step: Collection[int]) -> list[Sequence]:
-        """Have the other drafter read prompts, one after the other; return the sequences whose prompts are read.
-        `step`: the ids of all sequences of the step."""
-        left = self._chunk if len(step) > 1 else PIECE
+        """Have the other drafter read prompts, one after the other.
+
+        Args:
+            seqs: the sequences for which it is to draft.
+            step: the ids of all sequences of the step.
+
+        Returns:
+            The sequences whose prompts are read.
+        """
+        left = self._chunk if len(step) > 1 else MAX_READ
         if self._reading in self._unread and self._reading not in step:
             left = 0  # an error of that sequence must not end one of this step
         for id in (self._reading, *(seq.id for seq in seqs)):
             while id in self._unread and left > 0:
-                self._reading, count = id, next(self._unread[id], None)
+                self._reading = id
+                count = next(self._unread[id], None)
                 if count is None:
                     del self._unread[id]
-                self._read[id] += count or 0
-                left -= count or 0
+                else:
+                    self._read[id] += count
+                    left -= count
         return [seq for seq in seqs if seq.id not in self._unread]
 
     def observe(self, outcomes: abc.Sequence[RowOutcome], memo: HybridMemo | None) -> None:
-        # Hidden states come only once, so a drafter that wants them sees every step.
+        """Pass outcomes on to the other drafter and to the chooser.
+
+        Hidden states come only once, so a drafter that wants them observes every row. Without a
+        memo the step is a plain one that a guard measures.
+        """
         asked = memo.asked if memo is not None else frozenset()
         rows = [
             outcome for outcome in outcomes if self.wants_hidden or outcome.sequence.id in asked
@@ -181,32 +200,40 @@ class HybridDrafter(Drafter):
         if rows:
             self.other.observe(rows, memo.inner if memo is not None else None)
         if self.chooser is None or memo is None:
-            return  # without a memo it is a plain step that others measure
+            return
         for outcome in outcomes:
-            seq, draft = outcome.sequence, outcome.draft
-            note, is_asked = memo.notes.get(seq.id), seq.id in asked
-            if note is None:
-                continue
-            ran = memo.forwards and is_asked and not self.wants_hidden
-            is_other = ran or (draft.drafted and draft is not note.suffix)
-            forwards = memo.forwards if is_other else 0
-            self.chooser.observe(
-                SourceOutcome(
-                    suffix=note.suffix,
-                    score=note.score,
-                    used=draft,
-                    committed=seq.tokens[note.length :],
-                    forwards=forwards,
-                    ms=self.chooser.step_ms(note.situation, draft.drafted, forwards),
-                    wanted=note.choice.wants_other,
-                )
+            note = memo.notes.get(outcome.sequence.id)
+            if note is not None:
+                self._observe_row(self.chooser, outcome, note, memo)
+
+    def _observe_row(
+        self, chooser: SourceChooser, outcome: RowOutcome, note: SuffixNote, memo: HybridMemo
+    ) -> None:
+        """Tell the chooser what came of a row, and count what the other drafter has read."""
+        seq = outcome.sequence
+        draft = outcome.draft
+        is_asked = seq.id in memo.asked
+        ran = memo.forwards and is_asked and not self.wants_hidden
+        is_other = ran or (draft.drafted and draft is not note.suffix)
+        forwards = memo.forwards if is_other else 0
+        chooser.observe(
+            SourceOutcome(
+                suffix=note.suffix,
+                score=note.score,
+                used=draft,
+                committed=seq.tokens[note.length :],
+                forwards=forwards,
+                ms=chooser.step_ms(note.situation, draft.drafted, forwards),
+                wanted=note.choice.wants_other,
             )
-            if is_other or (self.wants_hidden and is_asked):
-                self._read[seq.id] = len(seq.tokens)
+        )
+        if is_other or (self.wants_hidden and is_asked):
+            self._read[seq.id] = len(seq.tokens)
 
     def drop(self, seq: Sequence) -> None:
-        for each in (self._unread, self._read):
-            each.pop(seq.id, None)
+        """Forget a sequence."""
+        self._unread.pop(seq.id, None)
+        self._read.pop(seq.id, None)
         self.suffixes.drop(seq)
         self.other.drop(seq)
 
@@ -214,9 +241,8 @@ class HybridDrafter(Drafter):
 def hybrid_drafter(settings: Hybrid, suffixes: SuffixDrafter, parts: Parts) -> Drafter:
     """Return the drafter of a hybrid method: suffixes alone if there is no other method."""
     kind = parts.head.kind if parts.head is not None else None
-    chosen = settings.resolve_defaults(
-        parts.draft is not None, parts.pre_verifier is not None, kind
-    )
+    has_layer = parts.pre_verifier is not None
+    chosen = settings.resolve_defaults(parts.draft is not None, has_layer, kind)
     if chosen.other == "auto":
         return suffixes
     method = chosen.other_method()
@@ -226,10 +252,11 @@ def hybrid_drafter(settings: Hybrid, suffixes: SuffixDrafter, parts: Parts) -> D
     if settings.threshold is not None:
         return HybridDrafter(suffixes, other, settings.threshold)
     if parts.costs is None:
-        return HybridDrafter(suffixes, other, USUAL)
+        return HybridDrafter(suffixes, other, THRESHOLD_WITHOUT_COSTS)
     chooser = SourceChooser(parts.costs, _forwards_of(method))
     knows_texts = chooser.forwards == "draft" and parts.translation is None
-    return HybridDrafter(suffixes, other, USUAL, chooser, parts.draft if knows_texts else None)
+    draft = parts.draft if knows_texts else None
+    return HybridDrafter(suffixes, other, THRESHOLD_WITHOUT_COSTS, chooser, draft)
 
 
 def _forwards_of(method: Method) -> Forwards | None:

@@ -354,7 +354,9 @@ class ChainDrafter(PlannedDrafter):
             samplers = [chain.seq.sampler for chain in chains]
             sources = [chain.seq.source(len(chain.tokens)) for chain in chains]
             try:
-                tokens, scores, q = next_tokens(samplers, logits, partial(_text, chains), sources)
+                tokens, scores, q = next_tokens(
+                    samplers, logits, partial(_chain_text, chains), sources
+                )
             except RowError as error:
                 chains = [*chains[: error.row], *chains[error.row + 1 :]]
                 logits = torch.cat([logits[: error.row], logits[error.row + 1 :]])
@@ -368,7 +370,7 @@ class ChainDrafter(PlannedDrafter):
         return torch.nn.functional.pad(logits, (0, missing), value=value) if missing else logits
 
 
-def _text(chains: list[Chain], row: int) -> list[int]:
+def _chain_text(chains: list[Chain], row: int) -> list[int]:
     return chains[row].text()
 
 

@@ -101,7 +101,9 @@ class _Past:
     """
 
     echo: Echo = field(default_factory=Echo)
-    runs: list[float] = field(default_factory=lambda: [0.0, pre_verifier.USUAL, pre_verifier.USUAL])
+    runs: list[float] = field(
+        default_factory=lambda: [0.0, pre_verifier.USUAL_RUN, pre_verifier.USUAL_RUN]
+    )
 
 
 class PacerStop(LengthPolicy):
@@ -325,4 +327,4 @@ def _log_odds(probability: float) -> float:
 
 
 def _logs(probabilities: list[float]) -> list[float]:
-    return [log(max(probability, pre_verifier.LEAST)) for probability in probabilities]
+    return [log(max(probability, pre_verifier.MIN_PROBABILITY)) for probability in probabilities]

@@ -1,8 +1,11 @@
-"""Drafting by phrases (Ouroboros, arXiv 2402.13720). A forward of the draft model checks phrases, token strings that
-followed the last token earlier, and the longest that it would choose itself is drafted at once.
+"""Drafting by phrases (Ouroboros, arXiv 2402.13720).
 
-Ours: sampling, a length for each row, length policies, and phrases from the prompt. Tokens are sampled from the draft's
-distributions one by one, as in a plain chain; a phrase with the same tokens only saves forwards.
+A forward of the draft model checks phrases: token strings that followed the last token earlier. The
+longest one that the model would choose itself is drafted at once.
+
+Ours: sampling, a length for each row, length policies, and phrases from the prompt. Tokens are
+sampled from the draft's distributions one by one, as in a plain chain. A phrase with the same
+tokens only saves forwards.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from forerun.planning.cost_model import mean_context
 from forerun.planning.forecast import StepSituation
 from forerun.planning.source_chooser import PhraseChooser
 from forerun.planning.stop_rules import DraftState, LengthPolicy, StopRule
-from forerun.sampling import probabilities
-from forerun.sampling import sampler as sampling
+from forerun.sampling.probabilities import argmax_of
+from forerun.sampling.sampler import RowError, next_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +50,8 @@ class _Phrased(Chain):
     """A chain in the making by phrases.
 
     Attributes:
+        rule: ends it; None if nothing may be drafted.
+        policy_seconds: of the rule.
         suffixes: phrases after the chain, and their nodes.
     """
 
@@ -76,7 +81,10 @@ class PhraseMemo:
 
 
 class OuroborosDrafter(ChainDrafter):
-    """Draft a chain with the draft model, ended by the length policy, several tokens a forward if phrases fit."""
+    """Draft a chain with the draft model, several tokens per forward if phrases fit.
+
+    The length policy ends the chain.
+    """
 
     def __init__(
         self,
@@ -87,162 +95,230 @@ class OuroborosDrafter(ChainDrafter):
         pool: PhrasePool | None = None,
         costs: Costs | None = None,
     ) -> None:
-        """Take over a draft model. `pool`: the phrases that greedy sequences share. `costs`, if known, tell where
-        plain chains draft more tokens a ms than forwards with phrases."""
+        """Take over a draft model.
+
+        Args:
+            settings: those of the method.
+            model: the draft model.
+            policy: ends chains.
+            vocab_size: of the target; None for that of the draft model.
+            pool: the phrases that greedy sequences share.
+            costs: if known, they tell where plain chains draft more tokens per ms than forwards
+                with phrases.
+        """
         super().__init__(model, policy, vocab_size)
-        self.settings, self.pool = settings, pool
+        self.settings = settings
+        self.pool = pool
         self.span = settings.phrases[0]
         self.chooser = PhraseChooser(costs, self.span, settings.guesses)
-        self.slack, self.spread = settings.guesses * self.span, settings.suffixes * self.span
+        self.slack = settings.guesses * self.span
+        self.spread = settings.suffixes * self.span
         self.rows: dict[int, _Row] = {}
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+        """Run a prompt and learn its phrases."""
         yield from super().admit(seq, hidden, chunk)
         shared = self.pool if seq.greedy and seq.shares else None
         pool = shared if shared is not None else PhrasePool(*self.settings.phrases)
         self.rows[seq.id] = _Row(pool, pool.learn(seq.tokens))
 
     def drop(self, seq: Sequence) -> None:
+        """Forget a sequence. What a shared pool has learnt stays."""
         super().drop(seq)
         self.rows.pop(seq.id, None)
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
+        """Return a draft for each sequence.
+
+        If forwards with phrases are not expected to pay, greedy sequences get plain chains.
+        """
         greedy = sum(seq.greedy for seq in seqs)
         situation = StepSituation(max(1, greedy), mean_context(seqs))
-        wide = not self.chooser.tries_phrases(situation)
-        plain = [Chain(seq, self._depth(seq)) for seq in seqs if wide and seq.greedy]
-        phrased = [_Phrased(seq, self._depth(seq)) for seq in seqs if not (wide and seq.greedy)]
-        proposals = [self._grow(plain, greedy)] if plain else []
+        is_plain = not self.chooser.tries_phrases(situation)
+        plain = []
+        phrased = []
+        for seq in seqs:
+            if is_plain and seq.greedy:
+                plain.append(Chain(seq, self._depth(seq)))
+            else:
+                phrased.append(_Phrased(seq, self._depth(seq)))
+        proposals = []
+        drafts: dict[int, Draft] = {}
+        if plain:
+            proposals.append(self._grow(plain, greedy))
+            drafts |= zip([chain.seq.id for chain in plain], proposals[-1].drafts, strict=True)
         if phrased:
             proposals.append(self._grow_by_phrases(phrased))
-        drafts = {
-            chain.seq.id: draft
-            for chain, draft in zip(
-                [*plain, *phrased], [d for each in proposals for d in each.drafts], strict=True
-            )
-        }
-        memo = PhraseMemo(
-            {chain.seq.id: PhraseNote(len(chain.tokens), chain.suffixes) for chain in phrased}
-        )
-        return Proposal.together([drafts[seq.id] for seq in seqs], proposals, memo)
+            drafts |= zip([chain.seq.id for chain in phrased], proposals[-1].drafts, strict=True)
+        notes = {}
+        for chain in phrased:
+            notes[chain.seq.id] = PhraseNote(len(chain.tokens), chain.suffixes)
+        return Proposal.together([drafts[seq.id] for seq in seqs], proposals, PhraseMemo(notes))
 
     def _grow_by_phrases(self, chains: list[_Phrased]) -> Proposal:
+        """Draft for all chains together, in forwards with phrases."""
         going = [chain for chain in chains if chain.depth > 0]
         for chain in going:
             chain.rule = self.policy.begin([chain.seq], 1)
         self._open.update(chain.seq.id for chain in going)
-        forwards, seconds = 0, 0.0
+        forwards = 0
+        seconds = 0.0
         while going:
-            ids = [chain.seq.id for chain in going]
-            trees, drafted = (
-                [self._tree(chain) for chain in going],
-                [len(chain.tokens) for chain in going],
+            trees = [self._tree(chain) for chain in going]
+            started_at = perf_counter()
+            logits, _ = self.model.forward(
+                [chain.seq.id for chain in going], [tree.draft() for tree in trees]
             )
-            begun = perf_counter()
-            logits, _ = self.model.forward(ids, [tree.draft() for tree in trees])
-            seconds += perf_counter() - begun
+            seconds += perf_counter() - started_at
             forwards += 1
-            walks = [
-                self._walk(chain, tree, own)
-                for chain, tree, own in zip(going, trees, logits, strict=True)
-            ]
-            self.model.commit(ids, [path for _, path in walks])
-            for chain, tree, before in zip(going, trees, drafted, strict=True):
-                if "phrase" in tree.origins:
-                    self.chooser.observe(len(chain.tokens) - before)
-            going = [chain for chain, (on, _) in zip(going, walks, strict=True) if on]
+            going = self._walk_all(going, trees, logits)
         drafts = [self._with_suffixes(chain) for chain in chains]
-        return Proposal(drafts, forwards, seconds, sum(chain.policy_seconds for chain in chains))
+        policy_seconds = sum(chain.policy_seconds for chain in chains)
+        return Proposal(drafts, forwards, seconds, policy_seconds)
 
     def _tree(self, chain: _Phrased) -> Tree:
-        """Return the tokens of a sequence and its draft that the draft model has not run, with phrases after them."""
-        seq, row = chain.seq, self.rows[chain.seq.id]
-        pending = chain.pending(self.model.length(seq.id))
+        """Return the tokens that the draft model has not run, with phrases after them."""
+        pending = chain.pending(self.model.length(chain.seq.id))
         tree = Tree(Draft.chain(pending[0], pending[1:]))
         tip = len(pending) - 1
         left = chain.depth - len(chain.tokens) - 1  # the forward itself gives one more token
-        for phrase in row.pool.get(pending[-1], self.settings.guesses):
-            tree.branch(tip, self._known(phrase[:left]), "phrase")
+        pool = self.rows[chain.seq.id].pool
+        for phrase in pool.get(pending[-1], self.settings.guesses):
+            tokens = phrase[:left]
+            if self._knows(tokens or [0]):
+                tree.branch(tip, tokens, "phrase")
         return tree
 
-    def _known(self, phrase: abc.Sequence[int]) -> abc.Sequence[int]:
-        return phrase if self._knows(phrase or [0]) else ()
+    def _walk_all(
+        self, chains: list[_Phrased], trees: list[Tree], logits: list[Tensor]
+    ) -> list[_Phrased]:
+        """Draft tokens for all chains, from logits [N_r, V] of their trees' nodes.
+
+        Keep the nodes that were walked, and return the chains that go on.
+        """
+        going = []
+        paths = []
+        for chain, tree, tree_logits in zip(chains, trees, logits, strict=True):
+            before = len(chain.tokens)
+            is_going, path = self._walk(chain, tree, tree_logits)
+            paths.append(path)
+            if is_going:
+                going.append(chain)
+            if "phrase" in tree.origins:
+                self.chooser.observe(len(chain.tokens) - before)
+        self.model.commit([chain.seq.id for chain in chains], paths)
+        return going
 
     def _walk(self, chain: _Phrased, tree: Tree, logits: Tensor) -> tuple[bool, list[int]]:
-        """Draft tokens while the tree contains them; return whether to go on, and the nodes to keep. `logits` [N, V]
-        are of the tree's nodes."""
-        seq, sampler = chain.seq, chain.seq.sampler
-        node = len(seq.tokens) + len(chain.tokens) - self.model.length(seq.id) - 1
+        """Draft tokens while the tree contains them, from logits [N, V] of its nodes.
+
+        Return whether to go on, and the nodes to keep.
+        """
+        assert chain.rule is not None
+        length = self.model.length(chain.seq.id)
+        node = len(chain.seq.tokens) + len(chain.tokens) - length - 1
         path = list(range(node + 1))
-        logits = self._fitted(logits)
-        at_once = sampler.greedy and sampler.prefix_free
-        scores = sampler.scores(logits, lambda _: []) if at_once else logits
-        best = probabilities.argmax_of(scores).tolist() if at_once else []
+        tokens = _Tokens(chain, self._fitted(logits))
         while True:
-            here, q = scores[node : node + 1], None
-            if at_once:
-                token = best[node]
-            else:
-                try:
-                    source = seq.source(len(chain.tokens))
-                    (token,), here, q = sampling.next_tokens(
-                        [sampler], here, lambda _: chain.text(), [source]
-                    )
-                except sampling.RowError:  # no token is left to draft
-                    return False, path
-            chain.add(token, None if q is None else q[0])
-            assert chain.rule is not None
-            asked = perf_counter()
-            (more,) = chain.rule.more(DraftState([seq], [chain.tokens], here))
-            chain.policy_seconds += perf_counter() - asked
-            going = more and self._goes_on(chain)
-            child = tree.child(node, token)
-            if not going or child is None:
-                return going, path
+            scores = tokens.draft(node)
+            if scores is None:
+                return False, path
+            asked_at = perf_counter()
+            (more,) = chain.rule.more(DraftState([chain.seq], [chain.tokens], scores))
+            chain.policy_seconds += perf_counter() - asked_at
+            is_going = more and self._goes_on(chain)
+            child = tree.child(node, chain.tokens[-1])
+            if not is_going or child is None:
+                return is_going, path
             node = child
             path.append(node)
 
     def _with_suffixes(self, chain: _Phrased) -> Draft:
-        draft, row, count = chain.draft(), self.rows[chain.seq.id], len(chain.tokens)
-        remaining = chain.seq.remaining - 1 - count
-        is_over = remaining < 1 or draft.tokens[-1] in chain.seq.eos or chain.seq.error is not None
+        """Return a chain's draft with phrases after it, as far as there is room."""
+        draft = chain.draft()
+        count = len(chain.tokens)
+        left = chain.seq.remaining - 1 - count
+        is_over = left < 1 or draft.tokens[-1] in chain.seq.eos or chain.seq.error is not None
         if is_over or not self.settings.suffixes:
             return draft
         tree = Tree(draft)
-        for phrase in row.pool.get(draft.tokens[-1], self.settings.suffixes):
-            chain.suffixes.append((phrase, tree.branch(count, phrase[:remaining], "phrase")))
+        pool = self.rows[chain.seq.id].pool
+        for phrase in pool.get(draft.tokens[-1], self.settings.suffixes):
+            nodes = tree.branch(count, phrase[:left], "phrase")
+            chain.suffixes.append((phrase, nodes))
         return tree.draft()
 
     def observe(self, outcomes: abc.Sequence[RowOutcome], memo: PhraseMemo | None) -> None:
-        of_chains = []
+        """Learn phrases from the verdicts. The policy observes chains without the phrases after."""
+        chains = []
         for outcome in outcomes:
-            seq, draft, verdict = outcome.sequence, outcome.draft, outcome.verdict
-            row = self.rows[seq.id]
-            note = memo.notes.get(seq.id) if memo is not None else None
-            count = draft.drafted if note is None else note.count
-            # The policy observes the chain, not the phrases after it.
+            note = memo.notes.get(outcome.sequence.id) if memo is not None else None
+            verdict = outcome.verdict
+            count = outcome.draft.drafted if note is None else note.count
             is_rejected = verdict.rejected and verdict.accepted < count
-            of_chains.append(replace(outcome, verdict=replace(verdict, rejected=is_rejected)))
-            if note is None or not verdict.argmax:  # empty if a processor raised
-                continue
-            # Phrases after the chain give way to the target's tokens there, even if it was rejected before (unlike the
-            # original); after each of its tokens from a rejected one on the target's are phrases too.
-            for phrase, nodes in note.suffixes:
-                if len(nodes) == self.span:
-                    row.pool.drop(draft.tokens[count], phrase)
-                    row.pool.add(
-                        draft.tokens[count],
-                        [verdict.argmax[node] for node in (count, *nodes[:-1])],
-                    )
-            for node in range(verdict.accepted + 1, count - self.span + 2):
-                row.pool.add(draft.tokens[node], verdict.argmax[node : node + self.span])
-            row.read = row.pool.learn(seq.tokens, row.read)
-        self.policy.observe(of_chains)
+            chains.append(replace(outcome, verdict=replace(verdict, rejected=is_rejected)))
+            # A verdict has no argmax if a processor raised.
+            if note is not None and verdict.argmax:
+                self._learn(outcome, note)
+        self.policy.observe(chains)
         self._crop([outcome.sequence for outcome in outcomes])
+
+    def _learn(self, outcome: RowOutcome, note: PhraseNote) -> None:
+        """Learn phrases from a verdict.
+
+        Phrases after the chain give way to the target's tokens there, even if the chain was
+        rejected before (unlike the original). From the first rejected token of the chain on, the
+        target's tokens after each of them are phrases too.
+        """
+        row = self.rows[outcome.sequence.id]
+        tokens = outcome.draft.tokens
+        argmax = outcome.verdict.argmax
+        end = note.count
+        for phrase, nodes in note.suffixes:
+            if len(nodes) == self.span:
+                row.pool.drop(tokens[end], phrase)
+                row.pool.add(tokens[end], [argmax[node] for node in (end, *nodes[:-1])])
+        for node in range(outcome.verdict.accepted + 1, end - self.span + 2):
+            row.pool.add(tokens[node], argmax[node : node + self.span])
+        row.read = row.pool.learn(outcome.sequence.tokens, row.read)
+
+
+class _Tokens:
+    """Draft the tokens of a chain after the nodes of a tree, from the nodes' logits."""
+
+    def __init__(self, chain: _Phrased, logits: Tensor) -> None:
+        """Process all logits [N, V] at once, if the chain is greedy and no text matters."""
+        sampler = chain.seq.sampler
+        self._chain = chain
+        self._scores = logits
+        self._best: list[int] | None = None
+        if sampler.greedy and sampler.prefix_free:
+            self._scores = sampler.scores(logits, lambda _: [])
+            self._best = argmax_of(self._scores).tolist()
+
+    def draft(self, node: int) -> Tensor | None:
+        """Add the token after a node to the chain, and return the scores [1, V] that gave it.
+
+        Return None if no token is left to draft.
+        """
+        chain = self._chain
+        scores = self._scores[node : node + 1]
+        if self._best is not None:
+            chain.add(self._best[node], None)
+            return scores
+        sources = [chain.seq.source(len(chain.tokens))]
+        try:
+            (token,), scores, q = next_tokens(
+                [chain.seq.sampler], scores, lambda _: chain.text(), sources
+            )
+        except RowError:
+            return None
+        chain.add(token, None if q is None else q[0])
+        return scores
 
 
 def costs_by_phrases(settings: PacerOuroboros, costs: Costs) -> Costs:
-    """Return the costs of chains that are drafted in `settings.share` forwards with phrases per token."""
+    """Return the costs of chains that take `settings.share` forwards with phrases per token."""
     ms = settings.share * costs.drafting(1 + settings.guesses * (settings.ngram - 1))
     far = costs_by_phrases(settings, costs.far) if costs.far is not None else None
     return replace(costs, draft={1: ms}, chained=0.0, chained_sampled=0.0, far=far)

@@ -256,7 +256,7 @@ class Sequence:
             )
             self._criteria_ids[0, :count] = torch.tensor(self.tokens)
         self._criteria_ids[0, count - 1] = self.tokens[-1]
-        stops = self.request.criteria(self._criteria_ids[:, :count], token_scores)  # type: ignore[arg-type]
+        stops = self.request.criteria(self._criteria_ids[:, :count], token_scores)
         return bool(stops.any())
 
 

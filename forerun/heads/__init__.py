@@ -1,1 +1,1 @@
-"""Trained layers: pre-verifiers (Pacer) and heads over the target's hidden states (Lyanna, EAGLE-like)."""
+"""Trained layers: pre-verifiers (Pacer), and heads over the target's hidden states."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-SIZES = (6, 4, 3, 2, 1)  # n-grams that are looked up
+SIZES = (6, 4, 3, 2, 1)  # lengths of the n-grams that are looked up
 
 
 class Echo:
@@ -23,14 +23,20 @@ class Echo:
         self._known = len(tokens)
 
     def answers(self, context: Sequence[int], drafted: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return an entry for each drafted token and each n of SIZES: 1 if that token last followed the same n tokens,
-        -1 if another token did, 0 if none did. The last max(SIZES) tokens before the draft suffice as `context`."""
-        text, start = [*context, *drafted], len(context)
-        found = []
-        for at in range(start, len(text)):
+        """Return for each drafted token what is known of it, one number for each n of SIZES.
+
+        The number is 1 if the token last followed the same n tokens, -1 if another token did, and
+        0 if the n tokens are new. The last max(SIZES) tokens before the draft suffice as `context`.
+        """
+        text = [*context, *drafted]
+        answers = []
+        for at in range(len(context), len(text)):
             row = []
             for size in SIZES:
                 followed = self._next.get(tuple(text[at - size : at])) if at >= size else None
-                row.append(0 if followed is None else 1 if followed == text[at] else -1)
-            found.append(tuple(row))
-        return found
+                if followed is None:
+                    row.append(0)
+                else:
+                    row.append(1 if followed == text[at] else -1)
+            answers.append(tuple(row))
+        return answers

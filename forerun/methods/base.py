@@ -75,7 +75,7 @@ class Method:
         name: its name for users and in results.
         needs_draft: whether it drafts with a model.
         layer: the folder's name of the trained layer that it needs.
-        head: the kind of head over hidden states that it needs (`forerun.heads.heads.KINDS`).
+        head: the kind of head over hidden states that it needs (`forerun.heads.heads.HEAD_KINDS`).
         warm: whether its pool outlives a sequence.
     """
 
@@ -87,15 +87,13 @@ class Method:
     warm: bool = False
 
     def __post_init__(self) -> None:
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            if value is None and setting.default is None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if value is None and option.default is None:
                 continue
-            allows = setting.metadata.get("allows")
+            allows = option.metadata.get("allows")
             if allows is not None and not allows(value):
-                raise ValueError(
-                    f"{setting.name} must be {setting.metadata['what']}, not {value!r}"
-                )
+                raise ValueError(f"{option.name} must be {option.metadata['what']}, not {value!r}")
 
     @property
     def needs_costs(self) -> bool:

@@ -162,8 +162,9 @@ def costs_of(data: abc.Mapping[str, Any]) -> Costs:
         )
     if not all(tables["target"].values()):
         raise ValueError("the costs of the target must be above 0 ms")
-    single: dict[str, Any] = {part: float(ms) for part, ms in values.items()}
-    return Costs(**single, **tables, context=context, far=far)
+    fields: dict[str, Any] = {part: float(ms) for part, ms in values.items()}
+    fields |= tables
+    return Costs(**fields, context=context, far=far)
 
 
 def mean_context(seqs: abc.Sequence[Sequence]) -> float:

@@ -251,7 +251,7 @@ class SourceChooser:
 
 
 class PhraseChooser:
-    """Choose whether forwards of the draft model try phrases (`forerun.methods.ouroboros`).
+    """Choose whether forwards of the draft model try phrases (`forerun.drafters.phrases`).
 
     They do where forwards with phrases draft more tokens per ms than plain ones, by what they
     gave so far. If they do not, they are tried again from time to time.

@@ -1,1 +1,1 @@
-"""What is sampled: parameters, the distribution of a token, seeds, penalties, grammars, log probabilities."""
+"""What is sampled: parameters, a token's distribution, seeds, penalties, grammars, logprobs."""

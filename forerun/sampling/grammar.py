@@ -1,14 +1,16 @@
 """Output that follows a JSON schema, a regular expression or a grammar, by llguidance.
 
-A grammar changes the target's distribution and nothing else: after every text it leaves the tokens that may follow
-there. It is a logits processor, so the draft model's distribution and the target's at every node of a draft go through
-it, and the acceptance rule stays the same. Output follows the target's distribution, restricted to what the grammar
-allows and renormalised at each step, whatever is drafted. Repetition penalties and biases come before it; temperature,
-top-k, top-p and min-p see what it left.
+A grammar changes the target's distribution and nothing else: after each text only the tokens that
+may follow are left. It is a logits processor, so it processes the draft model's distribution and
+the target's at every node of a draft, and the acceptance rule stays the same. Output follows the
+target's distribution, restricted to what the grammar allows and renormalised at each step, whatever
+is drafted. Repetition penalties and biases come before it. Temperature, top-k, top-p and min-p come
+after it.
 
-What "allows" means is llguidance's: a token whose text can go on to something whole, but where the grammar leaves one
-text only, the tokens in which the tokenizer would write it. Special tokens are never text, and may come where a Lark
-grammar names them, as `<[ID]>`; end tokens may come where the text may end, and there alone.
+llguidance decides what is allowed: a token after which the text can still be completed. Where only
+one text can follow, it allows the tokens in which the tokenizer writes that text. Special tokens
+are never text. They are allowed where a Lark grammar names them, as `<[ID]>`. End tokens are
+allowed only where the text may end.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from forerun.sampling.sampler import Constraint
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-KEPT = 64  # texts of a request whose tokens are remembered: more than the nodes of a draft
+MAX_STATES = 64  # remembered texts of a request: more than a draft has nodes
 _INSTALL = "response_format needs the package llguidance: pip install '.[grammar]' in the clone"
 
 _Stop = Callable[[Sequence[int]], bool]
@@ -40,17 +42,25 @@ _lock = Lock()
 
 
 class FormError(ValueError):
-    """A format that cannot be kept, which shows only when there is output."""
+    """A format that the output cannot keep, which shows only during decoding."""
 
 
 def compiled(
     form: tuple[str, str], tokenizer: PreTrainedTokenizerBase | None, ends: frozenset[int]
 ) -> Callable[[int], Grammar]:
-    """Compile a response format (`forerun.sampling.response_format.form_of`) for a tokenizer. Return what makes the
-    Grammar of a prompt from the prompt's length; each has a state of its own.
+    """Compile a response format for a tokenizer.
 
-    Raises ValueError, one line and bounded, for no tokenizer, one that llguidance cannot read, no end token, a format
-    that cannot be parsed, one that allows no text at all, and a missing llguidance.
+    Args:
+        form: the kind and the text (`forerun.sampling.response_format.form_of`).
+        tokenizer: that of the model.
+        ends: the tokens that end an output.
+
+    Returns:
+        A function that makes a Grammar, with its own state, from the length of a prompt.
+
+    Raises:
+        ValueError: in one short line: there is no tokenizer, or llguidance cannot read it or is not
+            installed; there is no end token; the format cannot be parsed or allows no text.
     """
     try:
         from llguidance import LLMatcher, LLParserLimits, grammar_from
@@ -75,14 +85,12 @@ def compiled(
     if matcher.is_error():
         raise ValueError(f"cannot use response_format.{kind}: {_line(matcher.get_error())}")
     size = vocabulary.vocab_size
-    special = marked.union(
-        token for token in (vocabulary.eos_token, *tokenizer.all_special_ids) if token < size
-    )
+    end = vocabulary.eos_token
+    special = marked.union(token for token in (end, *tokenizer.all_special_ids) if token < size)
     if kind == "grammar":
-        special -= {int(token) for token in re.findall(r"<\[(\d{1,9})\]>", text)} - {
-            vocabulary.eos_token
-        }
-    tokens = _Tokens(size, vocabulary.eos_token, ends, special)
+        named = {int(token) for token in re.findall(r"<\[(\d{1,9})\]>", text)}
+        special -= named - {end}
+    tokens = _Tokens(size, end, ends, special)
     wrong = Grammar(matcher, tokens, 0)._state([]).wrong
     if wrong is not None:
         raise ValueError(f"cannot use response_format.{kind}: it allows no text: {wrong}")
@@ -96,27 +104,34 @@ def end_of(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase, end: int) -> tuple[LLTokenizer, frozenset[int]]:
-    """Return llguidance's form of a tokenizer, and the tokens that are special to it. Making them takes a second, so
-    they are kept as long as the tokenizer is."""
+    """Return llguidance's form of a tokenizer, and the tokens that are special to it.
+
+    Making them takes a second, so they are kept as long as the tokenizer is.
+    """
     import llguidance.hf
 
     with _lock:
         size, made, marked = _tokenizers.get(tokenizer, (-1, None, frozenset()))
         if made is None or size != len(tokenizer):
             # A request says which tokens end its text, so any of them does here.
-            made = llguidance.hf.from_tokenizer(
-                tokenizer, eos_token=min(end_of(tokenizer), default=end)
-            )  # type: ignore[arg-type]
-            marked = frozenset(
-                token for token in range(made.vocab_size) if made.is_special_token(token)
-            )
+            eos_token = min(end_of(tokenizer), default=end)
+            made = llguidance.hf.from_tokenizer(tokenizer, eos_token=eos_token)  # type: ignore[arg-type]
+            tokens = range(made.vocab_size)
+            marked = frozenset(token for token in tokens if made.is_special_token(token))
             _tokenizers[tokenizer] = len(tokenizer), made, marked
         return made, marked
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """A vocabulary: its size, what llguidance takes for the end, what ends a text, and what is no text."""
+    """A vocabulary.
+
+    Attributes:
+        size: the number of tokens.
+        eos: the token that means the end to llguidance.
+        ends: the tokens that end an output.
+        special: the tokens that are no text.
+    """
 
     size: int
     eos: int
@@ -129,9 +144,9 @@ class _State:
     """What may follow a text.
 
     Attributes:
-        allowed: the tokens, one bit each; None where the text itself is not allowed, or nothing can be said of it.
-        last: only an end token.
-        wrong: why the text cannot go on.
+        allowed: the tokens, one bit each; None if the text itself is not allowed or has ended.
+        last: whether only an end token may follow.
+        wrong: why the text cannot go on; None if it can.
     """
 
     allowed: np.ndarray | None = None
@@ -140,25 +155,38 @@ class _State:
 
 
 class Grammar(Constraint):
-    """Leaves the tokens that a grammar allows after the output of one prompt.
+    """The constraint of a grammar on the output of one prompt.
 
-    Scores depend on the arguments alone. llguidance's state at the last text and what may follow the last `KEPT` texts
-    are kept, so that a node of a draft costs one step and not the whole text again.
+    Scores depend on the arguments alone. llguidance's state at the last text and what may follow
+    the last `MAX_STATES` texts are kept, so that a node of a draft takes one step and not the whole
+    text again.
 
-    After a text that the grammar forbids scores stay as they are. Such a node of a draft is never reached: its token
-    has the probability 0. `complete` checks that after each token of the output.
+    After a text that the grammar forbids scores stay as they are. Such a node of a draft is never
+    reached, because its token has the probability 0. `complete` checks that after each token of the
+    output.
     """
 
     def __init__(self, matcher: LLMatcher, tokens: _Tokens, start: int) -> None:
-        """`matcher` at the beginning of a text, which is copied; `start`: where in the ids the text begins."""
-        self._beginning, self._tokens, self._start = matcher, tokens, start
+        """Begin before the first token of the output.
+
+        Args:
+            matcher: at the beginning of a text. It is copied.
+            tokens: the vocabulary.
+            start: the length of the prompt, which is where the text begins in ids.
+        """
+        self._beginning = matcher
+        self._tokens = tokens
+        self._start = start
         self._matcher: LLMatcher | None = None
-        self._at: list[int] = []  # the text that the matcher has read
+        self._read_tokens: list[int] = []  # the text that the matcher has read
         self._states: dict[tuple[int, ...], _State] = {}
         self._lock = Lock()  # a request may be given to several engines
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Return scores [R, V] after ids [R, n]: -inf for tokens that are not allowed, the vocabulary's padding too."""
+        """Return scores [R, V] after ids [R, n], with -inf for tokens that are not allowed.
+
+        The padding of the vocabulary is not allowed either.
+        """
         size = scores.shape[-1]
         forbidden = np.zeros((len(scores), size), dtype=bool)
         for row, text in enumerate(input_ids[:, self._start :].tolist()):
@@ -168,88 +196,94 @@ class Grammar(Constraint):
         return scores.masked_fill(torch.from_numpy(forbidden).to(scores.device), -torch.inf)
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> int:
-        """Return how many tokens of a chain after the tokens are allowed; those after an end token are not."""
+        """Return how many of a chain's first tokens are allowed after `tokens`.
+
+        Tokens after an end token are not.
+        """
         text = list(tokens[self._start :])
         for count, token in enumerate(chain):
             allowed = self._state(text).allowed
-            if (
-                allowed is None
-                or token >= 8 * len(allowed)
-                or not allowed[token // 8] >> token % 8 & 1
-            ):
+            if allowed is None or token >= 8 * len(allowed):
+                return count
+            if not allowed[token // 8] >> token % 8 & 1:
                 return count
             text.append(token)
         return len(chain)
 
     def complete(self, ids: Sequence[int]) -> bool:
-        """Return whether the output is whole, so that only an end token may follow.
+        """Return whether the output is complete, so that only an end token may follow.
 
-        Raises FormError for output that the grammar forbids or that cannot go on: never because of what was drafted,
-        but a grammar may lead into a dead end or become too large for llguidance.
+        Raises FormError for output that the grammar forbids or that cannot go on. Drafts are never
+        the cause, but a grammar may lead into a dead end or become too large for llguidance.
         """
         state = self._state(list(ids[self._start :]))
         if state.wrong is not None:
+            count = len(ids) - self._start
             raise FormError(
-                f"the response_format cannot be kept after {len(ids) - self._start} tokens: {state.wrong}"
+                f"the response_format cannot be kept after {count} tokens: {state.wrong}"
             )
         return state.last
 
     def stop(self, other: _Stop | None) -> _Stop:
-        """Return what ends a sequence when the output is whole, at no forward for an end token, or `other` ends it."""
+        """Return a rule that ends a sequence when its output is complete, or when `other` says so.
+
+        So no forward is spent on the end token.
+        """
         return lambda ids: self.complete(ids) or (other is not None and other(ids))
 
     def _state(self, text: Sequence[int]) -> _State:
         with self._lock:
             key = tuple(text)
-            found = self._states.get(key)
-            if found is None:
-                found = self._read(key)
-                if self._matcher is None:  # a limit may have been reached because of other texts
-                    found = self._read(key)
-                if len(self._states) == KEPT:
-                    del self._states[next(iter(self._states))]
-                self._states[key] = found
-            return found
+            if key in self._states:
+                return self._states[key]
+            state = self._read(key)
+            if self._matcher is None:  # other texts may have been what reached a limit
+                state = self._read(key)
+            if len(self._states) == MAX_STATES:
+                del self._states[next(iter(self._states))]
+            self._states[key] = state
+            return state
 
     def _read(self, text: tuple[int, ...]) -> _State:
         """Return what may follow a text. After an error or an interrupt the matcher is replaced."""
         if not self._tokens.ends.isdisjoint(text):
             return _State(last=True)
-        matcher, self._matcher = self._matcher, None
+        matcher = self._matcher
+        self._matcher = None  # until it has read the text without an error
         if matcher is None:
-            matcher, self._at = self._beginning.deep_copy(), []
-        found = (
-            self._follows(matcher)
-            if self._goes(matcher, text)
-            else _State(wrong="the grammar forbids that text")
-        )
+            matcher = self._beginning.deep_copy()
+            self._read_tokens = []
+        if self._moves_to(matcher, text):
+            state = self._state_after(matcher)
+        else:
+            state = _State(wrong="the grammar forbids that text")
         if matcher.is_error():
             return _State(wrong=_line(matcher.get_error()))
         self._matcher = matcher
-        return found
+        return state
 
-    def _goes(self, matcher: LLMatcher, text: tuple[int, ...]) -> bool:
-        tokens, before, same = self._tokens, tuple(self._at), min(len(self._at), len(text))
+    def _moves_to(self, matcher: LLMatcher, text: tuple[int, ...]) -> bool:
+        """Move the matcher from the text that it has read to another one, if that is allowed."""
+        before = tuple(self._read_tokens)
+        same = min(len(before), len(text))
         while before[:same] != text[:same]:
             same -= 1
         if same < len(before) and not matcher.rollback(len(before) - same):
             return False
-        del self._at[same:]
+        del self._read_tokens[same:]
         for token in text[same:]:
-            # One by one: of several tokens llguidance looks at some limits for the first only.
-            if (
-                token in tokens.special
-                or token >= tokens.size
-                or matcher.validate_tokens([token]) != 1
-            ):
+            if token in self._tokens.special or token >= self._tokens.size:
                 return False
-            if not matcher.consume_token(token):
+            # One at a time, because of several tokens llguidance checks some limits for the first
+            # only.
+            if matcher.validate_tokens([token]) != 1 or not matcher.consume_token(token):
                 return False
-            self._at.append(token)
+            self._read_tokens.append(token)
         return True
 
-    def _follows(self, matcher: LLMatcher) -> _State:
-        tokens, ends = self._tokens, list(self._tokens.ends)
+    def _state_after(self, matcher: LLMatcher) -> _State:
+        tokens = self._tokens
+        ends = list(tokens.ends)
         raw = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         bits = np.unpackbits(raw, count=max(tokens.size, *ends, 0) + 1, bitorder="little")
         whole = bool(bits[tokens.eos])

@@ -15,7 +15,8 @@ from forerun.sampling.response_format import form_of
 class SamplingParams:
     """How to generate. Names as in vLLM and transformers.
 
-    Of the checkpoint's generation config only the end tokens are used. With all of it: `forerun.custom_generate`.
+    Of the checkpoint's generation config only the end tokens are used. `forerun.custom_generate`
+    uses all of it.
 
     Attributes:
         max_new_tokens: the most tokens to generate. The model's context is a limit too.
@@ -24,16 +25,18 @@ class SamplingParams:
         top_p: sample from the smallest set of tokens with this probability.
         min_p: leave out tokens less probable than this share of the most probable one.
         repetition_penalty: divides scores of tokens seen before; 1 is none.
-        presence_penalty, frequency_penalty: OpenAI's, from -2 to 2: subtracted from the scores of tokens in the output,
-            once and for every time. The prompt does not count.
+        presence_penalty: from -2 to 2, as in OpenAI's API: subtracted once from the score of each
+            token that is in the output. The prompt does not count.
+        frequency_penalty: the same, subtracted for each occurrence of the token.
         logit_bias: what is added to the scores of some token ids, from -100 to 100.
         stop: strings that end the text; none of them appears in it.
         ignore_eos: go on after the end token.
-        seed: decides what is sampled, with the model and the prompt: the same tokens by every method, beside any
-            neighbours (`forerun.sampling.seeded`). Row i of a batch uses stream i of the seed; streams of neighbouring
-            seeds do not overlap. None: torch's own state, and the rule that accepts most drafts.
-        response_format: the form of the output, as OpenAI has it (`forerun.sampling.response_format.form_of`). Needs
-            the extra `grammar`.
+        seed: with a seed, model and prompt decide what is sampled: the same tokens by every method
+            and beside any other rows (`forerun.sampling.seeded`). Row i of a batch uses stream i of
+            the seed; streams of neighbouring seeds do not overlap. With None, torch's random state
+            decides, and drafts are accepted by the rule that accepts most of them.
+        response_format: the form of the output, as in OpenAI's API
+            (`forerun.sampling.response_format.form_of`). It needs the extra `grammar`.
 
     Raises:
         ValueError: a value of the wrong type or out of range.
@@ -90,7 +93,7 @@ class SamplingParams:
             object.__setattr__(self, "response_format", dict(self.response_format))
         if form is not None and self.ignore_eos:
             raise ValueError(
-                "ignore_eos cannot be given beside response_format, which says where the output ends"
+                "ignore_eos cannot be given with response_format, which says where the output ends"
             )
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         if not isinstance(stop, list | tuple) or not all(

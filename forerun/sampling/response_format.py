@@ -7,17 +7,23 @@ from collections.abc import Mapping
 from typing import Any
 
 TYPES = ("text", "json_object", "json_schema", "regex", "grammar")
-MOST = 2**16  # characters of a schema, an expression or a grammar
+MAX_CHARACTERS = 2**16  # of a schema, an expression or a grammar
 
 
 def form_of(response_format: Any) -> tuple[str, str] | None:
-    """Return the kind ("json_schema", "regex" or "grammar") and the text of a response format; None for any text.
+    """Return the kind ("json_schema", "regex" or "grammar") and the text of a response format.
 
-    It is None, {"type": "text"}, {"type": "json_object"}, {"type": "regex", "regex": ...}, {"type": "grammar",
-    "grammar": ...} (Lark, as llguidance has it, or llama.cpp's GBNF), or {"type": "json_schema", "json_schema":
-    {"schema": ...}} with a JSON schema as a dict. Names, descriptions and `strict` beside the schema change nothing.
+    Return None if any text will do.
 
-    Raises ValueError for another type or form, a schema that is no JSON, and texts of more than `MOST` characters.
+    Args:
+        response_format: None or a dict: {"type": "text"}, {"type": "json_object"}, {"type":
+            "regex", "regex": ...}, {"type": "grammar", "grammar": ...} in llguidance's Lark or
+            llama.cpp's GBNF, or {"type": "json_schema", "json_schema": {"schema": ...}} with a JSON
+            schema as a dict. Names, descriptions and `strict` beside the schema change nothing.
+
+    Raises:
+        ValueError: another type or form, a schema that is not JSON, or a text of more than
+            `MAX_CHARACTERS` characters.
     """
     if response_format is None:
         return None
@@ -48,9 +54,10 @@ def form_of(response_format: Any) -> tuple[str, str] | None:
             raise ValueError(
                 f"response_format.{kind} has half of a surrogate pair, which is no character"
             ) from None
-    if len(text) > MOST:
+    if len(text) > MAX_CHARACTERS:
         raise ValueError(
-            f"response_format.{kind} has {len(text)} characters; at most {MOST} are allowed"
+            f"response_format.{kind} has {len(text)} characters; "
+            f"at most {MAX_CHARACTERS} are allowed"
         )
     return str(kind), text
 

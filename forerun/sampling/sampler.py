@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,56 +16,74 @@ from transformers.generation import logits_process
 
 from forerun.failures import UNATTRIBUTABLE, NotNumbersError
 from forerun.sampling.params import SamplingParams
-from forerun.sampling.probabilities import argmax_of
+from forerun.sampling.probabilities import FloatArray, argmax_of
 from forerun.sampling.seeded import SeededSampler
 
-# What a token is sampled by; a generator of None is torch's own.
+# Where the random number of a token comes from; None is torch's default generator.
 Source = SeededSampler | torch.Generator | None
-_BLOCK = 256  # tokens whose probabilities are summed together
+_BLOCK_TOKENS = 256  # tokens whose probabilities are summed together
+_FLOOR_FACTORS = (64, 8, 1)  # most distributions have few tokens above the first floor
 
 
 class QuickTopP(logits_process.TopPLogitsWarper):
-    """Transformers' top-p without its sort of all scores, which on a CPU takes longer than a small target's layers.
-    Only tokens above a floor are sorted. Those below it are left out if together they have no more than 1 - p, as those
-    below (1 - p) / V always have."""
+    """Transformers' top-p without its sort of all scores.
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    On a CPU that sort takes longer than the layers of a small target. Here only tokens above a
+    floor are sorted. Tokens below it are left out if their probabilities add up to 1 - p or less.
+    For the floor (1 - p) / V they always do.
+    """
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores [R, V], with the filter value for tokens that are left out."""
         if scores.device.type != "cpu":
-            return super().__call__(input_ids, scores)  # type: ignore[arg-type]
-        probabilities, least = scores.softmax(-1).numpy(), []
-        for each in probabilities:
-            found = self._least(each)
-            if found is None:
-                return super().__call__(input_ids, scores)  # type: ignore[arg-type]
-            least.append(found)
-        left = np.full_like(probabilities, self.filter_value)
-        np.copyto(left, scores.numpy(), where=probabilities >= np.array(least)[:, None])
-        return torch.from_numpy(left)
+            return super().__call__(input_ids, scores)
+        probabilities = scores.softmax(-1).numpy()
+        smallest = []
+        for row in probabilities:
+            kept = self._smallest_kept(row)
+            if kept is None:
+                return super().__call__(input_ids, scores)
+            smallest.append(kept)
+        filtered = np.full_like(probabilities, self.filter_value)
+        np.copyto(filtered, scores.numpy(), where=probabilities >= np.array(smallest)[:, None])
+        return torch.from_numpy(filtered)
 
-    def _least(self, probabilities: np.ndarray) -> np.float32 | None:
-        """Return the smallest probability that stays, or None if only the sort can tell which of equal ones do."""
-        left_out, whole = 1 - self.top_p, probabilities.sum(dtype=np.float64)
-        for times in (64, 8, 1):  # most distributions have few tokens above the first floor
-            above = probabilities[probabilities >= times * left_out / len(probabilities)]
+    def _smallest_kept(self, probabilities: FloatArray) -> np.float32 | None:
+        """Return the smallest probability [V] that is kept.
+
+        Return None if tokens on both sides of the limit have this probability, because only the
+        sort of all scores tells which of them are kept.
+        """
+        left_out = 1 - self.top_p
+        whole = probabilities.sum(dtype=np.float64)
+        for factor in _FLOOR_FACTORS:
+            above = probabilities[probabilities >= factor * left_out / len(probabilities)]
             below = whole - above.sum(dtype=np.float64)
-            if below <= left_out or times == 1:
+            if below <= left_out or factor == 1:
                 break
         ascending = np.sort(above)
         first = int((below + ascending.cumsum(dtype=np.float64)).searchsorted(left_out, "right"))
         first = min(first, len(ascending) - self.min_tokens_to_keep)
         if first < 0 or (first > 0 and ascending[first - 1] == ascending[first]):
             return None
-        return ascending[first]
+        smallest: np.float32 = ascending[first]
+        return smallest
 
 
 class Penalties(LogitsProcessor):
-    """Takes from the scores of each token `frequency` for every time that it stands in the output, and `presence` if it
-    stands there at all. The prompt does not count."""
+    """Penalties for tokens that are in the output already. The prompt does not count.
+
+    The score of a token is lowered by `frequency` for each of its occurrences in the output, and by
+    `presence` if it occurs there at all.
+    """
 
     def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
-        self.presence, self.frequency, self.prompt_length = presence, frequency, prompt_length
+        self.presence = presence
+        self.frequency = frequency
+        self.prompt_length = prompt_length
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores [R, V] after ids [R, n]."""
         output = input_ids[:, self.prompt_length :]
         if not output.shape[1]:
             return scores
@@ -75,24 +93,21 @@ class Penalties(LogitsProcessor):
 
 
 class LogitBias(LogitsProcessor):
-    """Adds a number to the scores of some tokens."""
+    """A number that is added to the scores of some tokens."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:
-        self.ids, self.values = (
-            torch.tensor(list(bias)),
-            torch.tensor([float(each) for each in bias.values()]),
-        )
+        self.ids = torch.tensor(list(bias))
+        self.values = torch.tensor([float(value) for value in bias.values()])
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores [R, V]."""
         inside = self.ids < scores.shape[-1]
-        ids, values = (
-            self.ids[inside].to(scores.device),
-            self.values[inside].to(scores.device, scores.dtype),
-        )
+        ids = self.ids[inside].to(scores.device)
+        values = self.values[inside].to(scores.device, scores.dtype)
         return scores.index_add(1, ids, values.expand(len(scores), -1))
 
 
-# These know no tokens, only scores.
+# These read the scores without knowing which tokens they belong to.
 _INDEX_FREE = (
     logits_process.TemperatureLogitsWarper,
     logits_process.TopKLogitsWarper,
@@ -103,15 +118,18 @@ _INDEX_FREE = (
     logits_process.EtaLogitsWarper,
     QuickTopP,
 )
-# These read the scores alone, so every node of a draft can go through them at once.
+# These do not read the text, so they process all nodes of a draft in one call.
 _PREFIX_FREE = (*_INDEX_FREE, logits_process.SuppressTokensLogitsProcessor, LogitBias)
 
 
 class Constraint(LogitsProcessor):
-    """A processor that forbids tokens after some texts, and knows so before a forward (`forerun.sampling.grammar`)."""
+    """A processor that forbids tokens by the text before them (`forerun.sampling.grammar`).
+
+    It can say so before a forward.
+    """
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> int:
-        """Return how many tokens of a chain after the tokens are allowed."""
+        """Return how many of a chain's first tokens are allowed after `tokens`."""
         raise NotImplementedError
 
 
@@ -123,7 +141,12 @@ def _quickened(processor: LogitsProcessor) -> LogitsProcessor:
 
 @dataclass(frozen=True)
 class SamplingDistribution:
-    """What tokens are sampled from: logits at a temperature, of the most probable tokens that have `top_p` together."""
+    """What tokens are sampled from, where temperature and top-p say all of it.
+
+    Attributes:
+        temperature: of the logits.
+        top_p: the probability that the most probable tokens have together, which alone are sampled.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -131,8 +154,14 @@ class SamplingDistribution:
 
 @dataclass(frozen=True)
 class ChainSampling:
-    """How a chain is sampled from `distribution`: by `numbers` [n], float64 in [0, 1), one for each token. Without
-    them, by seeded samplers of these `keys`, one for each position, in a vocabulary of `size` tokens."""
+    """How a chain is sampled.
+
+    Attributes:
+        distribution: what its tokens are sampled from.
+        numbers: [n] random numbers in [0, 1), float64, one per token; None for seeded samplers.
+        keys: those of the seeded samplers, one for each position.
+        size: tokens of the vocabulary of the seeded samplers.
+    """
 
     distribution: SamplingDistribution
     numbers: Tensor | None
@@ -141,25 +170,33 @@ class ChainSampling:
 
 
 class Drafted(NamedTuple):
-    """A chain that was drafted in one call (`forerun.model.forward.FusedDraft`)."""
+    """A chain that was drafted in one call (`forerun.model.forward.FusedDraft`).
+
+    Attributes:
+        tokens: the n drafted tokens.
+        probs: [n, V] that the tokens were sampled from, if random numbers were given; else None.
+        probabilities: the probability of each token.
+    """
 
     tokens: list[int]
-    probs: Tensor | None  # [n, V] that the tokens were sampled from, if that was by numbers
-    probabilities: list[float]  # of each token
+    probs: Tensor | None
+    probabilities: list[float]
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """How a sequence's next token follows from logits: Hugging Face's processors, then argmax or sampling."""
+    """How a sequence's next token follows from logits.
+
+    Hugging Face's processors come first, then argmax or sampling.
+    """
 
     greedy: bool = True
     processors: LogitsProcessorList | None = None
 
     def __post_init__(self) -> None:
         if self.processors:
-            object.__setattr__(
-                self, "processors", LogitsProcessorList(map(_quickened, self.processors))
-            )
+            quick = LogitsProcessorList(map(_quickened, self.processors))
+            object.__setattr__(self, "processors", quick)
 
     @classmethod
     def of(
@@ -169,41 +206,39 @@ class Sampler:
         vocab_size: int,
         extra: Iterable[LogitsProcessor] = (),
     ) -> Sampler:
-        """Return the sampler of parameters, as transformers' `generate` has it: `extra` processors come after penalties
-        and biases and before temperature, and one of a penalty's own class replaces it.
+        """Return the sampler of parameters, with processors in the order of `generate`.
+
+        `extra` processors come after penalties and biases and before temperature. A repetition
+        penalty among them replaces the one of the parameters.
 
         Raises ValueError for a bias on a token that is not in the vocabulary.
         """
-        found: list[LogitsProcessor] = []
+        processors: list[LogitsProcessor] = []
         extra = list(extra)
-        repetition = logits_process.RepetitionPenaltyLogitsProcessor
         if params.repetition_penalty != 1.0:
-            given = next((each for each in extra if type(each) is repetition), None)
-            found.append(given or repetition(float(params.repetition_penalty)))
-            extra = [each for each in extra if each is not given]
+            penalty_class = logits_process.RepetitionPenaltyLogitsProcessor
+            given = next((other for other in extra if type(other) is penalty_class), None)
+            processors.append(given or penalty_class(float(params.repetition_penalty)))
+            extra = [other for other in extra if other is not given]
         if params.presence_penalty or params.frequency_penalty:
-            found.append(
+            processors.append(
                 Penalties(params.presence_penalty, params.frequency_penalty, prompt_length)
             )
         if params.logit_bias:
             if max(params.logit_bias) >= vocab_size:
                 raise ValueError(f"logit_bias has token ids outside 0..{vocab_size - 1}")
-            found.append(LogitBias(params.logit_bias))
-        found += extra
+            processors.append(LogitBias(params.logit_bias))
+        processors += extra
         if params.temperature > 0:
-            if params.temperature != 1.0:
-                found.append(logits_process.TemperatureLogitsWarper(float(params.temperature)))
-            if params.top_k:
-                found.append(logits_process.TopKLogitsWarper(int(params.top_k)))
-            if params.top_p < 1.0:
-                found.append(QuickTopP(float(params.top_p)))
-            if params.min_p:
-                found.append(logits_process.MinPLogitsWarper(float(params.min_p)))
-        return cls(not params.temperature, LogitsProcessorList(found))
+            processors += _warpers(params)
+        return cls(not params.temperature, LogitsProcessorList(processors))
 
     def scores(self, logits: Tensor, prefix: Callable[[int], list[int]]) -> Tensor:
-        """Return processed float32 scores [N, V] of logits [N, V]; `prefix(i)` returns the tokens before the i-th
-        choice. Processors that read the prefix see rows of one length only, never padding."""
+        """Return processed float32 scores [N, V] of logits [N, V].
+
+        `prefix(i)` returns the tokens before the i-th choice. Processors that read the prefix are
+        called for rows of one length at a time, so that there is no padding.
+        """
         scores = logits.float()
         if not self.processors:
             return scores
@@ -221,18 +256,19 @@ class Sampler:
         return scores
 
     def _processed(self, ids: Tensor | None, scores: Tensor) -> Tensor:
-        for processor in (
-            self.processors or ()
-        ):  # their list would ask each for its signature every time
-            scores = processor(ids, scores)  # type: ignore[arg-type]
+        # A loop, because the call of a LogitsProcessorList inspects each processor's signature.
+        for processor in self.processors or ():
+            scores = processor(ids, scores)
         return scores
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> Sequence[int]:
-        """Return the beginning of a chain of point masses after the tokens that no grammar forbids.
+        """Return the beginning of a chain after `tokens` that no grammar forbids.
 
-        This is exact: the target gives a forbidden token no probability, so it is never accepted and takes nothing from
-        the residual. It would not be for a token sampled from `q`, as the residual lacks `q`; such tokens are sampled
-        under the same grammar."""
+        The chain's tokens are point masses: no distribution was sampled. Cutting it is exact,
+        because the target gives a forbidden token no probability, so it is never accepted and takes
+        nothing from the residual. Cutting a token that was sampled from `q` would not be exact,
+        because `q` is subtracted in the residual. Such tokens are sampled under the same grammar.
+        """
         for processor in self.processors or ():
             if isinstance(processor, Constraint):
                 chain = chain[: processor.fitting(tokens, chain)]
@@ -245,16 +281,24 @@ class Sampler:
 
     @cached_property
     def distribution(self) -> SamplingDistribution | None:
-        """What tokens are sampled from; None if processors do more than temperature and top-p, in this order."""
-        found, last = SamplingDistribution(), ""
-        for each in self.processors or ():
-            if type(each) is logits_process.TemperatureLogitsWarper and not last:
-                found, last = replace(found, temperature=float(each.temperature)), "temperature"
-            elif type(each) is QuickTopP and last != "top-p" and each.min_tokens_to_keep == 1:
-                found, last = replace(found, top_p=float(each.top_p)), "top-p"
+        """What tokens are sampled from; None for argmax.
+
+        None also if processors do more than temperature and then top-p.
+        """
+        distribution = SamplingDistribution()
+        has_temperature = False
+        has_top_p = False
+        for processor in self.processors or ():
+            is_temperature = type(processor) is logits_process.TemperatureLogitsWarper
+            if is_temperature and not has_temperature and not has_top_p:
+                distribution = replace(distribution, temperature=float(processor.temperature))
+                has_temperature = True
+            elif _is_plain_top_p(processor) and not has_top_p:
+                distribution = replace(distribution, top_p=float(processor.top_p))
+                has_top_p = True
             else:
                 return None
-        return None if self.greedy else found
+        return None if self.greedy else distribution
 
     @property
     def prefix_free(self) -> bool:
@@ -263,8 +307,29 @@ class Sampler:
 
     @property
     def index_free(self) -> bool:
-        """Whether they also ignore which tokens scores belong to, so that a part of the vocabulary will do."""
+        """Whether its processors do not know which tokens the scores belong to.
+
+        Then they can process the scores of a part of the vocabulary.
+        """
         return all(type(processor) in _INDEX_FREE for processor in self.processors or ())
+
+
+def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
+    """Return the processors that narrow what is sampled, in the order of `generate`."""
+    warpers: list[LogitsProcessor] = []
+    if params.temperature != 1.0:
+        warpers.append(logits_process.TemperatureLogitsWarper(float(params.temperature)))
+    if params.top_k:
+        warpers.append(logits_process.TopKLogitsWarper(int(params.top_k)))
+    if params.top_p < 1.0:
+        warpers.append(QuickTopP(float(params.top_p)))
+    if params.min_p:
+        warpers.append(logits_process.MinPLogitsWarper(float(params.min_p)))
+    return warpers
+
+
+def _is_plain_top_p(processor: LogitsProcessor) -> bool:
+    return type(processor) is QuickTopP and processor.min_tokens_to_keep == 1
 
 
 class RowError(Exception):
@@ -281,75 +346,104 @@ def next_tokens(
     prefix: Callable[[int], list[int]],
     sources: Sequence[Source],
 ) -> tuple[list[int], Tensor, Tensor | None]:
-    """Return the next token of each row, the processed scores [R, V], and the distributions [R, V] that tokens were
-    sampled from, None if all rows are greedy.
+    """Return the next token of each row.
 
-    `prefix(r)` returns the tokens before row r's token, and `sources` are what each is sampled by. Raises RowError if a
-    row's processor raised, or left no token to sample."""
+    Args:
+        samplers: one for each row.
+        logits: [R, V].
+        prefix: `prefix(row)` returns the tokens before the row's next token.
+        sources: where each row's random number comes from.
+
+    Returns:
+        The tokens, the processed scores [R, V], and the distributions [R, V] that tokens were
+        sampled from, which are None if all rows are greedy.
+
+    Raises:
+        RowError: a row's processor raised, or left no token to sample.
+    """
     first = samplers[0]
     if all(sampler is first for sampler in samplers) and first.prefix_free:
         scores = first.scores(logits, prefix)
     elif any(sampler.processors for sampler in samplers):
-        scores = logits.float().clone()
-        for r, sampler in enumerate(samplers):
-            if sampler.processors:
-                try:
-                    scores[r] = sampler.scores(logits[r : r + 1], lambda _, r=r: prefix(r))[0]  # type: ignore[misc]
-                except UNATTRIBUTABLE:
-                    raise
-                except BaseException as error:
-                    raise RowError(r) from error
+        scores = _scores_by_row(samplers, logits, prefix)
     else:
         scores = logits.float()
     argmax = argmax_of(scores).tolist() if any(sampler.greedy for sampler in samplers) else []
     if all(sampler.greedy for sampler in samplers):
         return argmax, scores, None
-    probabilities, tokens = scores.softmax(-1), []
-    for r, (sampler, source) in enumerate(zip(samplers, sources, strict=True)):
+    probabilities = scores.softmax(-1)
+    tokens = []
+    for row, (sampler, source) in enumerate(zip(samplers, sources, strict=True)):
         try:
-            tokens.append(argmax[r] if sampler.greedy else sample(probabilities[r], source))
+            tokens.append(argmax[row] if sampler.greedy else sample(probabilities[row], source))
         except ValueError as error:  # the processors left nothing to sample
-            raise RowError(r) from error
+            raise RowError(row) from error
     return tokens, scores, probabilities
 
 
-def sample(probabilities: Tensor, source: Source) -> int:
-    """Return a token sampled from a distribution [V], which a seeded sampler needs normalised.
+def _scores_by_row(
+    samplers: Sequence[Sampler], logits: Tensor, prefix: Callable[[int], list[int]]
+) -> Tensor:
+    """Return the processed scores [R, V] of rows with different processors."""
+    scores = logits.float().clone()
+    for row, sampler in enumerate(samplers):
+        if not sampler.processors:
+            continue
+        try:
+            scores[row] = sampler.scores(logits[row : row + 1], partial(_prefix_of, prefix, row))[0]
+        except UNATTRIBUTABLE:
+            raise
+        except BaseException as error:
+            raise RowError(row) from error
+    return scores
 
-    A generator's number goes through the inverse of the distribution function, in a tenth of the time of
-    torch.multinomial, which needs a number for every entry. Raises ValueError for a distribution of NaN or of nothing.
+
+def _prefix_of(prefix: Callable[[int], list[int]], row: int, _choice: int) -> list[int]:
+    return prefix(row)
+
+
+def sample(probabilities: Tensor, source: Source) -> int:
+    """Return a token sampled from a distribution [V].
+
+    A seeded sampler needs it normalised. A generator's random number goes through the inverse of
+    the distribution function. That takes a tenth of the time of torch.multinomial, which needs a
+    random number for every entry.
+
+    Raises ValueError for a distribution of NaN, or if no token has a probability.
     """
     if isinstance(source, SeededSampler):
         return source.sample(probabilities)
     device = probabilities.device
-    dtype = torch.float32 if device.type == "mps" else torch.float64  # that has no float64
+    dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS lacks float64
     number = torch.rand((), dtype=dtype, generator=source, device=device)
     if device.type == "cpu":
         return _at(float(number), probabilities.numpy())
     below = probabilities.cumsum(-1, dtype=dtype)
-    index = int(
-        torch.searchsorted(below, number * below[-1], right=True)
-    )  # `right` passes over probabilities of 0
+    # `right` passes over tokens without probability.
+    index = int(torch.searchsorted(below, number * below[-1], right=True))
     return index if index < len(probabilities) else _last(probabilities.cpu().numpy())
 
 
-def _at(number: float, p: np.ndarray) -> int:
-    """Return the token of p [V] at a number in [0, 1) of the distribution function. Blocks are summed first, which
-    takes a sixth of the time of a sum up to every token."""
-    below = np.add.reduceat(p, np.arange(0, len(p), _BLOCK), dtype=np.float64).cumsum()
+def _at(number: float, p: FloatArray) -> int:
+    """Return the token of p [V] at a number in [0, 1) of the distribution function.
+
+    Blocks are summed first, which takes a sixth of the time of a sum up to every token.
+    """
+    starts = np.arange(0, len(p), _BLOCK_TOKENS)
+    below = np.add.reduceat(p, starts, dtype=np.float64).cumsum()
     at = number * below[-1]
     block = int(below.searchsorted(at, "right"))
     if block == len(below):
         return _last(p)
-    first = block * _BLOCK
-    tokens = p[first : first + _BLOCK]
+    first = block * _BLOCK_TOKENS
+    tokens = p[first : first + _BLOCK_TOKENS]
     rest = at - (below[block - 1] if block else 0.0)
     index = int(tokens.cumsum(dtype=np.float64).searchsorted(rest, "right"))
     return first + (index if index < len(tokens) else _last(tokens))
 
 
-def _last(p: np.ndarray) -> int:
-    """Return the last token that has a probability, for a number that rounding led to the very end."""
+def _last(p: FloatArray) -> int:
+    """Return the last token that has a probability, for a number that was rounded up to the end."""
     if not p.sum() > 0:
         raise NotNumbersError(
             "no token can be sampled: scores are not numbers, or all of them are -inf"

@@ -217,7 +217,7 @@ class Metrics:
         self._queued = histogram(
             "request_queue_time_seconds", "From a request to its prefill.", _REQUEST_BUCKETS
         )
-        self.registry.register(self)  # type: ignore[arg-type]
+        self.registry.register(self)
 
     def count_step(self, step: Step, at: float) -> None:
         """Count a step of the engine, whether or not its client is still connected."""

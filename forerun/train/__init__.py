@@ -1,1 +1,1 @@
-"""Training: one loop, one kind of run, three recipes (draft, pre-verifier, head), and conversations to train on."""
+"""Training: one loop and three recipes (draft, pre-verifier, head), and the texts to train on."""

@@ -16,77 +16,161 @@ from transformers import PreTrainedConfig
 
 from forerun.api.layers import load_head
 from forerun.backends import prepare
+from forerun.backends.family import FAMILY
 from forerun.backends.heads import head_rows
 from forerun.backends.hot import hot_tokens
-from forerun.backends.panels import BLOCK
-from forerun.backends.quantised import FAMILY
+from forerun.backends.panels import BLOCK_INPUTS
 from forerun.backends.stored import StoredLinear, is_stored
 from forerun.heads.eagle3 import Eagle3Head
-from forerun.heads.heads import KINDS, HeadLayer, HiddenConfig, HiddenDrafter, hot_set
+from forerun.heads.heads import HEAD_KINDS, HeadLayer, HiddenConfig, HiddenDrafter, hot_set
 from forerun.model.causal_lm import CausalLM, context_of
 from forerun.train.labels import Labels, cross_entropy, in_parts, label
 from forerun.train.loop import TrainConfig, mixed_precision, product_dtype, save_card, train
-from forerun.train.run import Run, check_context
-from forerun.train.texts import load_train_val, split_windows
+from forerun.train.run import OwnOutput, Run, check_context
+from forerun.train.texts import Texts, load_train_val, split_windows
 from forerun.zoo import hot_folder, own_draft
 
-SEED = 9000  # of the output; no draft is distilled with it
-EVALUATED = 128  # texts, while a head is trained
-LONGEST = 65536  # context of a head whose target names none
-HOT = 16384
-LARGEST = 31_000_000  # parameters, which take 24 MB in 6 bits
+HEAD_OUTPUT_SEED = 9000  # no draft is distilled with this seed of the output
+HEAD_EVALUATION_TEXTS = 128  # how many texts an evaluation reads while a head is trained
+DEFAULT_CONTEXT = 65536  # context of a head whose target names none
+MAX_HOT_TOKENS = 16384
+MAX_HEAD_PARAMETERS = 31_000_000  # they take 24 MB in 6 bits
+
+HeadWeights = tuple[Tensor, Tensor]  # weight [S, d] and bias [S] of an LM head
 
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """How a head is made."""
+    """How a head is made.
 
-    sequences: int = (
-        2048  # windows of the target's own output, half of them greedy; all seeds use the same
-    )
-    prompt: int = 64  # tokens of text in a window
-    output: int = 192  # tokens of output in a window
+    Attributes:
+        sequences: windows of the target's own output, half of them greedy. All seeds use the same
+            windows.
+        prompt: tokens of text in a window.
+        output: tokens of output in a window.
+        batch: texts of a step.
+        unroll: how many states ahead are trained; each follows from the head's own state before it.
+        held: share of the windows that is kept for validation.
+        kind: one of HEAD_KINDS.
+        layers: decoder layers of the head.
+        rank: of the token information; 0 trains a head without it.
+        hot: the hot set's share of the vocabulary; by default a quarter, but at most
+            MAX_HOT_TOKENS tokens.
+        inner: neurons of the head's MLP; by default as many as the target's MLP has and
+            MAX_HEAD_PARAMETERS allows.
+        copied: begin with the target's last layer.
+        linear: steps before `steps` that train a copied head without its layers, whose output is
+            still 0 then.
+    """
+
+    sequences: int = 2048
+    prompt: int = 64
+    output: int = 192
     steps: int = 2000
-    batch: int = 8  # texts
+    batch: int = 8
     lr: float = 6e-3
-    unroll: int = 4  # how many states ahead are trained, each from the head's own state before
-    held: float = 0.04  # share of the windows kept for validation
+    unroll: int = 4
+    held: float = 0.04
     seed: int = 0
-    kind: str = "lyanna"  # one of KINDS
+    kind: str = "lyanna"
     layers: int = 1
-    rank: int = 64  # of the token information; 0 trains a head without it
-    hot: float | None = (
-        None  # the hot set's share of the vocabulary; by default a quarter, at most HOT tokens
-    )
-    inner: int | None = (
-        None  # neurons of its MLP; by default the target's, as many as LARGEST allows
-    )
-    copied: bool = True  # begin with the target's last layer
-    linear: int = 150  # steps before `steps` that train a copied head without its layers, whose output is 0 then
+    rank: int = 64
+    hot: float | None = None
+    inner: int | None = None
+    copied: bool = True
+    linear: int = 150
 
     def check(self) -> None:
         """Raise ValueError for a setting out of range."""
+        unrolled = f"1 to {self.output - 1}, less than the output"
         for name, is_right, allowed in (
-            ("kind", self.kind in KINDS, f"one of {', '.join(KINDS)}"),
+            ("kind", self.kind in HEAD_KINDS, f"one of {', '.join(HEAD_KINDS)}"),
             ("rank", self.rank >= 0, "at least 0"),
             ("hot", self.hot is None or 0 < self.hot <= 1, "above 0 and at most 1"),
             ("inner", self.inner is None or self.inner > 0, "at least 1"),
             ("held", 0 < self.held <= 0.5, "above 0 and at most 0.5"),
-            (
-                "unroll",
-                1 <= self.unroll < self.output,
-                f"1 to {self.output - 1}, less than the output",
-            ),
+            ("unroll", 1 <= self.unroll < self.output, unrolled),
         ):
             if not is_right:
                 raise ValueError(f"{name} must be {allowed}, not {asdict(self)[name]!r}")
 
 
+@dataclass(frozen=True)
+class _Training:
+    """A head with what its training needs."""
+
+    run: Run
+    recipe: HeadRecipe
+    drafter: HiddenDrafter
+    embed: nn.Module  # the target's embeddings
+    weights: HeadWeights  # rows of the target's LM head for the hot set
+    labels: Labels
+    texts: Texts  # those of `labels`, on the CPU
+    val_labels: Labels
+    val: Texts  # those of `val_labels`, on the CPU
+
+    def fit(self, is_copied: bool, is_known: bool) -> None:
+        """Train the head.
+
+        Args:
+            is_copied: whether the head is new and begins with the target's last layer.
+            is_known: whether the head has another model's weights.
+        """
+        recipe = self.recipe
+        folder = self.run.folder
+        config = TrainConfig(
+            recipe.steps,
+            recipe.lr,
+            warmup=50,
+            cooldown=0.5,
+            evaluate_every=250,
+            tokens=recipe.batch * self.texts.mean_length,
+            known=is_known,
+        )
+        if is_copied and recipe.linear:
+            layers = self.drafter.layers
+            self.drafter.layers = nn.ModuleList()
+            self._train(
+                replace(config, steps=recipe.linear, warmup=5, evaluate_every=50),
+                folder / "linear",
+            )
+            self.drafter.layers = layers
+        self._train(config, folder)
+
+    def _train(self, config: TrainConfig, folder: Path) -> None:
+        batch = partial(self.texts.batch, self.recipe.seed, size=self.recipe.batch)
+        train(self.drafter, self._loss, batch, self._evaluate, config, folder, self.run.say)
+
+    def _loss(self, rows: Tensor) -> Tensor:
+        return self._loss_on(self.labels, rows)
+
+    def _loss_on(self, labels: Labels, rows: Tensor) -> Tensor:
+        unroll = self.recipe.unroll
+        return head_loss(self.drafter, self.weights, labels, rows, self.embed, unroll)
+
+    def _evaluate(self) -> float:
+        """Return the validation loss, and say how many drafted tokens would be accepted."""
+        losses = [
+            self._loss_on(self.val_labels, rows)
+            for rows in self.val.spread(HEAD_EVALUATION_TEXTS).split(self.recipe.batch)
+        ]
+        with mixed_precision(self.val_labels.texts.tokens.device):
+            survival, _ = self.measure()
+        self.run.say(f"acceptance: a greedy chain's first 1, 2, ... tokens {survival}")
+        return float(torch.stack(losses).mean())
+
+    def measure(self) -> tuple[list[float], list[list[float]]]:
+        """Return the figures of `measure` on the validation texts."""
+        return measure(self.drafter, self.weights, self.val_labels, self.embed, self.recipe.unroll)
+
+
 def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[str, Any]:
     """Train a head and save it in `run.out`; return the figures of validation.
 
-    `start` is the folder of a head of the same form to go on from. It keeps its hot set. Raises ValueError for
-    settings, data, models and folders that do not fit.
+    `start` is the folder of a head of the same form to go on from; it keeps its hot set.
+
+    Raises:
+        ValueError: settings, data, models or folders do not fit.
     """
     recipe.check()
     if start is not None and start.resolve() == run.out.resolve():
@@ -103,126 +187,136 @@ def train_head(run: Run, recipe: HeadRecipe, start: Path | None = None) -> dict[
             f"the target's embeddings and its LM head are of other widths; its head reads {size}"
         )
     config = _config(model.config.get_text_config(decoder=True), size, recipe)
-    config.target, config.recipe = target.fingerprint, asdict(recipe) | run.provenance
+    config.target = target.fingerprint
+    config.recipe = asdict(recipe) | run.provenance
     torch.manual_seed(recipe.seed)
     drafter = HiddenDrafter(config)
     drafter.begin()
-    own: dict[str, Any] = {"texts": parts and parts[0].digest}
+    settings: dict[str, Any] = {"texts": parts and parts[0].digest}
     if start is not None:
-        own["start"] = _continue(drafter, start, target)
+        settings["start"] = _continue(drafter, start, target)
     run.claim(
         {"target": target.fingerprint, "prompt": recipe.prompt, "output": recipe.output},
-        asdict(recipe) | own,
+        asdict(recipe) | settings,
     )
-    if parts is None:
-        length = recipe.prompt + recipe.output
-        how: dict[str, Any] = {
-            "prompts": [recipe.prompt],
-            "length": length,
-            "temperatures": (0.0, 1.0),
-            "seed": SEED,
-        }
-        windows = np.concatenate(run.own_output(target, stream, sequences=recipe.sequences, **how))
-        parts = split_windows(
-            windows, recipe.held, 0, recipe.prompt
-        )  # prompts count in training alone
-    texts, val = parts
+    texts, val = parts or _own_texts(run, target, stream, recipe)
     if start is None:
-        output = (
-            texts
-            if stream is None
-            else replace(texts, begins=torch.full_like(texts.begins, recipe.prompt))
-        )
-        drafter.hot.copy_(_hot(run.target, output.frequencies(target.vocab_size), config.hot_size))
-    wanted = val.frequencies(target.vocab_size)
-    coverage = float(wanted[drafter.hot].sum() / wanted.sum())
+        counts = _output_counts(texts, recipe, run.chats is None, target.vocab_size)
+        drafter.hot.copy_(_hot(run.target, counts, config.hot_size))
+    coverage = _coverage(drafter.hot, val.frequencies(target.vocab_size))
     nn.Module.to(drafter, model.device)
-    labels, val_labels = (label(run, target, each, states=True) for each in (texts, val))
-    head = head_rows(target, drafter.hot, size)
-    lm: Any = target.model
-    is_copyable = type(lm).__name__ in FAMILY and "q_norm" not in dict(
-        lm.model.layers[-1].self_attn.named_children()
-    )
-    is_copied = start is None and recipe.copied and is_copyable
-    is_new = not (run.folder / "checkpoint.pt").exists()  # a checkpoint has what these would find
+    labels = label(run, target, texts, states=True)
+    val_labels = label(run, target, val, states=True)
+    weights = head_rows(target, drafter.hot, size)
+    training = _Training(run, recipe, drafter, embed, weights, labels, texts, val_labels, val)
+    is_copied = start is None and recipe.copied and _is_copyable(target)
+    # A checkpoint replaces the weights that a new training would begin with.
+    is_new = not (run.folder / "checkpoint.pt").exists()
     if is_copied and is_new:
         initialise(drafter, target, labels, embed)
-
-    def loss(rows: Tensor) -> Tensor:
-        return head_loss(drafter, head, labels, rows, embed, recipe.unroll)
-
-    def evaluate() -> float:
-        asked = val.spread(EVALUATED).split(recipe.batch)
-        losses = [
-            head_loss(drafter, head, val_labels, rows, embed, recipe.unroll) for rows in asked
-        ]
-        with mixed_precision(model.device):
-            survival, _ = measure(drafter, head, val_labels, embed, recipe.unroll)
-        run.say(f"acceptance: a greedy chain's first 1, 2, ... tokens {survival}")
-        return float(torch.stack(losses).mean())
-
-    every: dict[str, Any] = {"evaluate_every": 250, "tokens": recipe.batch * texts.mean_length}
-    every["known"] = is_copied or start is not None
-    settings = TrainConfig(recipe.steps, recipe.lr, warmup=50, cooldown=0.5, **every)
-    batch = partial(texts.batch, recipe.seed, size=recipe.batch)
-    if is_copied and recipe.linear and is_new:
-        layers, drafter.layers = drafter.layers, nn.ModuleList()
-        first = replace(settings, steps=recipe.linear, warmup=5, evaluate_every=50)
-        train(drafter, loss, batch, evaluate, first, run.folder / "linear", run.say)
-        drafter.layers = layers
-    train(drafter, loss, batch, evaluate, settings, run.folder, run.say)
-    survival, drafter.config.curves = measure(drafter, head, val_labels, embed, recipe.unroll)
-    found: dict[str, Any] = {"survival": survival, "coverage": round(coverage, 4)}
-    found["parameters"] = sum(parameter.numel() for parameter in drafter.parameters())
-    drafter.config.recipe["validation"] = found
+    training.fit(is_copied and is_new, is_known=is_copied or start is not None)
+    survival, drafter.config.curves = training.measure()
+    figures: dict[str, Any] = {
+        "survival": survival,
+        "coverage": round(coverage, 4),
+        "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
+    }
+    drafter.config.recipe["validation"] = figures
     drafter.save_pretrained(run.out)
-    shares = ", ".join(f"{share:.3f}" for share in survival)
-    text = f"""It drafts from the hidden states of `{run.target}` and fits no other model: a fingerprint in
-config.json is compared when it is loaded.
+    _report(run, recipe, drafter, coverage)
+    return figures
 
-{found["parameters"]:,} parameters. On held-out output its greedy chains are the target's own in their
-first 1, 2, ... tokens in these shares: {shares}. Its hot set covers {coverage:.2%} of it."""
-    save_card(
-        run.out, f"A head of the kind {recipe.kind} for speculative decoding", text, config.recipe
+
+def _own_texts(
+    run: Run, target: CausalLM, stream: np.ndarray | None, recipe: HeadRecipe
+) -> tuple[Texts, Texts]:
+    """Return windows of the target's own output, for training and for validation.
+
+    The prompts count in training only.
+    """
+    output = OwnOutput(
+        sequences=recipe.sequences,
+        prompts=[recipe.prompt],
+        length=recipe.prompt + recipe.output,
+        temperatures=(0.0, 1.0),
+        seed=HEAD_OUTPUT_SEED,
     )
+    windows = np.concatenate(run.own_output(target, stream, output))
+    return split_windows(windows, recipe.held, 0, recipe.prompt)
+
+
+def _output_counts(texts: Texts, recipe: HeadRecipe, are_windows: bool, vocab_size: int) -> Tensor:
+    """Return [V] how often each token occurs in the target's output.
+
+    In windows the prompts count for training, but they are not output.
+    """
+    if are_windows:
+        texts = replace(texts, begins=torch.full_like(texts.begins, recipe.prompt))
+    return texts.frequencies(vocab_size)
+
+
+def _coverage(hot: Tensor, counts: Tensor) -> float:
+    """Return which share of tokens, counted [V], are in the hot set [S]."""
+    return float(counts[hot].sum() / counts.sum())
+
+
+def _is_copyable(target: CausalLM) -> bool:
+    """Return whether a head's layer has the form of the target's layers."""
+    model: Any = target.model
+    if type(model).__name__ not in FAMILY:
+        return False
+    return "q_norm" not in dict(model.model.layers[-1].self_attn.named_children())
+
+
+def _report(run: Run, recipe: HeadRecipe, drafter: HiddenDrafter, coverage: float) -> None:
+    """Write the card of a trained head, and say where the head is."""
+    figures = drafter.config.recipe["validation"]
+    shares = ", ".join(f"{share:.3f}" for share in figures["survival"])
+    text = (
+        f"It drafts from the hidden states of `{run.target}` and fits no other model: a "
+        "fingerprint in\nconfig.json is compared when it is loaded.\n\n"
+        f"{figures['parameters']:,} parameters. On held-out output its greedy chains are the "
+        "target's own in their\nfirst 1, 2, ... tokens in these shares: "
+        f"{shares}. Its hot set covers {coverage:.2%} of it."
+    )
+    title = f"A head of the kind {recipe.kind} for speculative decoding"
+    save_card(run.out, title, text, drafter.config.recipe)
     run.say(
-        f"the hot set covers {coverage:.2%} of held-out output; survival of a greedy chain {survival}"
+        f"the hot set covers {coverage:.2%} of held-out output; survival of a greedy chain "
+        f"{figures['survival']}"
     )
-    way = f"--target {run.target} --method {recipe.kind} --head {run.out}"
-    run.say(f"the head is in {run.out}: forerun generate {way}")
-    return found
+    options = f"--target {run.target} --method {recipe.kind} --head {run.out}"
+    run.say(f"the head is in {run.out}: forerun generate {options}")
 
 
 def _config(text: PreTrainedConfig, size: int, recipe: HeadRecipe) -> HiddenConfig:
-    """Return the configuration of a head for a target.
+    """Return the configuration of a head for a target with the configuration `text`.
 
-    Both kinds are of one size: lyanna has the factors of a table, eagle has a wider MLP instead.
+    Both kinds have one size: where lyanna has the factors of a table, eagle has a wider MLP.
     """
-    heads, head_dim = (
-        text.num_attention_heads,
-        getattr(text, "head_dim", None) or size // text.num_attention_heads,
-    )
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or size // heads
     groups = getattr(text, "num_key_value_heads", None) or heads
-    hot = max(
-        1,
-        min(HOT, text.vocab_size // 4)
-        if recipe.hot is None
-        else round(recipe.hot * text.vocab_size),
-    )
-    inner = own = getattr(text, "intermediate_size", None) or 4 * size
+    if recipe.hot is None:
+        hot = min(MAX_HOT_TOKENS, text.vocab_size // 4)
+    else:
+        hot = round(recipe.hot * text.vocab_size)
+    hot = max(1, hot)
     table = recipe.rank * (text.vocab_size + hot)
-    if recipe.inner is None:
-        left = (
-            LARGEST - table - 2 * size**2 - recipe.layers * 2 * size * head_dim * (heads + groups)
+    attention = recipe.layers * 2 * size * head_dim * (heads + groups)
+    inner = recipe.inner
+    if inner is None:
+        targets = getattr(text, "intermediate_size", None) or 4 * size
+        left = MAX_HEAD_PARAMETERS - table - 2 * size**2 - attention
+        inner = min(
+            targets,
+            max(BLOCK_INPUTS, left // (3 * size * recipe.layers * BLOCK_INPUTS) * BLOCK_INPUTS),
         )
-        inner = min(own, max(BLOCK, left // (3 * size * recipe.layers * BLOCK) * BLOCK))
-    inner = recipe.inner or inner
     if recipe.kind == "eagle":
         inner += table // (3 * size * recipe.layers)
-        if (
-            inner >= 20 * BLOCK
-        ):  # whole blocks, which our product in 8 bits needs, where they are a small part
-            inner = round(inner / BLOCK) * BLOCK
+        # Our product in 8 bits needs whole blocks. Below 20 blocks a block is too large a part.
+        if inner >= 20 * BLOCK_INPUTS:
+            inner = round(inner / BLOCK_INPUTS) * BLOCK_INPUTS
     rope = getattr(text, "rope_parameters", None) or {}
     return HiddenConfig(
         kind=recipe.kind,
@@ -239,72 +333,85 @@ def _config(text: PreTrainedConfig, size: int, recipe: HeadRecipe) -> HiddenConf
         rank=recipe.rank,
         vocab_size=text.vocab_size,
         hot_size=hot,
-        max_position_embeddings=context_of(text) or LONGEST,
+        max_position_embeddings=context_of(text) or DEFAULT_CONTEXT,
     )
 
 
 def _hot(target: str, counts: Tensor, size: int) -> Tensor:
-    """Return the hot set [S]: the first of the tokens that are named for the target's own draft, if these are enough,
-    else the most frequent ones."""
+    """Return the hot set [S].
+
+    It is the first `size` tokens that are named for the target's own draft, if these are enough,
+    else the most frequent tokens by `counts` [V].
+    """
     draft = own_draft(target)
     folder = None if draft is None else hot_folder(draft)
     known = hot_tokens(folder if isinstance(folder, Path) else None, None, len(counts))
-    return known[:size] if known is not None and len(known) >= size else hot_set(counts, size)[0]
+    if known is not None and len(known) >= size:
+        return known[:size]
+    return hot_set(counts, size)[0]
 
 
 @torch.no_grad()
 def initialise(drafter: HiddenDrafter, target: CausalLM, labels: Labels, embed: nn.Module) -> None:
-    """Begin a head as the target's last layer, whose output does not count yet, after the linear map from features and
-    tokens to the next feature that least squares find. So the first drafts are those of this map.
+    """Begin a head with the target's last layer behind a linear map.
 
-    Of the MLP's neurons those with the largest weights are kept. Token information begins with the principal components
-    of the target's embeddings.
+    Least squares find the map from features and tokens to the next feature. The layer's output does
+    not count yet, so the first drafts are those of the map. Of the MLP's neurons those with the
+    largest weights are kept. Token information begins with the principal components of the target's
+    embeddings.
     """
     model: Any = target.model
-    layer, own, size = (
-        model.model.layers[-1],
-        cast(HeadLayer, drafter.layers[-1]),
-        drafter.config.hidden_size,
-    )
-    attention, inner = layer.self_attn, drafter.config.intermediate_size
-    linears = [getattr(attention, f"{name}_proj") for name in "qkv"]
-    own.qkv.weight.copy_(torch.cat([_weight(linear) for linear in linears]))
-    if own.qkv.bias is not None:
-        own.qkv.bias.copy_(torch.cat([linear.bias for linear in linears]))
-    gate, up, down = (
-        _weight(getattr(layer.mlp, f"{name}_proj")) for name in ("gate", "up", "down")
-    )
-    kept = (
-        (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).topk(min(inner, len(gate))).indices
-    )
-    own.gate_up.weight[: len(kept)] = gate[kept]
-    own.gate_up.weight[inner : inner + len(kept)] = up[kept]
-    own.before_attention.weight.copy_(layer.input_layernorm.weight)
-    own.before_mlp.weight.copy_(layer.post_attention_layernorm.weight)
+    _copy_layer(cast(HeadLayer, drafter.layers[-1]), model.model.layers[-1])
     gain = model.model.norm.weight.float().clamp(min=0.1)
     drafter.norm.weight.copy_(gain)
-    both, wanted = (
-        torch.zeros(2 * size, width, device=target.device) for width in (2 * size, size)
-    )
-    for rows in labels.texts.spread(512).split(8):
-        part, features = labels.texts.take(rows), labels.states(rows)
-        after = functional.rms_norm(embed(part.tokens).float(), (size,)).roll(-1, 1)
-        seen = (
-            torch.arange(features.shape[1], device=target.device)
-            < labels.texts.ends[rows][:, None] - 1
-        )
-        x, y = torch.cat([features, after], -1)[seen], (features.roll(-1, 1) / gain)[seen]
-        both += x.T @ x
-        wanted += x.T @ y
-    both.diagonal().add_(3e-3 * both.diagonal().mean())
-    drafter.fuse.weight.copy_(torch.linalg.solve(both, wanted).T)
-    if drafter.informed and drafter.config.rank <= size:
+    drafter.fuse.weight.copy_(_linear_map(labels, embed, gain, drafter.config.hidden_size))
+    rank = drafter.config.rank
+    if drafter.informed and rank <= drafter.config.hidden_size:
         known = embed(drafter.hot).float()
-        axes = torch.linalg.eigh(known.T @ known).eigenvectors[:, -drafter.config.rank :]
+        axes = torch.linalg.eigh(known.T @ known).eigenvectors[:, -rank:]
         for tokens in torch.arange(drafter.config.vocab_size, device=target.device).split(8192):
-            drafter.embed.weight[tokens] = functional.rms_norm(
-                embed(tokens).float() @ axes, (drafter.config.rank,)
-            )
+            components = embed(tokens).float() @ axes
+            drafter.embed.weight[tokens] = functional.rms_norm(components, (rank,))
+
+
+def _copy_layer(copy: HeadLayer, layer: Any) -> None:
+    """Copy a target's layer into a head's, except for the weights of its outputs."""
+    projections = [getattr(layer.self_attn, f"{name}_proj") for name in "qkv"]
+    copy.qkv.weight.copy_(torch.cat([_weight(linear) for linear in projections]))
+    if copy.qkv.bias is not None:
+        copy.qkv.bias.copy_(torch.cat([linear.bias for linear in projections]))
+    gate = _weight(layer.mlp.gate_proj)
+    up = _weight(layer.mlp.up_proj)
+    down = _weight(layer.mlp.down_proj)
+    inner = copy.down.in_features
+    sizes = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
+    kept = sizes.topk(min(inner, len(gate))).indices
+    copy.gate_up.weight[: len(kept)] = gate[kept]
+    copy.gate_up.weight[inner : inner + len(kept)] = up[kept]
+    copy.before_attention.weight.copy_(layer.input_layernorm.weight)
+    copy.before_mlp.weight.copy_(layer.post_attention_layernorm.weight)
+
+
+def _linear_map(labels: Labels, embed: nn.Module, gain: Tensor, size: int) -> Tensor:
+    """Return the map [d, 2 d] from a feature and the next token's embedding to the next feature.
+
+    `gain` [d] multiplies what the map returns.
+    """
+    device = gain.device
+    moments = torch.zeros(2 * size, 2 * size, device=device)
+    products = torch.zeros(2 * size, size, device=device)
+    for rows in labels.texts.spread(512).split(8):
+        part = labels.texts.take(rows)
+        features = labels.states(rows)
+        following = functional.rms_norm(embed(part.tokens).float(), (size,)).roll(-1, 1)
+        places = torch.arange(features.shape[1], device=device)
+        seen = places < labels.texts.ends[rows][:, None] - 1
+        x = torch.cat([features, following], -1)[seen]
+        y = (features.roll(-1, 1) / gain)[seen]
+        moments += x.T @ x
+        products += x.T @ y
+    moments.diagonal().add_(3e-3 * moments.diagonal().mean())
+    return torch.linalg.solve(moments, products).T
 
 
 def _weight(linear: Any) -> Tensor:
@@ -312,9 +419,13 @@ def _weight(linear: Any) -> Tensor:
 
 
 def _continue(drafter: HiddenDrafter, start: Path, target: CausalLM) -> str:
-    """Give a new head the weights of a trained one; return their hash, as the folder may hold another head later.
+    """Give a new head the weights of a trained one.
 
-    Raises ValueError for a head of another form or target.
+    Returns:
+        A hash of the weights, because the folder may hold another head later.
+
+    Raises:
+        ValueError: the trained head has another form or target.
     """
     first = load_head(start, target, drafter.config.kind)
     if isinstance(first, Eagle3Head):
@@ -327,119 +438,141 @@ def _continue(drafter: HiddenDrafter, start: Path, target: CausalLM) -> str:
         raise ValueError(
             f"the head {str(start)!r} is of another form; give it the same layers, rank and hot"
         ) from None
-    recipe = first.config.recipe
-    drafter.config.recipe["start"] = {
-        name: value for name, value in recipe.items() if name != "validation"
-    }
-    return hashlib.sha256(
-        b"".join(path.read_bytes() for path in sorted(start.glob("*.safetensors")))
-    ).hexdigest()
+    recipe = dict(first.config.recipe)
+    recipe.pop("validation", None)
+    drafter.config.recipe["start"] = recipe
+    digest = hashlib.sha256()
+    for path in sorted(start.glob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def head_logits(
-    drafter: HiddenDrafter, head: tuple[Tensor, Tensor], states: Tensor, after: Tensor
+    drafter: HiddenDrafter, weights: HeadWeights, states: Tensor, after: Tensor
 ) -> Tensor:
     """Return logits [n, S] of drafted states [n, d] that follow tokens [n]."""
-    logits = functional.linear(states.to(head[0].dtype), *head).float()
+    logits = functional.linear(states.to(weights[0].dtype), *weights).float()
     return logits + drafter.token_information(after) if drafter.informed else logits
 
 
 def head_loss(
     drafter: HiddenDrafter,
-    head: tuple[Tensor, Tensor],
+    weights: HeadWeights,
     labels: Labels,
     rows: Tensor,
     embed: nn.Module,
     unroll: int,
 ) -> Tensor:
-    """Return the mean cross-entropy with the target's distributions over all steps of drafts from some texts.
+    """Return the mean cross-entropy with the target's distributions over all steps of drafts.
 
-    `head`: the result of `head_rows` for the hot set. It goes backward inside, as `in_parts` does.
+    It goes backward inside, as `in_parts` does.
+
+    Args:
+        drafter: the head.
+        weights: the result of `head_rows` for the hot set.
+        labels: the target's labels.
+        rows: the numbers of the texts to draft from.
+        embed: the target's embeddings.
+        unroll: the number of steps.
     """
-    weight, bias = head
+    weight, bias = weights
     dtype = product_dtype(weight.device.type)
-    low = weight.to(dtype), bias.to(dtype)  # once, and not for each product
-    part, features = labels.texts.take(rows), labels.states(rows)
-    length, counted = part.tokens.shape[1], part.counted().flatten()
+    cast_weights = weight.to(dtype), bias.to(dtype)  # once instead of for each product
+    part = labels.texts.take(rows)
+    features = labels.states(rows)
+    length = part.tokens.shape[1]
     wanted = labels.probs(rows).within(drafter.hot, drafter.config.vocab_size)
-    number = counted.cumsum(0) - 1  # of a position among those that count
+    # Of each position its number among those that count.
+    numbers = part.counted().flatten().cumsum(0) - 1
 
     def loss(after: Tensor, positions: Tensor, states: Tensor, chosen: slice) -> Tensor:
-        """Return the sum over states that stand for positions, after tokens."""
-        logits = head_logits(drafter, low, states, after[chosen])
-        return cross_entropy(logits, wanted.at(number[positions[chosen]]))
+        """Return the summed loss of states that stand for positions, after tokens."""
+        logits = head_logits(drafter, cast_weights, states, after[chosen])
+        return cross_entropy(logits, wanted.at(numbers[positions[chosen]]))
 
     total = features.new_zeros(())
-    with mixed_precision(features.device):  # in bfloat16 a third of the time, and no worse a head
-        for k, drafted in enumerate(
-            drafter.drafted(features, embed(part.tokens).float(), unroll), 1
-        ):
+    # bfloat16 takes a third of the time and gives no worse a head.
+    with mixed_precision(features.device):
+        drafts = drafter.drafted(features, embed(part.tokens).float(), unroll)
+        for k, drafted in enumerate(drafts, 1):
             text, at = part.counted(k).nonzero(as_tuple=True)
-            own = partial(loss, part.tokens[text, at + k], text * length + at + k)
-            total = total + in_parts(drafted[text, at], own, unroll * max(1, len(at)))
+            step_loss = partial(loss, part.tokens[text, at + k], text * length + at + k)
+            total = total + in_parts(drafted[text, at], step_loss, unroll * max(1, len(at)))
     return total
 
 
 @torch.no_grad()
 def measure(
+    drafter: HiddenDrafter, weights: HeadWeights, labels: Labels, embed: nn.Module, unroll: int
+) -> tuple[list[float], list[list[float]]]:
+    """Return figures of greedy chains from every position of the output.
+
+    The first is for each k the share of chains whose first k tokens are the target's argmax; the
+    second are the curves of `HiddenConfig`.
+
+    The tokens in between are those of the text. A chain ends where one of them is not the target's
+    argmax, so the share is the product of the shares among those chains that go on.
+    """
+    weight, bias = weights
+    full_weights = weight.float(), bias.float()
+    batches = labels.texts.ends.cpu().argsort(stable=True).split(16)
+    parts = [_chain_cases(drafter, full_weights, labels, rows, embed, unroll) for rows in batches]
+    cases = [torch.cat(place) for place in zip(*parts, strict=True)]
+    shares = [float(place[:, 1].mean().nan_to_num(0.0)) for place in cases]
+    survival = [round(float(share), 4) for share in np.cumprod(shares)]
+    return survival, [_curve(place) for place in cases]
+
+
+def _chain_cases(
     drafter: HiddenDrafter,
-    head: tuple[Tensor, Tensor],
+    weights: HeadWeights,
     labels: Labels,
+    rows: Tensor,
     embed: nn.Module,
     unroll: int,
-) -> tuple[list[float], list[list[float]]]:
-    """Return figures of greedy chains from every position of the output: for each k the share of chains whose first k
-    tokens are the target's argmax, and the curves of `HiddenConfig`.
+) -> list[Tensor]:
+    """Return cases [n, 2] for each place of greedy chains from some texts.
 
-    The tokens in between are those of the text. A chain ends where one of them is not the target's argmax: the share is
-    the product of the shares among those that go on.
+    A case is the log-odds of the head's argmax, and 1 if it is the target's argmax, else 0. Chains
+    that ended before the place have none.
     """
-    cases: list[list[Tensor]] = [[] for _ in range(unroll)]
-    weight, bias = head
-    whole = weight.float(), bias.float()
-    for rows in labels.texts.ends.cpu().argsort(stable=True).split(16):
-        part = labels.texts.take(rows)
-        argmax = torch.full_like(part.tokens, -1)
-        argmax[part.counted()] = labels.probs(rows).tokens[:, 0]
-        kept = argmax == part.tokens.roll(-1, 1)  # where the text goes on with the target's argmax
-        seen, length = part.counted(unroll), part.tokens.shape[1] - unroll
-        drafts = drafter.drafted(labels.states(rows), embed(part.tokens).float(), unroll)
-        for k, states in enumerate(drafts, 1):
-            text, at = seen.nonzero(as_tuple=True)
-            logits = head_logits(drafter, whole, states[text, at], part.tokens[text, at + k])
-            log_prob, best = logits.log_softmax(-1).max(-1)
-            hit = drafter.hot[best] == argmax[text, at + k]
-            odds = log_prob - torch.log1p(-log_prob.exp().clamp(max=1 - 1e-6))
-            cases[k - 1].append(torch.stack([odds, hit.float()], -1))
-            followed = torch.zeros_like(seen)
-            followed[text, at] = hit
-            seen = followed & kept[:, k : k + length]
-    every = [torch.cat(parts) for parts in cases]
-    shares = [float(each[:, 1].mean().nan_to_num(0.0)) for each in every]
-    return [round(float(share), 4) for share in np.cumprod(shares)], [
-        _curve(each) for each in every
-    ]
+    part = labels.texts.take(rows)
+    argmax = torch.full_like(part.tokens, -1)
+    argmax[part.counted()] = labels.probs(rows).tokens[:, 0]
+    followed = argmax == part.tokens.roll(-1, 1)  # the text goes on with the target's argmax
+    alive = part.counted(unroll)
+    length = alive.shape[1]
+    drafts = drafter.drafted(labels.states(rows), embed(part.tokens).float(), unroll)
+    cases = []
+    for k, states in enumerate(drafts, 1):
+        text, at = alive.nonzero(as_tuple=True)
+        logits = head_logits(drafter, weights, states[text, at], part.tokens[text, at + k])
+        log_prob, best = logits.log_softmax(-1).max(-1)
+        hit = drafter.hot[best] == argmax[text, at + k]
+        odds = log_prob - torch.log1p(-log_prob.exp().clamp(max=1 - 1e-6))
+        cases.append(torch.stack([odds, hit.float()], -1))
+        hits = torch.zeros_like(alive)
+        hits[text, at] = hit
+        alive = hits & followed[:, k : k + length]
+    return cases
 
 
 @torch.enable_grad()
 def _curve(cases: Tensor) -> list[float]:
-    """Return (a, b, m) of HiddenConfig's curves, fitted on cases [n, 2]: log-odds, 1 for right tokens."""
+    """Return (a, b, m) of HiddenConfig's curves, fitted on cases [n, 2] as of `_chain_cases`."""
     odds, hit = cases.unbind(-1)
-    if not len(odds) or not 0 < hit.mean() < 1:  # nothing to fit
+    if not len(odds) or not 0 < hit.mean() < 1:  # there is nothing to fit
         return [0.0, 1.0, float(hit.mean()) if len(hit) else 0.0]
     line = torch.tensor([0.0, 1.0], device=odds.device, requires_grad=True)
-    fit = torch.optim.LBFGS([line], max_iter=50, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS([line], max_iter=50, line_search_fn="strong_wolfe")
 
     def miss() -> Tensor:
-        fit.zero_grad()
+        optimizer.zero_grad()
         loss = functional.binary_cross_entropy_with_logits(line[0] + line[1] * odds, hit)
         loss.backward()
         return loss
 
-    fit.step(miss)  # type: ignore[arg-type]
+    optimizer.step(miss)
     shift, slope = line.tolist()
-    return [
-        round(shift, 4),
-        round(max(slope, 0.05), 4),
-        round(float(hit.mean()), 4),
-    ]  # likelier must stay likelier
+    slope = max(slope, 0.05)  # a likelier token must stay likelier
+    return [round(shift, 4), round(slope, 4), round(float(hit.mean()), 4)]

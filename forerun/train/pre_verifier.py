@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,43 +21,63 @@ from forerun.model.support import window_of
 from forerun.sampling.sampler import Sampler
 from forerun.train.loop import TrainConfig, fastest, save_card, train
 from forerun.train.rollout import Drafts, Kind, collect
-from forerun.train.run import Run, check_context
-from forerun.train.texts import SPLITS, Texts, of_chats, read_chats, split_windows
+from forerun.train.run import OwnOutput, Run, check_context
+from forerun.train.texts import SPLITS, Conversation, Texts, of_chats, read_chats, split_windows
 
-TEMPERATURE, TOP_P = 1.0, 0.95  # of sampled windows
-CHAT_TOP_P = 1.0  # what conversations are sampled with
-LEAST_AUC, LEAST_DRAFTS = 0.6, 200  # below which a warning comes
-SEED = 8000  # so that the draft was not distilled on the same output
+TEMPERATURE = 1.0  # of sampled windows and conversations
+WINDOW_TOP_P = 0.95  # of sampled windows
+CHAT_TOP_P = 1.0  # of sampled conversations
+# A warning comes below these.
+MIN_AUC = 0.6
+MIN_HELD_OUT_DRAFTS = 200
+PRE_VERIFIER_OUTPUT_SEED = 8000  # so that the draft was not distilled on the same output
+
+TrainVal = tuple[Texts, Texts]  # texts for training and for validation
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a pre-verifier is made."""
+    """How a pre-verifier is made.
 
-    sequences: int = (
-        2048  # windows of the target's own output, half of them greedy; of conversations the most
-    )
-    prompt: int = 128  # tokens of text in a window
-    output: int = 148  # tokens of output in a window
-    anchors: int = 48  # drafts that leave each window or answer; a short answer has fewer
-    depth: int = 20  # tokens of a greedy draft
-    sampled_depth: int = 10  # tokens of a sampled draft
+    Attributes:
+        sequences: number of windows of the target's own output, or the most conversations. Half of
+            them are greedy.
+        prompt: tokens of text in a window.
+        output: tokens of output in a window.
+        anchors: drafts that leave each window or answer; a short answer has fewer.
+        depth: tokens of a greedy draft.
+        sampled_depth: tokens of a sampled draft.
+        batch: drafts of a step.
+        width: width of the layer.
+        held: share of the windows that is kept for validation; of conversations, the number for
+            validation relative to that for training.
+    """
+
+    sequences: int = 2048
+    prompt: int = 128
+    output: int = 148
+    anchors: int = 48
+    depth: int = 20
+    sampled_depth: int = 10
     steps: int = 2000
-    batch: int = 256  # drafts
+    batch: int = 256
     lr: float = 2e-3
-    width: int = 32  # of the layer
-    held: float = 0.1  # share of the windows kept for validation; of conversations, validation's share of training's
+    width: int = 32
+    held: float = 0.1
     seed: int = 0
 
 
-_OF_TRAINING = ("steps", "batch", "lr", "width")  # drafts are the same whatever these are
+# Settings that drafts do not depend on.
+_TRAINING_SETTINGS = ("steps", "batch", "lr", "width")
 
 
 def train_pre_verifier(run: Run, draft: str, recipe: Recipe) -> dict[str, Any]:
-    """Train a pre-verifier of this draft and save it in `run.out`; return the figures of validation.
+    """Train a pre-verifier of this draft and save it in `run.out`; return figures of validation.
 
     Drafts leave the target's own output, or the answers of conversations.
-    Raises ValueError for settings, data, models and folders that do not fit.
+
+    Raises:
+        ValueError: settings, data, models or folders do not fit.
     """
     if recipe.sequences < 4:
         raise ValueError(
@@ -65,41 +86,19 @@ def train_pre_verifier(run: Run, draft: str, recipe: Recipe) -> dict[str, Any]:
     tokenizer, stream = run.prompts(4 * recipe.prompt)
     translation_for(tokenizer, draft, "a pre-verifier", trust_remote_code=run.trust_remote_code)
     parts = None if run.chats is None else of_conversations(run.chats, recipe)
-    every = None if parts is None else [part for each in parts.values() for part in each]
-    length = recipe.prompt + recipe.output
-    models = {
-        part: fastest(run.load(name, part))
-        for part, name in (("target", run.target), ("draft", draft))
+    texts = None if parts is None else list(chain.from_iterable(parts.values()))
+    target, drafter = _load_pair(run, draft, recipe, texts)
+    drafts_settings = {
+        name: value for name, value in asdict(recipe).items() if name not in _TRAINING_SETTINGS
     }
-    for name, model in models.items():
-        check_context(model.config, every, length, name)
-    target, drafter = (CausalLM(model) for model in models.values())
-    if target.vocab_size != drafter.vocab_size:
-        raise ValueError(
-            f"embeddings must be of one size to train a pre-verifier; the target's has {target.vocab_size} entries, "
-            f"the draft's {drafter.vocab_size}"
-        )
-    longest = recipe.depth + (
-        length if every is None else max(part.tokens.shape[1] for part in every)
-    )
-    for name, runner in (("target", target), ("draft", drafter)):
-        if (window := window_of(runner.config)) is not None and window < longest:
-            raise ValueError(
-                f"the {name} sees {window} tokens back, and a text with a draft has {longest}"
-            )
-    drafted = {name: value for name, value in asdict(recipe).items() if name not in _OF_TRAINING}
-    drafted |= {"target": target.fingerprint, "draft": drafter.fingerprint}
-    drafted["texts"] = every and [part.digest for part in every]
-    run.claim(drafted, asdict(recipe))
+    drafts_settings |= {
+        "target": target.fingerprint,
+        "draft": drafter.fingerprint,
+        "texts": None if texts is None else [text.digest for text in texts],
+    }
+    run.claim(drafts_settings, asdict(recipe))
     parts = parts or _windows(run, target, stream, recipe)
-    top_p = TOP_P if run.chats is None else CHAT_TOP_P
-    sampling = GenerationConfig(do_sample=True, temperature=TEMPERATURE, top_p=top_p, top_k=0)
-    sampler = Sampler(False, target.processors(sampling, recipe.prompt))
-    kinds = {
-        "greedy": Kind(Sampler(), recipe.depth, *parts["greedy"]),
-        "sampling": Kind(sampler, recipe.sampled_depth, *parts["sampling"]),
-    }
-    gathered = collect(run, target, drafter, kinds, recipe.anchors, recipe.seed + 5)
+    gathered = _gather(run, target, drafter, parts, recipe)
     config = PreVerifierConfig(
         width=recipe.width,
         depth=recipe.depth,
@@ -108,116 +107,185 @@ def train_pre_verifier(run: Run, draft: str, recipe: Recipe) -> dict[str, Any]:
         draft=drafter.fingerprint,
     )
     torch.manual_seed(recipe.seed)
-    model = PreVerifier(config)
-    nn.Module.to(model, target.device)
-    _fit(run, recipe, model, list(gathered.values()))
-    for name, buffer in (("greedy", model.greedy_traces), ("sampling", model.drawn_traces)):
-        spare = gathered[name][1]
-        chosen = torch.arange(TRACES) * len(spare["accept"]) // TRACES  # from all texts
-        survival = survival_of(model, spare, chosen)[1]
-        both = torch.stack([survival.detach().cpu(), spare["log_q"][chosen].cumsum(-1).exp()])
-        buffer.copy_((255 * functional.pad(both, (0, recipe.depth - both.shape[-1]))).round())
-    found = {name: measure(model, spare) for name, (_, spare) in gathered.items()}
+    layer = PreVerifier(config)
+    nn.Module.to(layer, target.device)
+    _fit(run, recipe, layer, list(gathered.values()))
+    _keep_traces(layer.greedy_traces, layer, gathered["greedy"][1])
+    _keep_traces(layer.drawn_traces, layer, gathered["sampling"][1])
+    figures = {name: measure(layer, held_out) for name, (_, held_out) in gathered.items()}
     config.recipe["validation"] = {
-        name: {"auc": each["auc"], "ece": each["ece"]} for name, each in found.items()
+        name: {"auc": kind["auc"], "ece": kind["ece"]} for name, kind in figures.items()
     }
-    model.save_pretrained(run.out)
-    figures = [
-        f"{name}: AUC {each['auc']:.3f}, ECE {each['ece']:.3f} on {each['drafts']} held-out drafts"
-        for name, each in found.items()
-    ]
-    text = f"""It predicts how far the target `{run.target}` follows the draft `{draft}` and fits no other pair;
-both are recognised by a fingerprint in config.json when it is loaded.
+    layer.save_pretrained(run.out)
+    _report(run, draft, layer, figures)
+    return figures
 
-    forerun generate --target {run.target} --draft {draft} --method pacer --pre-verifier THIS
 
-{"; ".join(figures)}.
+def _load_pair(
+    run: Run, draft: str, recipe: Recipe, texts: Sequence[Texts] | None
+) -> tuple[CausalLM, CausalLM]:
+    """Load the target and the draft; raise ValueError if the texts or the two do not fit.
 
-{model.num_parameters():,} parameters. Trained by `forerun train pre-verifier` with"""
-    save_card(run.out, "A pre-verifier for speculative decoding", text, config.recipe)
-    run.say("; ".join(figures))
-    if weak := [
+    `texts` are conversations, or None for windows of the target's own output.
+    """
+    length = recipe.prompt + recipe.output
+    target_model = fastest(run.load(run.target, "target"))
+    draft_model = fastest(run.load(draft, "draft"))
+    check_context(target_model.config, texts, length, "target")
+    check_context(draft_model.config, texts, length, "draft")
+    target = CausalLM(target_model)
+    drafter = CausalLM(draft_model)
+    if target.vocab_size != drafter.vocab_size:
+        raise ValueError(
+            "embeddings must be of one size to train a pre-verifier; the target's has "
+            f"{target.vocab_size} entries, the draft's {drafter.vocab_size}"
+        )
+    if texts is not None:
+        length = max(part.tokens.shape[1] for part in texts)
+    longest = length + recipe.depth
+    for name, runner in (("target", target), ("draft", drafter)):
+        window = window_of(runner.config)
+        if window is not None and window < longest:
+            raise ValueError(
+                f"the {name} sees {window} tokens back, and a text with a draft has {longest}"
+            )
+    return target, drafter
+
+
+def _gather(
+    run: Run, target: CausalLM, drafter: CausalLM, parts: Mapping[str, TrainVal], recipe: Recipe
+) -> dict[str, tuple[Drafts, Drafts]]:
+    """Draft from the texts of each kind; return the drafts for training and for validation."""
+    top_p = WINDOW_TOP_P if run.chats is None else CHAT_TOP_P
+    sampling = GenerationConfig(do_sample=True, temperature=TEMPERATURE, top_p=top_p, top_k=0)
+    sampler = Sampler(False, target.processors(sampling, recipe.prompt))
+    kinds = {
+        "greedy": Kind(Sampler(), recipe.depth, *parts["greedy"]),
+        "sampling": Kind(sampler, recipe.sampled_depth, *parts["sampling"]),
+    }
+    return collect(run, target, drafter, kinds, recipe.anchors, recipe.seed + 5)
+
+
+def _keep_traces(traces: Tensor, layer: PreVerifier, drafts: Drafts) -> None:
+    """Fill a buffer of traces (`PreVerifier`) from validation drafts."""
+    chosen = torch.arange(TRACES) * len(drafts["accept"]) // TRACES  # from all texts
+    survival = survival_of(layer, drafts, chosen)[1].detach().cpu()
+    products = drafts["log_q"][chosen].cumsum(-1).exp()
+    both = torch.stack([survival, products])
+    padded = functional.pad(both, (0, traces.shape[-1] - both.shape[-1]))
+    traces.copy_((255 * padded).round())
+
+
+def _report(run: Run, draft: str, layer: PreVerifier, figures: Mapping[str, Any]) -> None:
+    """Write the card of a trained layer, and say how good it is and where."""
+    summary = "; ".join(
+        f"{name}: AUC {kind['auc']:.3f}, ECE {kind['ece']:.3f} on {kind['drafts']} held-out drafts"
+        for name, kind in figures.items()
+    )
+    pair = f"--target {run.target} --draft {draft} --method pacer --pre-verifier"
+    text = (
+        f"It predicts how far the target `{run.target}` follows the draft `{draft}` and fits no "
+        "other pair;\nboth are recognised by a fingerprint in config.json when it is loaded.\n\n"
+        f"    forerun generate {pair} THIS\n\n"
+        f"{summary}.\n\n"
+        f"{layer.num_parameters():,} parameters. Trained by `forerun train pre-verifier` with"
+    )
+    save_card(run.out, "A pre-verifier for speculative decoding", text, layer.config.recipe)
+    run.say(summary)
+    weak = [
         name
-        for name, each in found.items()
-        if each["auc"] < LEAST_AUC or each["drafts"] < LEAST_DRAFTS
-    ]:
-        few = f"an AUC below {LEAST_AUC} or fewer than {LEAST_DRAFTS} held-out drafts"
+        for name, kind in figures.items()
+        if kind["auc"] < MIN_AUC or kind["drafts"] < MIN_HELD_OUT_DRAFTS
+    ]
+    if weak:
+        few = f"an AUC below {MIN_AUC} or fewer than {MIN_HELD_OUT_DRAFTS} held-out drafts"
         run.say(f"warning: {few} ({', '.join(weak)}): take more --data, or --sequences")
-    way = f"--target {run.target} --draft {draft} --method pacer --pre-verifier {run.out}"
-    run.say(f"the pre-verifier is in {run.out}: forerun generate {way}")
-    return found
+    run.say(f"the pre-verifier is in {run.out}: forerun generate {pair} {run.out}")
 
 
 def _windows(
     run: Run, target: CausalLM, stream: np.ndarray | None, recipe: Recipe
-) -> dict[str, tuple[Texts, Texts]]:
-    windows = run.own_output(
-        target,
-        stream,
+) -> dict[str, TrainVal]:
+    """Return windows of the target's own output by kind, for training and for validation."""
+    output = OwnOutput(
         sequences=recipe.sequences,
         prompts=[recipe.prompt],
         length=recipe.prompt + recipe.output,
         temperatures=(0.0, TEMPERATURE),
-        top_p=TOP_P,
-        seed=recipe.seed + SEED,
+        top_p=WINDOW_TOP_P,
+        seed=recipe.seed + PRE_VERIFIER_OUTPUT_SEED,
     )
+    files = run.own_output(target, stream, output)
     begin = recipe.prompt - 1
-    kinds = {"greedy": windows[::2], "sampling": windows[1::2]}
     return {
-        name: split_windows(np.concatenate(own), recipe.held, begin, begin)
-        for name, own in kinds.items()
+        name: split_windows(np.concatenate(windows), recipe.held, begin, begin)
+        for name, windows in (("greedy", files[::2]), ("sampling", files[1::2]))
     }
 
 
-def of_conversations(chats: Path, recipe: Recipe) -> dict[str, tuple[Texts, Texts]]:
-    """Return answers in a folder of conversations by kind, for training and for validation, in the order of their
-    lengths.
+def of_conversations(chats: Path, recipe: Recipe) -> dict[str, TrainVal]:
+    """Return answers in a folder of conversations by kind, for training and for validation.
 
-    Of the train split at most `sequences`, half of them greedy and half at temperature 1; of the validation split
-    `held` times as many. An answer holds a whole draft. Raises ValueError if a kind has none.
+    They are in the order of their lengths. Of the train split there are at most `sequences`, half
+    of them greedy and half sampled; of the validation split `held` times as many. Each answer has
+    room for a whole draft.
+
+    Raises:
+        ValueError: a kind has no answer.
     """
-    found: dict[str, list[Texts]] = {"greedy": [], "sampling": []}
+    texts: dict[str, list[Texts]] = {"greedy": [], "sampling": []}
     for split, share in zip(SPLITS, (1.0, recipe.held), strict=False):
-        every, most = read_chats(chats, split), max(1, round(recipe.sequences // 2 * share))
+        conversations = read_chats(chats, split)
+        most = max(1, round(recipe.sequences // 2 * share))
         for kind, temperature, depth in (
             ("greedy", 0.0, recipe.depth),
-            ("sampling", 1.0, recipe.sampled_depth),
+            ("sampling", TEMPERATURE, recipe.sampled_depth),
         ):
-            chosen = [
-                each
-                for each in every
-                if each.temperature == temperature and len(each.answer) >= depth
-            ]
-            texts = of_chats(chosen) if chosen else None
-            # After a long prompt an answer may have been cut.
-            rows = (
-                None if texts is None else (texts.ends - texts.begins >= depth).nonzero()[:most, 0]
-            )
-            if texts is None or rows is None or not len(rows):
+            chosen = [chat for chat in conversations if chat.temperature == temperature]
+            answers = _long_answers(chosen, depth, most)
+            if answers is None:
                 raise ValueError(
                     f"{chats} has no {kind} answer of {depth} tokens in its {split} conversations"
                 )
-            rows = rows[texts.ends[rows].argsort(stable=True)]
-            found[kind].append(Texts(texts.tokens[rows], texts.begins[rows], texts.ends[rows]))
-    return {kind: (train_texts, val) for kind, (train_texts, val) in found.items()}
+            texts[kind].append(answers)
+    return {kind: (train_texts, val) for kind, (train_texts, val) in texts.items()}
+
+
+def _long_answers(conversations: Sequence[Conversation], depth: int, most: int) -> Texts | None:
+    """Return the first `most` answers of at least `depth` tokens, or None if there is none."""
+    chosen = [chat for chat in conversations if len(chat.answer) >= depth]
+    if not chosen:
+        return None
+    texts = of_chats(chosen)
+    # An answer behind a long prompt may have been cut.
+    rows = (texts.ends - texts.begins >= depth).nonzero()[:most, 0]
+    if not len(rows):
+        return None
+    rows = rows[texts.ends[rows].argsort(stable=True)]
+    return Texts(texts.tokens[rows], texts.begins[rows], texts.ends[rows])
 
 
 def survival_of(layer: PreVerifier, drafts: Drafts, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return logits [R, G] and survival [R, G] of some of the drafts."""
-    return layer(
-        **{name: drafts[name][rows].to(layer.device) for name in ("history", "log_q", "echoes")}
-    )
+    names = ("history", "log_q", "echoes")
+    return layer(**{name: drafts[name][rows].to(layer.device) for name in names})
 
 
 def survival_loss(logits: Tensor, accept: Tensor) -> Tensor:
-    """Return the cross-entropy of logits [N, G] with survival, by the probabilities [N, G] of acceptance."""
+    """Return the cross-entropy of logits [N, G] with survival.
+
+    `accept` [N, G] are the probabilities that tokens are accepted.
+    """
     return functional.binary_cross_entropy_with_logits(logits, accept.cumprod(-1))
 
 
 def _fit(
     run: Run, recipe: Recipe, layer: PreVerifier, parts: Sequence[tuple[Drafts, Drafts]]
 ) -> None:
-    """Train on greedy and sampled drafts, in turns of one batch each; `parts` are for training and validation."""
+    """Train on greedy and on sampled drafts, one batch of each in turn.
+
+    `parts` are the drafts of each kind, for training and for validation.
+    """
 
     def batch(step: int) -> Tensor:
         kind = step % len(parts)
@@ -233,9 +301,8 @@ def _fit(
         return loss_of(parts[int(chosen[0, 0])][0], chosen[1].cpu())
 
     def evaluate() -> float:
-        return sum(
-            float(loss_of(held, torch.arange(len(held["accept"])))) for _, held in parts
-        ) / len(parts)
+        losses = [loss_of(held, torch.arange(len(held["accept"]))) for _, held in parts]
+        return sum(map(float, losses)) / len(parts)
 
     config = TrainConfig(
         recipe.steps, recipe.lr, warmup=50, cooldown=0.6, evaluate_every=500, save_every=500
@@ -245,13 +312,17 @@ def _fit(
 
 @torch.no_grad()
 def measure(layer: PreVerifier, drafts: Drafts) -> dict[str, Any]:
-    """Return how well survival is predicted: AUC, and the expected calibration error over 20 bins."""
-    every = torch.arange(len(drafts["accept"])).split(1024)
-    survival = torch.cat([survival_of(layer, drafts, rows)[1].cpu() for rows in every]).flatten()
+    """Return how well survival is predicted.
+
+    The figures are the AUC, and the expected calibration error over 20 bins.
+    """
+    parts = torch.arange(len(drafts["accept"])).split(1024)
+    survival = torch.cat([survival_of(layer, drafts, rows)[1].cpu() for rows in parts]).flatten()
     alive = drafts["accept"].cumprod(-1).flatten()
-    bins, ece = (survival * 20).long().clamp(max=19), 0.0
-    for each in bins.unique():
-        here = bins == each
+    bins = (survival * 20).long().clamp(max=19)
+    ece = 0.0
+    for number in bins.unique():
+        here = bins == number
         ece += float(here.float().mean() * (survival[here].mean() - alive[here].mean()).abs())
     return {
         "drafts": len(drafts["accept"]),
@@ -261,8 +332,11 @@ def measure(layer: PreVerifier, drafts: Drafts) -> dict[str, Any]:
 
 
 def auc(scores: Tensor, alive: Tensor) -> float:
-    """Return the area under the ROC curve of scores [N] for outcomes of probability `alive` [N]: how often one that
-    survives is scored above one that does not."""
+    """Return the area under the ROC curve of scores [N] for outcomes.
+
+    That is how often an outcome that survives is scored above one that does not. `alive` [N] are
+    the probabilities that outcomes survive.
+    """
     order = scores.double().argsort()
     alive = alive.double()[order]
     dead = 1 - alive

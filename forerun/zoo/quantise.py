@@ -1,6 +1,7 @@
-"""Weights in 8 or 6 bits with one scale a row, so that the embedded pair stays small in git.
+"""Weights in 8 or 6 bits with one scale per row, so that the embedded pair stays small in git.
 
-The restored weights *are* the model: the draft is distilled on them, and every number is measured with them.
+The restored weights *are* the model: the draft is distilled on them, and every figure is measured
+with them.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ def unpack6(packed: Tensor) -> Tensor:
 def load_quantised(folder: Path) -> LlamaForCausalLM:
     """Return the float32 model of the stored weights. Tied weights are tied again."""
     config = LlamaConfig.from_pretrained(folder, name_or_path=str(folder))
-    with torch.device(
-        "meta"
-    ):  # random numbers, which would be replaced, take as long as the weights themselves
+    # On the meta device, because random numbers that are replaced would take as long to make as the
+    # weights take to read.
+    with torch.device("meta"):
         model: Any = LlamaForCausalLM(config)
     model.to_empty(device="cpu")
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     model.tie_weights()
     restore(model, folder)
-    return model.eval()
+    restored: LlamaForCausalLM = model.eval()
+    return restored
 
 
 @torch.no_grad()
@@ -45,9 +47,9 @@ def restore(model: PreTrainedModel, folder: Path) -> None:
         value = tensors[name]
         if value.dtype == torch.uint8:
             value = unpack6(value)
-        parameter.copy_(
-            value.float() * tensors[f"{name}.scale"] if value.dtype == torch.int8 else value
-        )
+        if value.dtype == torch.int8:
+            value = value.float() * tensors[f"{name}.scale"]
+        parameter.copy_(value)
     for name, buffer in model.named_buffers():
         if name in tensors:
             buffer.copy_(tensors[name])

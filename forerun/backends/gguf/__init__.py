@@ -1,1 +1,1 @@
-"""Models from GGUF files, the format of llama.cpp, with the file's own weight formats."""
+"""Models from GGUF files, the format of llama.cpp, in the weight formats of the file."""
