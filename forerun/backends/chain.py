@@ -75,12 +75,12 @@ class FusedChain:
             row=row,
             length=length,
             count=len(pending),
-            most=most,
+            max_tokens=most,
             extras=len(extra),
             ended=len(ends),
-            least=least,
-            product=product,
-            turn=1,
+            min_probability=least,
+            min_product=product,
+            inverse_temperature=1,
             top_p=1,
         )
         parts: dict[str, Part] = {
@@ -109,11 +109,11 @@ class FusedChain:
         self, chain: ChainArgument, sampling: ChainSampling, most: int
     ) -> dict[str, Part]:
         """Set how tokens are sampled; return the parts that they are sampled by."""
-        chain.turn = 1 / sampling.distribution.temperature
+        chain.inverse_temperature = 1 / sampling.distribution.temperature
         chain.top_p = sampling.distribution.top_p
         if sampling.numbers is not None:
             return {"numbers": np.ascontiguousarray(sampling.numbers.numpy(), np.float64)}
-        chain.among = sampling.size or self._forward.head.out
+        chain.sampler_vocabulary = sampling.size or self._forward.head.out
         return {"keys": np.asarray(sampling.keys[:most], np.uint64)}
 
     def _whole(self, probs: Tensor, extra: Sequence[int]) -> Tensor:
