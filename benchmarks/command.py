@@ -1,4 +1,4 @@
-"""How the benchmarks read their options: a user's mistake is one line and exit status 2, as of `forerun`."""
+"""How the benchmarks run as commands: a user's mistake is one line and exit status 2."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 
 def run(command: Callable[..., None]) -> None:
+    """Run a command with the options of its signature, as `forerun` runs its own."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
     try:

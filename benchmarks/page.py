@@ -15,8 +15,8 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from benchmarks.chart import OUT, chart
-from benchmarks.report import named_row, save_plots
+from benchmarks.pages.chart import OUT, chart
+from benchmarks.speed.report import named_row, save_plots
 from forerun.bench.report import COLUMNS
 from forerun.files import write_text
 from forerun.zoo import FOLDERS, QWEN_CODER
@@ -189,12 +189,12 @@ def section(page: str, name: str, title: str, found: dict[str, Any]) -> list[str
 
 
 def ablation(found: dict[str, Any]) -> list[str]:
-    """What each part of Lyanna brings (`benchmarks/lyanna/ablate.py`)."""
+    """What each part of Lyanna brings (`benchmarks/speed/lyanna_parts.py`)."""
     given, versions = found["arguments"], found["versions"]
     lines = [
         "## What each part of Lyanna's head brings",
         "",
-        f"`python benchmarks/lyanna/ablate.py --target smollm2 --depth {given['depth']} --prompts {given['prompts']} "
+        f"`python benchmarks/speed/lyanna_parts.py --target smollm2 --depth {given['depth']} --prompts {given['prompts']} "
         f"--rounds {given['rounds']}`, validation prompts, greedy, {versions['cpu']}, {versions['threads']} threads, "
         f"{versions['commit']}; `ablation.json`. Ratios are medians over prompts. The last rows are other heads, "
         "by the names of their trainings, which the notes below tell.",

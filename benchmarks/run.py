@@ -24,7 +24,7 @@ LLAMA = "llama-cpp,llama-cpp-lookup/2/3"
 THEIRS = "hf-ar,hf-lookup/5/3,hf-assisted/constant/3/0.4,hf-forward/ar,hf-forward/sd"
 HUMANEVAL, GSM8K = "HumanEval.jsonl.gz", "gsm8k_test.jsonl"
 TEST = f"{{here}}/chat/test.jsonl,{{data}}/{HUMANEVAL},{{data}}/{GSM8K}"
-REPEATS = "{here}/suffix/agent.jsonl,{here}/suffix/edits.jsonl"
+REPEATS = "{here}/speed/repeats/agent.jsonl,{here}/speed/repeats/edits.jsonl"
 VALIDATION = "--dataset {here}/chat/validation.jsonl --limit 24 --rounds 1"
 # What forerun/zoo/weights/smollm2/tuned.json was chosen from, by median speedup; where that is noise, in the middle.
 KNOBS = {
@@ -48,7 +48,7 @@ SAMPLED_KNOBS = {
     "hybrid.other": "cumulative:threshold=0.4,cumulative:threshold=0.6,sd:gamma=1,sd:gamma=2",
     "hybrid.threshold": "1,2,3,6 --method-arg hybrid.other=sd:gamma=2",
 }
-# Of each run: what `benchmarks.bench` is called with, beside what all of its page are.
+# Of each run: what `benchmarks.peers.bench` is called with, beside what all of its page are.
 CHAT = {
     **{
         f"validation-{knob}": f"{VALIDATION} --tune {knob}={values}"
@@ -158,7 +158,7 @@ QWEN_LLAMA = ",".join(
     + [f"llama-cpp-lookup/{most}/{ngram}" for most in (2, 3, 5) for ngram in (2, 3)]
 )
 QWEN_PEERS = "llama-cpp,llama-cpp-draft/1/0.6,llama-cpp-lookup/2/2"  # the best of each kind on validation prompts
-# By length of the prompt (`qwen-coder/long.py`). llama.cpp's drafts run in fewer rounds, as each reads the prompt anew.
+# By length of the prompt (`speed/long_prompts.py`). llama.cpp's drafts run in fewer rounds, as each reads the prompt anew.
 LONG_OURS = "ar,suffix,lyanna,hybrid,llama-cpp"
 LONG_PEERS = "ar,hybrid,llama-cpp,llama-cpp-draft/3/0.75,llama-cpp-draft/3/0,llama-cpp-lookup/2/2"
 LONG_SEARCH = ",".join(
@@ -278,7 +278,7 @@ def main() -> int:
             "--resume",
         ]
         kernels = {"FORERUN_KERNELS": "avx2"} if name.endswith("avx2") else {}
-        command = [sys.executable, "-m", "benchmarks.bench", *options]
+        command = [sys.executable, "-m", "benchmarks.peers.bench", *options]
         done = subprocess.run(command, cwd=HERE.parent, env=os.environ | kernels)
         if done.returncode:
             return done.returncode

@@ -249,4 +249,4 @@ def test_indexing_token_by_token_equals_indexing_at_once(
 ) -> None:
     drafter = LookupDrafter(6, ngram)
     assert piecemeal(drafter, tokens, begin) == proposed(tokens, ngram=ngram)
-    assert not drafter._of
+    assert not drafter._indexes

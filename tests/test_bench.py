@@ -18,7 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from toys import noisy_copy, refuses, save_lines, save_models, tiny, tiny_tokenizer
 from transformers import PreTrainedModel
 
-from benchmarks.embedded.tokenizer import END_OF_TEXT
+from benchmarks.training.tokenizer import END_OF_TEXT
 from forerun import ModelOptions
 from forerun.api import choose
 from forerun.api.load import Decoder

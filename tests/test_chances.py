@@ -9,8 +9,8 @@ import torch
 from families import tiny
 from toys import COSTS, noisy_copy, random_head, random_layer
 
-from benchmarks.bits.chances import run_by_chance
-from benchmarks.bits.forwards import Difference
+from benchmarks.quality.forward_bits import DifferenceError
+from benchmarks.quality.random_engines import run_by_chance
 from forerun.backends import prepare
 from forerun.backends.heads import HiddenLM
 from forerun.backends.quantised import QuantisedForward
@@ -66,5 +66,5 @@ def test_a_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(CausalLM, "forward", wrong)
-    with pytest.raises(Difference, match="is not that of decoding one by one"):
+    with pytest.raises(DifferenceError, match="is not that of decoding one by one"):
         run_by_chance(parts_of("qwen2"), [], 200)

@@ -12,8 +12,8 @@ import torch
 from recipes import losses, make_run, save_pair
 from toys import refuses
 
-from benchmarks.chat.data import ChatRecipe, Question, apart, is_sound, make_chats
-from benchmarks.chat.questions import questions
+from benchmarks.training.chats import ChatRecipe, Question, apart, is_sound, make_chats
+from benchmarks.training.code_questions import questions
 from forerun import load
 from forerun.api.decoder import Decoder
 from forerun.api.loading import load_model
@@ -90,7 +90,7 @@ def test_questions_are_mostly_words(
 ) -> None:
     unsound = "Hi", "a b " * 100, "12 + 34 = 46, 57 - 29 = 28", "What is \x00 this for anyway"
     assert is_sound("What is the capital of France?") and not any(map(is_sound, unsound))
-    monkeypatch.setattr("benchmarks.chat.data.is_sound", lambda _: False)
+    monkeypatch.setattr("benchmarks.training.chats.is_sound", lambda _: False)
     refuses(
         "asks nothing new",
         make_chats,

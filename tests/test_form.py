@@ -42,7 +42,7 @@ def test_forms_are_what_the_api_takes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"json_schema": "{}", "regex": "x"}, "--json-schema and --regex: one form at a time"),
+        ({"json_schema": "{}", "regex": "x"}, "--json-schema and --regex exclude each other"),
         ({"json_schema": "{"}, "--json-schema '{' is not JSON: "),
         (
             {"json_schema": "[1]"},

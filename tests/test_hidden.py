@@ -17,7 +17,7 @@ from torch import Tensor
 from toys import decode, random_head, refuses, save_models, tiny, tokens_of
 
 import forerun
-from benchmarks.embedded.quantise import save_quantised
+from benchmarks.training.quantise import save_quantised
 from forerun import Decoder
 from forerun.api.layers import load_head
 from forerun.backends.costs import head_costs

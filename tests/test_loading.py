@@ -18,7 +18,7 @@ from toys import noisy_copy, random_head, random_layer, refuses, save_models, ti
 from transformers import LogitsProcessorList, PreTrainedModel, SuppressTokensLogitsProcessor
 
 import forerun
-from benchmarks.embedded.quantise import save_quantised
+from benchmarks.training.quantise import save_quantised
 from forerun import Decoder
 from forerun.api import loading
 from forerun.api.layers import load_head, load_pre_verifier

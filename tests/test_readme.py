@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import api_page, chart
+from benchmarks.pages import api, chart
 from forerun.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
@@ -139,8 +139,8 @@ def test_forwards_by_length_are_those_of_the_file(pages: Pages) -> None:
 
 
 def test_what_commands_write_is_up_to_date() -> None:
-    for name, made in {"docs/api.md": api_page.page(), "docs/speedup.svg": chart.chart()}.items():
-        command = "python -m benchmarks." + ("chart" if name.endswith("svg") else "api_page")
+    for name, made in {"docs/api.md": api.page(), "docs/speedup.svg": chart.chart()}.items():
+        command = "python -m benchmarks.pages." + ("chart" if name.endswith("svg") else "api")
         assert (ROOT / name).read_text(encoding="utf-8") == made, f"{name} is old: {command}"
 
 

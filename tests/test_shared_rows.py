@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import tiny
 
-from benchmarks.bits.forwards import Cases, Check, Difference, contexts, reference_of
+from benchmarks.quality.forward_bits import Cases, Check, DifferenceError, contexts, reference_of
 from forerun.backends import prepare
 from forerun.backends.quantised import QuantisedForward
 from forerun.backends.stored import store
@@ -90,7 +90,7 @@ def test_a_bit_that_differs_is_told_with_its_place(
     monkeypatch.setattr(CausalLM, "forward", wrong)
     cases = Cases(200, seed=1, multiples=(8, 64), kinds=["chain"])
     check = Check(model, reference)
-    with pytest.raises(Difference) as error:
+    with pytest.raises(DifferenceError) as error:
         for case in cases:
             check.run(case)
     told = str(error.value)

@@ -13,7 +13,7 @@ from toys import tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import forerun
-from benchmarks.embedded.quantise import pack6, quantise, save_quantised
+from benchmarks.training.quantise import pack6, quantise, save_quantised
 from forerun.api.load import Decoder
 from forerun.methods import METHODS
 from forerun.train.corpus import STRETCH, held_out_prompts, sharing, source_files, split_of

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
-from benchmarks.embedded.tokenizer import train_tokenizer
+from benchmarks.training.tokenizer import train_tokenizer
 from forerun.drafters.plain import PlainDrafter
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Engine, Step
@@ -369,7 +369,7 @@ class TableLM:
     def drop(self, id: int) -> None:
         self.rows.pop(id, None)
 
-    def park(self, *_: Any, **__: Any) -> None:
+    def save_prefix(self, *_: Any, **__: Any) -> None:
         pass
 
     def forget_prompt(self) -> None:

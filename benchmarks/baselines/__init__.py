@@ -1,2 +1,5 @@
-"""Methods that serve comparison only. They come in through the door that any method of a user's has: `--method
-benchmarks.baselines.lookup:Lookup` from the repository's root."""
+"""Methods that serve comparison only.
+
+They are loaded as any method of a user's is: `--method benchmarks.baselines.lookup:Lookup`, from
+the repository's root.
+"""

@@ -1,8 +1,8 @@
-"""Stopping where the entropy of the draft's distribution makes a rejection likely.
+"""Stop rules by the entropy of the draft's distribution, because a high one makes rejection likely.
 
-Both rules assume that a token sampled from a distribution of entropy H (in nats) is accepted with a probability of at
-least about `1 - sqrt(scale * H)`. They stop where this is below a threshold. Greedy tokens are judged by the softmax of
-their scores.
+Both rules assume that a token sampled from a distribution of entropy H (in nats) is accepted with a
+probability of at least about `1 - sqrt(scale * H)`. They stop where this is below a threshold. For
+greedy tokens the distribution is the softmax of the scores.
 """
 
 from __future__ import annotations
@@ -22,19 +22,24 @@ from forerun.methods.base import integer, number
 from forerun.planning.stop_rules import DraftState, Fixed, LengthPolicy
 
 # AdaEDL's moving averages: the share of the past in the acceptance rate and in the threshold.
-OLD_RATE, OLD_THRESHOLD = 0.5, 0.9
+OLD_RATE = 0.5
+OLD_THRESHOLD = 0.9
 
 
 def entropies(scores: Tensor) -> list[float]:
     """Return the entropy [R], in nats, of the softmax of each row of scores [R, V]."""
-    # What is as improbable as e**-80 adds nothing; -inf times 0 would be NaN. Twice as fast as torch.special.entr.
+    # Tokens below e**-80 add nothing, but -inf times 0 would be NaN. This is twice as fast as
+    # torch.special.entr.
     logs = scores.log_softmax(-1).clamp_min_(-80.0)
     return torch.linalg.vecdot(logs.exp(), -logs).tolist()
 
 
 @dataclass(frozen=True)
 class SVIP(Drafting):
-    """Drafts until `1 - sqrt(scale * entropy)` falls below `threshold`; both as in the authors' code."""
+    """Drafts until `1 - sqrt(scale * entropy)` is below `threshold`.
+
+    Both defaults are those of the authors' code.
+    """
 
     threshold: float = number(0.7, 0, 1)
     scale: float = number(0.15, 0, 100)
@@ -47,9 +52,10 @@ class SVIP(Drafting):
 
 @dataclass(frozen=True)
 class AdaEDL(Drafting):
-    """As SVIP, with a threshold that moves by about a tenth of `step` a draft to hold the acceptance rate at `goal`.
+    """Drafts as SVIP does, with a threshold that adapts to hold the acceptance rate at `goal`.
 
-    All but `threshold`, the first one, and `most` are the paper's values.
+    It moves by a tenth of `step` after each draft. The defaults are the paper's values, but those
+    of `threshold`, where it begins, and of `most` are ours.
     """
 
     threshold: float = number(0.5, 0, 1)
@@ -64,13 +70,16 @@ class AdaEDL(Drafting):
 
 
 class EntropyStop(Fixed):
-    """SVIP (arXiv 2411.18462): stops after a token where `1 - sqrt(scale * H) < threshold`, and after `most` tokens.
+    """SVIP's rule (arXiv 2411.18462).
 
-    As in the authors' code, the token at which it stops is sent to the target like the others.
+    It stops after a token where `1 - sqrt(scale * H) < threshold`, and after `most` tokens. As in
+    the authors' code, the token at which it stops is sent to the target like the others.
     """
 
     def __init__(self, threshold: float, scale: float, most: int) -> None:
-        self.threshold, self.scale, self.most = threshold, scale, most
+        self.threshold = threshold
+        self.scale = scale
+        self.most = most
 
     def threshold_of(self, seq: Sequence) -> float:
         return self.threshold
@@ -85,7 +94,8 @@ class EntropyStop(Fixed):
 
 
 class AdaptiveEntropyStop(EntropyStop):
-    """AdaEDL (arXiv 2410.18351): the same bound, with a threshold for each sequence that follows its acceptance rate.
+    """AdaEDL's rule (arXiv 2410.18351): SVIP's bound, with an adaptive threshold for each sequence.
+
     After every draft:
 
         rate = 0.5 * rate + 0.5 * accepted / drafted
@@ -93,9 +103,10 @@ class AdaptiveEntropyStop(EntropyStop):
                  threshold - step  if not, unless `most` tokens were accepted
         threshold = 0.9 * threshold + 0.1 * wanted
 
-    The update and its constants (with scale 0.2, goal 0.9, step 0.01) are the paper's, read in second-hand notes and
-    code. Ours: the token at which it stops is sent as well (the paper stops before it); the rate starts at the goal;
-    thresholds start anew with every sequence; drafts without tokens change nothing.
+    The update and its constants (with scale 0.2, goal 0.9, step 0.01) are the paper's, as notes and
+    code of others report them. Ours: the token at which it stops is sent as well (the paper stops
+    before it); the rate starts at the goal; each sequence starts with the first threshold; drafts
+    without tokens change nothing.
     """
 
     def __init__(self, threshold: float, scale: float, goal: float, step: float, most: int) -> None:
@@ -105,7 +116,8 @@ class AdaptiveEntropyStop(EntropyStop):
         self.thresholds: dict[int, float] = {}
 
     def admit(self, seq: Sequence) -> None:
-        self.rates[seq.id], self.thresholds[seq.id] = self.goal, self.threshold
+        self.rates[seq.id] = self.goal
+        self.thresholds[seq.id] = self.threshold
 
     def drop(self, seq: Sequence) -> None:
         self.rates.pop(seq.id, None)
@@ -116,16 +128,17 @@ class AdaptiveEntropyStop(EntropyStop):
 
     def observe(self, outcomes: abc.Sequence[RowOutcome]) -> None:
         for outcome in outcomes:
-            seq, draft, verdict = outcome.sequence, outcome.draft, outcome.verdict
-            if not draft.drafted:
+            seq = outcome.sequence
+            drafted = outcome.draft.drafted
+            accepted = outcome.verdict.accepted
+            if not drafted:
                 continue
-            rate = OLD_RATE * self.rates[seq.id] + (1 - OLD_RATE) * verdict.accepted / draft.drafted
-            step = (
-                self.step
-                if rate < self.goal
-                else -self.step
-                if verdict.accepted < self.most
-                else 0.0
-            )
+            rate = OLD_RATE * self.rates[seq.id] + (1 - OLD_RATE) * accepted / drafted
+            if rate < self.goal:
+                step = self.step
+            elif accepted < self.most:
+                step = -self.step
+            else:
+                step = 0.0
             self.rates[seq.id] = rate
             self.thresholds[seq.id] += (1 - OLD_THRESHOLD) * step

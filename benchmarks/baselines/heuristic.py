@@ -1,4 +1,4 @@
-"""A length that follows from the verdict on the last draft."""
+"""Draft lengths that follow from the verdict on the last draft."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from forerun.planning.stop_rules import Bounds, DraftState, LengthPolicy, StopRu
 
 @dataclass(frozen=True)
 class Heuristic(Drafting):
-    """Transformers' schedule: `gamma` tokens at first, two more where all were accepted, else one fewer."""
+    """Drafts by transformers' schedule.
+
+    It has `gamma` tokens at first, two more where all were accepted, else one fewer.
+    """
 
     gamma: int = integer(5)
     name: ClassVar[str] = "heuristic"
@@ -25,12 +28,13 @@ class Heuristic(Drafting):
 
 
 class HeuristicSchedule(LengthPolicy):
-    """The schedule "heuristic_transient" of transformers' assisted generation, for each sequence by itself: `gamma`
-    tokens at first, two more after a draft of which every token was accepted, else one fewer, at least one.
+    """The schedule "heuristic_transient" of transformers' assisted generation.
 
-    Transformers' "heuristic" differs in that lengths outlive a call; both start at 20. Ours: a draft without tokens
-    changes nothing. Transformers also stops at improbable tokens (assistant_confidence_threshold), which is a rule of
-    its own here: `forerun.methods.Confidence`.
+    Each sequence has its own length: `gamma` tokens at first, two more after a draft of which every
+    token was accepted, else one fewer, but at least one. Transformers' "heuristic" differs in that
+    lengths outlive a call; both start at 20 there. Ours: a draft without tokens changes nothing.
+    Transformers also stops at improbable tokens (assistant_confidence_threshold), which is a
+    separate rule here: `forerun.methods.Confidence`.
     """
 
     def __init__(self, gamma: int) -> None:
@@ -48,15 +52,18 @@ class HeuristicSchedule(LengthPolicy):
 
     def observe(self, outcomes: abc.Sequence[RowOutcome]) -> None:
         for outcome in outcomes:
-            seq, drafted = outcome.sequence, outcome.draft.drafted
-            if drafted and outcome.verdict.accepted == drafted:
+            seq = outcome.sequence
+            drafted = outcome.draft.drafted
+            if not drafted:
+                continue
+            if outcome.verdict.accepted == drafted:
                 self.lengths[seq.id] += 2
-            elif drafted:
+            else:
                 self.lengths[seq.id] = max(1, self.lengths[seq.id] - 1)
 
 
 class _Lengths(StopRule):
-    """A length for each sequence."""
+    """Stops each sequence at its own length."""
 
     def __init__(self, lengths: dict[int, int]) -> None:
         self.lengths = lengths

@@ -2,7 +2,8 @@
 
     python benchmarks/kernels/busy.py [MODEL] [--threads 2] [--rounds 8] [--out FILE.json]
 
-Each number of threads has a process of its own, which keeps its model. They decode the same text in turns.
+Each number of threads has a process of its own, which keeps its model. They decode the same text in
+turns.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ import forerun
 torch.set_num_threads(int(sys.argv[2]))
 decoder = forerun.load(sys.argv[1], method="ar", prefix_bytes=0)
 for line in sys.stdin:
-    begun = time.perf_counter()
-    found = decoder.generate("Once upon a time", max_new_tokens=int(line), temperature=0)
-    print(len(found.tokens) / (time.perf_counter() - begun), flush=True)
+    started_at = time.perf_counter()
+    result = decoder.generate("Once upon a time", max_new_tokens=int(line), temperature=0)
+    print(len(result.tokens) / (time.perf_counter() - started_at), flush=True)
 """
 
 LOOP = """
@@ -44,6 +45,7 @@ def start(program: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def rate(decoder: subprocess.Popen[str], tokens: int) -> float:
+    """Return the tokens/s of one output."""
     assert decoder.stdin is not None
     assert decoder.stdout is not None
     print(tokens, file=decoder.stdin, flush=True)
@@ -57,16 +59,17 @@ def end(processes: list[subprocess.Popen[str]]) -> None:
 
 
 def measure(decoders: dict[int, subprocess.Popen[str]], rounds: int, tokens: int) -> dict[str, Any]:
+    """Return tokens/s by the number of threads, and ratios of most threads to one."""
     rates: dict[int, list[float]] = {threads: [] for threads in decoders}
     for _ in range(rounds):
         for threads, decoder in decoders.items():
             rates[threads].append(rate(decoder, tokens))
-    more = max(rates)
-    ratios = [many / one for many, one in zip(rates[more], rates[1], strict=True)]
+    most = max(rates)
+    ratios = [many / one for many, one in zip(rates[most], rates[1], strict=True)]
     return {
-        "tokens_per_s": {threads: round(median(each), 1) for threads, each in rates.items()},
+        "tokens_per_s": {threads: round(median(some), 1) for threads, some in rates.items()},
         "ratio": round(median(ratios), 3),
-        "ratios": [round(each, 2) for each in ratios],
+        "ratios": [round(ratio, 2) for ratio in ratios],
         "load": os.getloadavg()[0],
     }
 
@@ -78,25 +81,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
-    decoders = {
-        threads: start(DECODER, asked.model, str(threads)) for threads in (1, asked.threads)
-    }
+    args = parser.parse_args()
+    decoders = {n: start(DECODER, args.model, str(n)) for n in (1, args.threads)}
     loops: list[subprocess.Popen[str]] = []
     results = {}
     try:
         for decoder in decoders.values():
-            rate(decoder, asked.tokens)
-        results["alone"] = measure(decoders, asked.rounds, asked.tokens)
+            rate(decoder, args.tokens)
+        results["alone"] = measure(decoders, args.rounds, args.tokens)
         print("alone:", json.dumps(results["alone"]), flush=True)
         loops = [start(LOOP, str(core)) for core in sorted(os.sched_getaffinity(0))]
-        results["busy"] = measure(decoders, asked.rounds, asked.tokens)
+        results["busy"] = measure(decoders, args.rounds, args.tokens)
         print("busy:", json.dumps(results["busy"]), flush=True)
     finally:
         end([*loops, *decoders.values()])
-    if asked.out is not None:
-        found = {"results": results, "versions": versions()}
-        asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    if args.out is not None:
+        record = {"results": results, "versions": versions()}
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

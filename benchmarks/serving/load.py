@@ -1,10 +1,13 @@
-"""forerun's server beside llama-cpp-python's and transformers', under the same chat load: smollm2's GGUF file, greedy.
+"""forerun's server beside two others under the same chat load.
 
-    python -m benchmarks.serving.load --out FOLDER [--seconds 300] [--clients 1,4,16,64] [--rounds 1]
+    python -m benchmarks.serving.load --out FOLDER [--seconds 300] [--clients 1,4,16,64]
+        [--rounds 1]
 
-Needs the packages locust, psutil, llama-cpp-python[server] and transformers[serving]. A cell is one system under one
-number of clients in one round. Each has a server of its own and a file in FOLDER/cells; those that are there are not
-run again. FOLDER/load.json has them all.
+The others are those of llama-cpp-python and transformers; all serve smollm2's GGUF file, greedily
+by default. It needs the packages locust, psutil, llama-cpp-python[server] and
+transformers[serving]. A cell is one system under one number of clients in one round. Each cell has
+its own server and its own file in FOLDER/cells; those that exist are not run again.
+FOLDER/load.json has them all.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import os
 import shlex
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -24,139 +29,185 @@ import numpy as np
 from benchmarks.serving.servers import (
     SYSTEMS,
     cpu_seconds,
-    drive,
     end_on_signals,
     gauges,
+    numbers,
+    run_clients,
+    shown,
     started,
     system,
 )
 from forerun.bench.report import provenance
 from forerun.files import write_text
 
-WARM = 4  # clients and requests of the warm-up, whose questions are asked by nobody else
-OTHER = 10**6
+Cell = dict[str, Any]
+
+WARM_UP = 4  # clients and requests of the warm-up
+WARM_UP_FIRST = 10**6  # number of its first question, so that nobody else asks its questions
+WATCH_SECONDS = 2  # between two looks at a server's figures
 
 
 def run_cell(
-    name: str, clients: int, asked: argparse.Namespace, folder: Path, count: Any
-) -> dict[str, Any]:
-    """Starts a system's server, warms it up, and puts the load on it. `count`: the tokens of a text."""
-    wanted = system(name, len(asked.cores), max(clients, WARM), asked.max_tokens, asked.temperature)
-    log = folder / "server.log"
-    shared = {"max_tokens": asked.max_tokens, "temperature": asked.temperature}
-    with started(wanted, asked.cores, log) as (process, url):
-        for quick in (True, False):
-            own = {"clients": WARM, "requests": WARM, "first": OTHER} if quick else {}
-            own = own or {"clients": clients, "seconds": asked.seconds}
-            seen: list[dict[str, float]] = []
-            over, before, spent = threading.Event(), os.getloadavg()[0], cpu_seconds(process.pid)
-            watch = threading.Thread(target=_watch, args=(url, over, seen))
-            if wanted.metrics and not quick:
-                watch.start()
-            try:
-                kept = folder / ("warm-up.json" if quick else "requests.json")
-                found = drive(
-                    url, wanted.body, kept, asked.client_cores, lambda line: None, **shared, **own
-                )
-            finally:
-                over.set()
-                if watch.is_alive():
-                    watch.join()
-        server_cpu = (cpu_seconds(process.pid) - spent) / found["wall"]
+    name: str,
+    clients: int,
+    options: argparse.Namespace,
+    folder: Path,
+    count: Callable[[str], int],
+) -> Cell:
+    """Start a system's server, warm it up, and put the load on it.
+
+    Args:
+        name: one of SYSTEMS.
+        clients: how many ask at once.
+        options: those of the command.
+        folder: gets the logs and the clients' results.
+        count: returns the number of tokens of a text.
+    """
+    rows = max(clients, WARM_UP)
+    wanted = system(name, len(options.cores), rows, options.max_tokens, options.temperature)
+    common = {"max_tokens": options.max_tokens, "temperature": options.temperature}
+    seen: list[dict[str, float]] = []
+    with started(wanted, options.cores, folder / "server.log") as (process, url):
+        warm_up = {"clients": WARM_UP, "requests": WARM_UP, "first": WARM_UP_FIRST}
+        run_clients(
+            url,
+            wanted.body,
+            folder / "warm-up.json",
+            options.client_cores,
+            **common,
+            **warm_up,
+        )
+        load_before = os.getloadavg()[0]
+        cpu_before = cpu_seconds(process.pid)
+        with watched(url, seen) if wanted.metrics else unwatched():
+            results = run_clients(
+                url,
+                wanted.body,
+                folder / "requests.json",
+                options.client_cores,
+                **common,
+                clients=clients,
+                seconds=options.seconds,
+            )
+        server_cpu = cpu_seconds(process.pid) - cpu_before
+    requests = results["requests"]
+    command = ("python", *wanted.command[1:])
     return {
         "system": name,
         "clients": clients,
-        **figures(found, asked.seconds, count),
-        "client_cores": found["cpu"] / found["wall"],  # cores that the load itself was busy on
-        "server_cores": server_cpu,
-        "load_before": before,
-        "waiting": _middle(seen, "num_requests_waiting"),
-        "running": _middle(seen, "num_requests_running"),
-        "texts": {
-            one["number"]: sha256(one["text"].encode()).hexdigest()[:8] for one in found["requests"]
-        },
-        "command": shlex.join(
-            part.replace(str(Path.home()), "~") for part in ("python", *wanted.command[1:])
-        ),
+        **figures(results, options.seconds, count),
+        "client_cores": results["cpu"] / results["wall"],  # cores on which the load was busy
+        "server_cores": server_cpu / results["wall"],
+        "load_before": load_before,
+        "waiting": _mean_and_most(seen, "num_requests_waiting"),
+        "running": _mean_and_most(seen, "num_requests_running"),
+        "texts": {request["number"]: _digest(request["text"]) for request in requests},
+        "command": shlex.join(word.replace(str(Path.home()), "~") for word in command),
     }
 
 
-def _watch(url: str, over: threading.Event, seen: list[dict[str, float]]) -> None:
-    while not over.wait(2):
-        seen.append(gauges(url))
+@contextmanager
+def watched(url: str, seen: list[dict[str, float]]) -> Iterator[None]:
+    """Add a server's figures to `seen` now and then while the block runs."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(WATCH_SECONDS):
+            seen.append(gauges(url))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
-def _middle(seen: list[dict[str, float]], name: str) -> dict[str, float] | None:
-    values = [each[name] for each in seen if name in each]
+@contextmanager
+def unwatched() -> Iterator[None]:
+    yield
+
+
+def _mean_and_most(seen: list[dict[str, float]], name: str) -> dict[str, float] | None:
+    values = [gauge[name] for gauge in seen if name in gauge]
     return {"mean": float(np.mean(values)), "max": max(values)} if values else None
 
 
-def figures(found: dict[str, Any], seconds: float, count: Any) -> dict[str, Any]:
-    """What clients saw. Tokens are counted in the texts, with one tokenizer for all systems; those of a text that came
-    in part behind the end count in part."""
-    good = [one for one in found["requests"] if not one["error"] and one["text"]]
+def _digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:8]
+
+
+def figures(results: Cell, seconds: float, count: Callable[[str], int]) -> Cell:
+    """Return the figures that clients saw.
+
+    Tokens are counted in the texts, with one tokenizer for all systems. A text that came in part
+    after the end counts in part.
+    """
+    requests = results["requests"]
+    good = [request for request in requests if not request["error"] and request["text"]]
+    counts = [count(request["text"]) for request in good]
+    in_time = 0.0
+    for request, tokens in zip(good, counts, strict=True):
+        in_time += tokens * (1 - request["late"] / len(request["text"]))
+    told = [request["usage"] for request in good if request["usage"]]
+    all_told = len(told) == len(good)
+    row: Cell = {
+        "tokens_per_s": in_time / seconds,
+        "requests_per_s": sum(request["end"] <= seconds for request in good) / seconds,
+        "requests": len(requests),
+        "errors": results["errors"],
+        "error": next((request["error"] for request in requests if request["error"]), None),
+        "tokens": sum(counts),
+        "told_over_counted": sum(told) / max(1, sum(counts)) if all_told else None,
+        "wall": results["wall"],
+    }
+    for name, values in _samples(good, counts).items():
+        for rank in (50, 99):
+            row[f"{name}_p{rank}"] = float(np.percentile(values, rank)) if values else None
+    return row
+
+
+def _samples(requests: list[Cell], counts: list[int]) -> dict[str, list[float]]:
+    """Return the times of all requests; `counts` are their tokens."""
     samples: dict[str, list[float]] = {
         "ttft_ms": [],
         "tpot_ms": [],
         "queue_ms": [],
         "request_s": [],
     }
-    inside, tokens = 0.0, 0
-    for one in good:
-        number = count(one["text"])
-        tokens += number
-        inside += number * (1 - one["late"] / len(one["text"]))
-        samples["ttft_ms"].append(1000 * (one["first"] - one["begin"]))
-        samples["request_s"].append(one["end"] - one["begin"])
-        if number > 1:
-            samples["tpot_ms"].append(1000 * (one["last"] - one["first"]) / (number - 1))
-        if one["queue_ms"] is not None:
-            samples["queue_ms"].append(one["queue_ms"])
-    told = [one for one in good if one["usage"]]
-    result: dict[str, Any] = {
-        "tokens_per_s": inside / seconds,
-        "requests_per_s": sum(one["end"] <= seconds for one in good) / seconds,
-        "requests": len(found["requests"]),
-        "errors": found["errors"],
-        "error": next((one["error"] for one in found["requests"] if one["error"]), None),
-        "tokens": tokens,
-        "told_over_counted": sum(one["usage"] for one in told) / max(1, tokens)
-        if len(told) == len(good)
-        else None,
-        "wall": found["wall"],
-    }
-    for name, values in samples.items():
-        for rank in (50, 99):
-            result[f"{name}_p{rank}"] = float(np.percentile(values, rank)) if values else None
-    return result
+    for request, tokens in zip(requests, counts, strict=True):
+        samples["ttft_ms"].append(1000 * (request["first"] - request["begin"]))
+        samples["request_s"].append(request["end"] - request["begin"])
+        if tokens > 1:
+            rest = request["last"] - request["first"]
+            samples["tpot_ms"].append(1000 * rest / (tokens - 1))
+        if request["queue_ms"] is not None:
+            samples["queue_ms"].append(request["queue_ms"])
+    return samples
 
 
-def gather(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cells without texts, with the share of texts that are those of plain decoding at the same load."""
-    plain = {
-        (each["clients"], each["round"]): each["texts"]
-        for each in cells
-        if each["system"] == "forerun-ar"
-    }
-    result = []
-    for each in cells:
-        reference = plain.get((each["clients"], each["round"]), {})
-        both = each["texts"].keys() & reference.keys()
-        same = (
-            sum(each["texts"][one] == reference[one] for one in both) / len(both) if both else None
-        )
-        result.append(
-            {key: value for key, value in each.items() if key != "texts"} | {"same_text": same}
-        )
-    return result
+def gather(cells: list[Cell]) -> list[Cell]:
+    """Return the cells without their texts.
+
+    They get the share of texts that are those of plain decoding at the same load.
+    """
+    plain = {}
+    for cell in cells:
+        if cell["system"] == "forerun-ar":
+            plain[cell["clients"], cell["round"]] = cell["texts"]
+    rows = []
+    for cell in cells:
+        reference = plain.get((cell["clients"], cell["round"]), {})
+        texts = cell["texts"]
+        both = texts.keys() & reference.keys()
+        same = sum(texts[number] == reference[number] for number in both)
+        row = {key: value for key, value in cell.items() if key != "texts"}
+        rows.append(row | {"same_text": same / len(both) if both else None})
+    return rows
 
 
-def numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",")]
-
-
-def main() -> None:
-    end_on_signals()
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--systems", default=",".join(SYSTEMS))
@@ -169,11 +220,15 @@ def main() -> None:
         "--cores", type=numbers, default=[0, 1], help="of the servers, a thread each"
     )
     parser.add_argument("--client-cores", type=numbers, help="of the load; the servers' by default")
-    asked = parser.parse_args()
-    asked.client_cores = asked.client_cores or asked.cores
-    names = asked.systems.split(",")
-    if not set(names) <= set(SYSTEMS):
-        parser.error(f"--systems must be of {', '.join(SYSTEMS)}, not {asked.systems}")
+    options = parser.parse_args()
+    options.client_cores = options.client_cores or options.cores
+    if not set(options.systems.split(",")) <= set(SYSTEMS):
+        parser.error(f"--systems must be of {', '.join(SYSTEMS)}, not {options.systems}")
+    return options
+
+
+def token_counter() -> Callable[[str], int]:
+    """Return a function that counts the tokens of a text with smollm2's tokenizer."""
     from forerun.api.loading import load_tokenizer
     from forerun.zoo import SMOLLM2
 
@@ -182,42 +237,52 @@ def main() -> None:
     def count(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    return count
+
+
+def run_missing(options: argparse.Namespace) -> None:
+    """Run the cells that are missing. Raises SystemExit for cells of other options."""
+    names = options.systems.split(",")
+    count = token_counter()
     same = ("seconds", "max_tokens", "temperature", "cores", "client_cores")
-    how = {name: getattr(asked, name) for name in same}
-    cells = asked.out / "cells"
-    cells.mkdir(parents=True, exist_ok=True)
-    for number in range(asked.rounds):
-        for clients in asked.clients:
-            for at in range(len(names)):  # each round begins with another system
-                name = names[(at + number) % len(names)]
-                path = cells / f"{name}-{clients}-{number}.json"
+    how = {name: getattr(options, name) for name in same}
+    for number in range(options.rounds):
+        first = number % len(names)
+        for clients in options.clients:
+            for name in names[first:] + names[:first]:  # each round begins with another system
+                path = options.out / "cells" / f"{name}-{clients}-{number}.json"
                 if path.exists():
                     if json.loads(path.read_text())["how"] != how:
-                        parser.error(f"{path} was made with other arguments: give another --out")
+                        raise SystemExit(f"{path} was made with other options: give another --out")
                     continue
-                folder = asked.out / "raw" / path.stem
+                folder = options.out / "raw" / path.stem
                 folder.mkdir(parents=True, exist_ok=True)
-                cell = run_cell(name, clients, asked, folder, count)
-                kept = {"round": number, "how": how, **provenance({}), **cell}
-                write_text(path, json.dumps(kept) + "\n")
+                cell = run_cell(name, clients, options, folder, count)
+                record = {"round": number, "how": how, **provenance({}), **cell}
+                write_text(path, json.dumps(record) + "\n")
                 print(
-                    f"round {number}, {clients} clients, {name}: {cell['tokens_per_s']:.1f} tokens/s",
+                    f"round {number}, {clients} clients, {name}: {cell['tokens_per_s']:.1f} "
+                    "tokens/s",
                     flush=True,
                 )
-    all_cells = [json.loads(each.read_text()) for each in sorted(cells.glob("*.json"))]
-    given = {key: value for key, value in vars(asked).items() if key != "out"}
-    command = shlex.join(["python", "-m", "benchmarks.serving.load", *_shown(sys.argv[1:])])
-    result = {"cells": gather(all_cells), **provenance(given), "command": command}
-    write_text(asked.out / "load.json", json.dumps(result, indent=1) + "\n")
-    print(asked.out / "load.json")
 
 
-def _shown(arguments: list[str]) -> list[str]:
-    """The arguments, without the path of a folder of this machine."""
-    return [
-        "FOLDER" if at and arguments[at - 1] == "--out" else each
-        for at, each in enumerate(arguments)
-    ]
+def main() -> None:
+    end_on_signals()
+    options = parsed()
+    cells = options.out / "cells"
+    cells.mkdir(parents=True, exist_ok=True)
+    run_missing(options)
+    all_cells = [json.loads(path.read_text()) for path in sorted(cells.glob("*.json"))]
+    arguments = {key: value for key, value in vars(options).items() if key != "out"}
+    command = ["python", "-m", "benchmarks.serving.load", *shown(sys.argv[1:], "FOLDER")]
+    record = {
+        "cells": gather(all_cells),
+        **provenance(arguments),
+        "command": shlex.join(command),
+    }
+    write_text(options.out / "load.json", json.dumps(record, indent=1) + "\n")
+    print(options.out / "load.json")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What the server costs: the same prompts through the bare engine in this process, and over HTTP, in turns.
+"""What the server costs: the same prompts through the bare engine, and over HTTP, in turns.
 
     python -m benchmarks.serving.overhead --out FILE [--rows 1,16] [--rounds 10]
 
-A round has both at each number of rows, one behind the other, with questions that neither has seen; which goes first
-changes. `ratio` is the server's tokens/s over the engine's. Needs the packages locust and psutil. Clients run on the
-same cores, and `client_cores` says what they took; their share of that is no work of the server's.
+The engine is in this process. A round has both at each number of rows, one after the other, with
+questions that neither has seen; which goes first changes. `ratio` is the server's tokens/s over the
+engine's. It needs the packages locust and psutil. Clients run on the same cores; `client_cores`
+says what they took, which is no cost of the server's.
 """
 
 from __future__ import annotations
@@ -21,29 +22,32 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.load import EngineServer, Job, figures
-from benchmarks.load import drive as drive_engine
-from benchmarks.serving.load import numbers
 from benchmarks.serving.servers import (
     OURS,
     cpu_seconds,
-    drive,
     end_on_signals,
+    numbers,
     question,
     questions,
+    run_clients,
+    shown,
     started,
     system,
 )
+from benchmarks.serving.traffic import EngineServer, Job, drive, figures
 from forerun.bench.report import provenance
 from forerun.files import write_text
 
-WARM = 10**6  # number of the first question of the warm-up
-LEAST = (
-    12  # requests of a round: with three of one row, first tokens and luck with drafts would decide
-)
+Result = dict[str, Any]
+
+WARM_UP_FIRST = 10**6  # number of the first question of the warm-up
+# Requests of a round, at least: with three of one row, first tokens and luck with drafts would
+# decide.
+LEAST_REQUESTS = 12
+SIDES = ("engine", "http")
 
 
-class Bare:
+class BareEngine:
     """The engine in this process, set up as the server's is."""
 
     def __init__(self, name: str, threads: int, max_tokens: int) -> None:
@@ -56,8 +60,8 @@ class Bare:
         self.decoder = load("smollm2", method=OURS[name][1] if OURS[name] else None)
         self.params = SamplingParams(max_new_tokens=max_tokens)
 
-    def run(self, rows: int, first: int, count: int) -> dict[str, Any]:
-        """Answers so many questions, `rows` at once."""
+    def run(self, rows: int, first: int, count: int) -> Result:
+        """Answer so many questions, `rows` at once."""
         from forerun.text.chat import chat_prompt
 
         jobs = []
@@ -65,52 +69,68 @@ class Bare:
             text = question(number, questions())
             ids = chat_prompt(self.decoder.tokenizer, [{"role": "user", "content": text}])
             jobs.append(Job(tuple(ids), self.params.max_new_tokens, 0.0, 0))
-        served = drive_engine(EngineServer(self.decoder, self.params), jobs, rows)
-        found = figures(served)
+        served = drive(EngineServer(self.decoder, self.params), jobs, rows)
+        row = figures(served)
         return {
-            "tokens": int(found["tokens"]),
-            "seconds": found["seconds"],
-            "each": [len(one.tokens) for one in served],
+            "tokens": int(row["tokens"]),
+            "seconds": row["seconds"],
+            "each": [len(request.tokens) for request in served],
         }
 
 
-def over_http(
-    url: str, pid: int, folder: Path, body: dict[str, Any], asked: argparse.Namespace, **own: int
-) -> Any:
-    """The same over HTTP; raises RuntimeError where a request failed. Its clock ends with the last answer."""
-    before = cpu_seconds(pid)
-    found = drive(
-        url,
-        body,
-        folder / "http.json",
-        asked.cores,
-        lambda line: None,
-        max_tokens=asked.max_tokens,
-        **own,
-    )
-    done = found["requests"]
-    if found["errors"]:
-        raise RuntimeError(
-            f"{found['errors']} requests failed: {[one['error'] for one in done if one['error']][:1]}"
+class HttpServer:
+    """A server of forerun's, and clients that ask it."""
+
+    def __init__(self, url: str, pid: int, folder: Path, options: argparse.Namespace) -> None:
+        self.url = url
+        self.pid = pid
+        self.folder = folder
+        self.options = options
+        self.body = wanted_system(options).body
+
+    def run(self, rows: int, first: int, count: int) -> Result:
+        """Answer so many questions, `rows` at once. The clock ends with the last answer.
+
+        Raises:
+            RuntimeError: a request failed.
+        """
+        before = cpu_seconds(self.pid)
+        results = run_clients(
+            self.url,
+            self.body,
+            self.folder / "http.json",
+            self.options.cores,
+            max_tokens=self.options.max_tokens,
+            clients=rows,
+            requests=count,
+            first=first,
         )
-    seconds = max(one["end"] for one in done) - min(one["begin"] for one in done)
-    return {
-        "tokens": sum(one["usage"] for one in done),
-        "seconds": seconds,
-        "each": [one["usage"] for one in done],
-        "client_cores": found["cpu"] / found["wall"],
-        "server_cores": (cpu_seconds(pid) - before) / found["wall"],
-    }
+        requests = results["requests"]
+        if results["errors"]:
+            errors = [request["error"] for request in requests if request["error"]]
+            raise RuntimeError(f"{results['errors']} requests failed: {errors[:1]}")
+        begin = min(request["begin"] for request in requests)
+        tokens = [request["usage"] for request in requests]
+        return {
+            "tokens": sum(tokens),
+            "seconds": max(request["end"] for request in requests) - begin,
+            "each": tokens,
+            "client_cores": results["cpu"] / results["wall"],
+            "server_cores": (cpu_seconds(self.pid) - before) / results["wall"],
+        }
 
 
-def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the rounds with one number of rows."""
-    ratios = [each["ratio"] for each in rounds]
+def wanted_system(options: argparse.Namespace) -> Any:
+    return system(options.system, len(options.cores), 1, options.max_tokens, 0.0)
+
+
+def summary(rounds: list[Result]) -> Result:
+    """Return the figures of the rounds with one number of rows."""
+    ratios = [one["ratio"] for one in rounds]
     low, high = np.percentile(ratios, (25, 75))
-    speeds = {
-        side: median(one[side]["tokens"] / one[side]["seconds"] for one in rounds)
-        for side in ("engine", "http")
-    }
+    speeds = {}
+    for side in SIDES:
+        speeds[side] = median(one[side]["tokens"] / one[side]["seconds"] for one in rounds)
     return {
         "rounds": len(rounds),
         "ratio": median(ratios),
@@ -123,6 +143,30 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def take_turns(
+    engine: BareEngine, server: HttpServer, options: argparse.Namespace
+) -> dict[int, list[Result]]:
+    """Return the results of all rounds, by the number of rows."""
+    sides = {"engine": engine, "http": server}
+    for side in sides.values():
+        side.run(max(options.rows), WARM_UP_FIRST, max(options.rows))
+    rounds: dict[int, list[Result]] = {rows: [] for rows in options.rows}
+    next_question = 0
+    for number in range(options.rounds):
+        for rows in options.rows:
+            count = max(LEAST_REQUESTS, rows * options.requests)
+            order = SIDES if number % 2 else SIDES[::-1]
+            results: Result = {}
+            for name in order:
+                results[name] = sides[name].run(rows, next_question, count)
+            next_question += count
+            speeds = {name: one["tokens"] / one["seconds"] for name, one in results.items()}
+            ratio = speeds["http"] / speeds["engine"]
+            rounds[rows].append(results | {"ratio": ratio})
+            print(f"round {number + 1}, {rows} rows: {ratio:.3f}", flush=True)
+    return rounds
+
+
 def main() -> None:
     end_on_signals()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -133,47 +177,23 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--system", default="forerun", choices=OURS)
     parser.add_argument("--cores", type=numbers, default=[0, 1])
-    asked = parser.parse_args()
-    os.sched_setaffinity(0, asked.cores)
-    wanted = system(asked.system, len(asked.cores), 1, asked.max_tokens, 0.0)
-    rounds: dict[int, list[dict[str, Any]]] = {rows: [] for rows in asked.rows}
-    next_question = 0
-    with (
-        TemporaryDirectory() as name,
-        started(wanted, asked.cores, Path(name) / "server.log") as (process, url),
-    ):
+    options = parser.parse_args()
+    os.sched_setaffinity(0, options.cores)
+    with TemporaryDirectory() as name:
         folder = Path(name)
-        bare = Bare(asked.system, len(asked.cores), asked.max_tokens)
-
-        def run(side: str, rows: int, first: int, count: int) -> dict[str, Any]:
-            if side == "engine":
-                return bare.run(rows, first, count)
-            own = {"clients": rows, "requests": count, "first": first}
-            return over_http(url, process.pid, folder, wanted.body, asked, **own)
-
-        for side in ("engine", "http"):
-            run(side, max(asked.rows), WARM, max(asked.rows))
-        for number in range(asked.rounds):
-            for rows in asked.rows:
-                count = max(LEAST, rows * asked.requests)
-                order = ("engine", "http") if number % 2 else ("http", "engine")
-                found = {side: run(side, rows, next_question, count) for side in order}
-                next_question += count
-                speeds = {side: one["tokens"] / one["seconds"] for side, one in found.items()}
-                rounds[rows].append({**found, "ratio": speeds["http"] / speeds["engine"]})
-                print(
-                    f"round {number + 1}, {rows} rows: {rounds[rows][-1]['ratio']:.3f}", flush=True
-                )
-    given = {key: value for key, value in vars(asked).items() if key != "out"}
-    shown = [
-        "FILE" if at and sys.argv[at] == "--out" else each for at, each in enumerate(sys.argv[1:])
-    ]
-    result = {
-        "rows": {str(rows): summary(found) | {"all": found} for rows, found in rounds.items()},
-        "command": shlex.join(["python", "-m", "benchmarks.serving.overhead", *shown]),
-        **provenance(given),
+        wanted = wanted_system(options)
+        with started(wanted, options.cores, folder / "server.log") as (process, url):
+            engine = BareEngine(options.system, len(options.cores), options.max_tokens)
+            server = HttpServer(url, process.pid, folder, options)
+            rounds = take_turns(engine, server, options)
+    arguments = {key: value for key, value in vars(options).items() if key != "out"}
+    command = ["python", "-m", "benchmarks.serving.overhead", *shown(sys.argv[1:], "FILE")]
+    record = {
+        "rows": {str(rows): summary(some) | {"all": some} for rows, some in rounds.items()},
+        "command": shlex.join(command),
+        **provenance(arguments),
     }
-    write_text(asked.out, json.dumps(result, indent=1) + "\n")
+    write_text(options.out, json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,20 +21,22 @@ import psutil
 from forerun.files import home
 from forerun.zoo import SMOLLM2, find
 
-HERE = Path(__file__).parent
-TEST = HERE.parent / "chat" / "test.jsonl"
-READY = 900  # seconds until a server must be there; one that ends is noticed at once
+BENCHMARKS = Path(__file__).parents[1]
+TEST_PROMPTS = BENCHMARKS / "chat" / "test.jsonl"
+READY_SECONDS = 900  # until a server must be there; one that ends is noticed at once
+STOP_SECONDS = 60  # until a server is ended by force
 PAGE = 32  # tokens of a page of transformers' cache
 LONGEST = 512  # tokens of a prompt and its answer, at most
-OURS = {"forerun": (), "forerun-ar": ("--method", "ar")}
+OURS = {"forerun": (), "forerun-ar": ("--method", "ar")}  # with their options
 SYSTEMS = (*OURS, "llama-cpp", "transformers")
 
 
 @dataclass(frozen=True)
 class System:
-    """A server's command, without its port, and what its requests need beside the common fields.
+    """A server's command, without its port, and the fields that its requests need.
 
     Attributes:
+        body: fields beside those that all requests have.
         metrics: whether /metrics has forerun's figures.
     """
 
@@ -44,81 +46,63 @@ class System:
     metrics: bool = False
 
 
-def system(
-    name: str,
-    threads: int,
-    clients: int,
-    max_tokens: int,
-    temperature: float,
-    options: tuple[str, ...] = (),
-):
-    """One of SYSTEMS. `options` are more of our server's. Raises ValueError where the model's file is not there."""
+def system(name: str, threads: int, clients: int, max_tokens: int, temperature: float) -> System:
+    """Return one of SYSTEMS. Raises ValueError if the model's file is not there."""
     path = find(SMOLLM2)
     if path is None:
         raise ValueError("smollm2 is not here: forerun fetch smollm2")
     if name in OURS:
-        command = [
-            sys.executable,
-            "-m",
-            "forerun",
-            "serve",
-            "--target",
-            SMOLLM2,
-            "--threads",
-            str(threads),
-        ]
-        body = {"stream_options": {"include_usage": True}}
-        return System(
-            name, (*command, "--log-level", "warning", *OURS[name], *options), body, metrics=True
-        )
+        return _forerun(name, threads)
     if name == "llama-cpp":
-        # Without the first of these a new request would end the one that runs. Nobody reads the logits of prompts.
-        own: dict[str, Any] = {
-            "interrupt_requests": False,
-            "logits_all": False,
-            "verbose": False,
-            "n_ctx": 2048,
-        }
-        own |= {"n_threads": threads, "n_threads_batch": threads, "model": path}
-        command = [
-            sys.executable,
-            "-m",
-            "llama_cpp.server",
-            *(f"--{key}={each}" for key, each in own.items()),
-        ]
-        return System(
-            name, tuple(command), {"repeat_penalty": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        )
+        return _llama(path, threads)
     assert name == "transformers"
-    # A forward of theirs takes longer in a larger cache, so it has room for these clients and no more.
+    return _transformers(path, clients, max_tokens, temperature)
+
+
+def _forerun(name: str, threads: int) -> System:
+    command = (
+        *(sys.executable, "-m", "forerun", "serve", "--target", SMOLLM2),
+        *("--threads", str(threads), "--log-level", "warning", *OURS[name]),
+    )
+    return System(name, command, {"stream_options": {"include_usage": True}}, metrics=True)
+
+
+def _llama(path: Path, threads: int) -> System:
+    options = {
+        "interrupt_requests": False,  # else a new request ends the one that runs
+        "logits_all": False,  # because nobody reads the logits of prompts
+        "verbose": False,
+        "n_ctx": 2048,
+        "n_threads": threads,
+        "n_threads_batch": threads,
+        "model": path,
+    }
+    words = [f"--{key}={value}" for key, value in options.items()]
+    body = {"repeat_penalty": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    return System("llama-cpp", (sys.executable, "-m", "llama_cpp.server", *words), body)
+
+
+def _transformers(path: Path, clients: int, max_tokens: int, temperature: float) -> System:
+    # Its forward takes longer in a larger cache, so the cache has room for these clients alone.
     blocks = clients * -(-(LONGEST + 1) // PAGE) + 1
-    command = [
-        sys.executable,
-        "-m",
-        "transformers.cli.transformers",
-        "serve",
-        str(whole_model(path)),
-    ]
-    command += [
-        "--continuous-batching",
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--cb-max-batch-tokens",
-        "512",
-    ]
-    command += ["--cb-block-size", str(PAGE), "--cb-num-blocks", str(blocks)]
-    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    drawing = drawn if temperature else {"do_sample": False}
+    program = "transformers.cli.transformers"
+    command = (
+        *(sys.executable, "-m", program, "serve", str(whole_model(path))),
+        *("--continuous-batching", "--device", "cpu", "--dtype", "float32"),
+        *("--cb-max-batch-tokens", "512"),
+        *("--cb-block-size", str(PAGE), "--cb-num-blocks", str(blocks)),
+    )
+    drawing: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        drawing = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     config = {"max_new_tokens": max_tokens, "eos_token_id": 2, "pad_token_id": 2, **drawing}
-    return System(name, tuple(command), {"generation_config": json.dumps(config)})
+    return System("transformers", command, {"generation_config": json.dumps(config)})
 
 
 def whole_model(path: Path) -> Path:
-    """A folder with the file's model in float32, made when it is first asked for."""
+    """Return a folder with the file's model in float32, which is made when it is first needed."""
     folder = home() / "models" / f"{path.stem}-float32"
-    if not (folder / "tokenizer_config.json").is_file():  # what is written last
+    if not (folder / "tokenizer_config.json").is_file():  # the file that is written last
         from forerun.api.loading import load_model, load_tokenizer
 
         load_model(str(path), "target", plain=True).save_pretrained(folder)
@@ -127,13 +111,18 @@ def whole_model(path: Path) -> Path:
 
 
 def questions() -> list[str]:
-    return [json.loads(line)["messages"][-1]["content"] for line in TEST.read_text().splitlines()]
+    """Return the questions of the chat model's test prompts."""
+    lines = TEST_PROMPTS.read_text().splitlines()
+    return [json.loads(line)["messages"][-1]["content"] for line in lines]
 
 
 def question(number: int, texts: list[str]) -> str:
-    """That of a request. From the second time on a number stands before a text: no server knows a prompt already."""
-    turn, at = divmod(number, len(texts))
-    return f"{turn}. {texts[at]}" if turn else texts[at]
+    """Return the question of a request.
+
+    From the second turn on a number stands before a text, so that no server knows a prompt already.
+    """
+    turn, place = divmod(number, len(texts))
+    return f"{turn}. {texts[place]}" if turn else texts[place]
 
 
 def free_port() -> int:
@@ -143,12 +132,25 @@ def free_port() -> int:
 
 
 def end_on_signals() -> None:
-    """Lets SIGTERM end a script as Ctrl-C does: servers that it started are ended too."""
+    """Let SIGTERM end a script as Ctrl-C does, so that servers that it started end too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
+def numbers(text: str) -> list[int]:
+    """Return the numbers of an option, as in 1,4,16."""
+    return [int(part) for part in text.split(",")]
+
+
+def shown(arguments: list[str], name: str) -> list[str]:
+    """Return a command's arguments with `name` for the path of --out, which is this machine's."""
+    return [
+        name if place and arguments[place - 1] == "--out" else argument
+        for place, argument in enumerate(arguments)
+    ]
+
+
 def start(wanted: System, port: int, cores: list[int], log: Path) -> subprocess.Popen[bytes]:
-    """A server's process, bound to these cores."""
+    """Start a server's process on these cores."""
     environment = os.environ | {"OMP_NUM_THREADS": str(len(cores)), "HF_HUB_OFFLINE": "1"}
     with log.open("ab") as file:
         return subprocess.Popen(
@@ -161,8 +163,8 @@ def start(wanted: System, port: int, cores: list[int], log: Path) -> subprocess.
 
 
 def wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    """Raises RuntimeError where the server ends or is not there in time."""
-    end = monotonic() + READY
+    """Wait for a server. Raises RuntimeError if it ends or is not there in time."""
+    end = monotonic() + READY_SECONDS
     path = "/v1/models" if "llama_cpp.server" in process.args else "/health"  # type: ignore[operator]
     while True:
         try:
@@ -179,9 +181,10 @@ def wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 def started(
     wanted: System, cores: list[int], log: Path
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A server that is ready, and its address; it is ended behind the block."""
+    """Yield a server that is ready, and its address; end it after the block."""
     port = free_port()
-    url, process = f"http://127.0.0.1:{port}", start(wanted, port, cores, log)
+    url = f"http://127.0.0.1:{port}"
+    process = start(wanted, port, cores, log)
     try:
         wait_ready(process, url, log)
         yield process, url
@@ -190,63 +193,64 @@ def started(
 
 
 def stop(process: subprocess.Popen[bytes]) -> int:
-    """Ends a server, by force where it takes long; its status."""
+    """End a server, by force if it takes long, and return its status."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
-            return process.wait(60)
+            return process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
     return process.wait()
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """A process and those it started; none where it has ended."""
+    """Return a process and those that it started; none if it has ended."""
     try:
-        one = psutil.Process(pid)
-        return [one, *one.children(recursive=True)]
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
     except psutil.Error:
         return []
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and its children."""
-    return sum(sum(each.cpu_times()[:2]) for each in family(pid))
+    """Return the CPU time of a process and its children."""
+    return sum(sum(process.cpu_times()[:2]) for process in family(pid))
 
 
 def gauges(url: str) -> dict[str, float]:
-    """forerun's figures without labels, by their names without `forerun:`; empty where nobody answers."""
+    """Return forerun's figures without labels, by their names without `forerun:`.
+
+    They are empty if nobody answers.
+    """
     try:
         text = httpx.get(url + "/metrics", timeout=5, trust_env=False).text
     except httpx.HTTPError:
         return {}
-    lines = [
-        line.split()
-        for line in text.splitlines()
-        if line.startswith("forerun:") and "{" not in line
-    ]
-    return {name.removeprefix("forerun:"): float(value) for name, value in lines}
+    values = {}
+    for line in text.splitlines():
+        if line.startswith("forerun:") and "{" not in line:
+            name, value = line.split()
+            values[name.removeprefix("forerun:")] = float(value)
+    return values
 
 
-def drive(
-    url: str,
-    body: dict[str, Any],
-    out: Path,
-    cores: list[int],
-    say: Callable[[str], None],
-    **options: Any,
-):
-    """Runs clients.py to its end in a process of its own; what it wrote."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.serving.clients",
-        "--url",
-        url,
-        "--body",
-        json.dumps(body),
-    ]
-    command += ["--out", str(out.resolve())]
+def run_clients(
+    url: str, body: dict[str, Any], out: Path, cores: list[int], **options: Any
+) -> dict[str, Any]:
+    """Run clients.py to its end in a process of its own, and return the results that it wrote.
+
+    Args:
+        url: the server's address.
+        body: more fields of all requests.
+        out: the file of results; beside it lies a log.
+        cores: those on which the clients run.
+        options: other options of clients.py.
+
+    Raises:
+        RuntimeError: the process failed.
+    """
+    command = [sys.executable, "-m", "benchmarks.serving.clients", "--url", url]
+    command += ["--body", json.dumps(body), "--out", str(out.resolve())]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     with out.with_suffix(".log").open("ab") as log:
         done = subprocess.run(
@@ -254,11 +258,9 @@ def drive(
             stdout=log,
             stderr=log,
             check=False,
-            cwd=HERE.parents[1],
+            cwd=BENCHMARKS.parent,
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
     if done.returncode:
         raise RuntimeError(f"the clients failed: see {out.with_suffix('.log')}")
-    found = json.loads(out.read_text())
-    say(f"{len(found['requests'])} requests, {found['errors']} errors")
-    return found
+    return json.loads(out.read_text())

@@ -2,8 +2,9 @@
 
     python -m benchmarks.serving.soak --out FOLDER [--seconds 3600] [--clients 64]
 
-Of ten requests one is left in mid-stream, one is read slowly and one is rubbish. Halfway the server is killed and
-started again. Writes FOLDER/soak.json and FOLDER/soak.png. Ends with status 1 where a check fails. Needs psutil.
+Of ten requests one is left in mid-stream, one is read slowly and one is rubbish. Halfway the server
+is killed and started again. It writes FOLDER/soak.json and FOLDER/soak.png, and ends with status 1
+if a check fails. It needs psutil.
 """
 
 from __future__ import annotations
@@ -27,44 +28,68 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.serving.asking import CHAT, reference, send
-from benchmarks.serving.load import numbers
-from benchmarks.serving.page import picture
+from benchmarks.serving.results_page import picture
 from benchmarks.serving.servers import (
     System,
     end_on_signals,
     free_port,
     gauges,
+    numbers,
     questions,
+    shown,
     start,
     stop,
     system,
     wait_ready,
 )
+from benchmarks.serving.soak_requests import CHAT_PATH, reference, send
 from forerun.bench.report import provenance
 from forerun.files import write_text
 
-LOST = 700  # seconds without a byte until a request counts as lost: the server's own limit is 600
-EVERY = 5  # seconds between samples
-SHOWN = (
+LOST_SECONDS = 700  # without a byte until a request counts as lost: the server's own limit is 600
+SAMPLE_SECONDS = 5  # between samples
+SAMPLE_FIELDS = (
     "t",
     "rss_mb",
     "num_requests_running",
     "num_requests_waiting",
     "generation_tokens_total",
-)  # of a sample
-SETTLED = 600  # seconds of a server's life, or a third of it, that its memory may grow in
-SMALL = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]  # so that slow readers fill their buffers
+)
+SETTLED_SECONDS = 600  # of a server's life, or a third of it, in which its memory may grow
+# Small buffers, which slow readers fill.
+SMALL_BUFFERS = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]
+KINDS = {0: "leaves", 1: "slow", 2: "rubbish"}  # by the last digit of a request's number
+GOOD_OUTCOMES = ("answer", "left", "refused")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request for an answer.
+
+    Attributes:
+        number: of the question.
+        length: the most tokens of the answer.
+        greedy: whether the answer is known.
+        stream: whether it is streamed.
+        leaves_after: events after which a client that leaves has left.
+    """
+
+    number: int
+    length: int
+    greedy: bool
+    stream: bool
+    leaves_after: int
 
 
 @dataclass
 class Soak:
-    """What goes on, and what was seen. Times are seconds from the start.
+    """What runs, and what was seen. Times are seconds from the start.
 
     Attributes:
-        up: when the server was ready, and when it was not any more, by life.
+        up: when the server was ready, and when it was gone, by life.
         outcomes: what became of requests, by kind.
-        trouble: a line for each that should not have been.
+        trouble: a line for each event that should not have been.
+        compared: answers that were compared with the expected ones.
     """
 
     wanted: System
@@ -72,7 +97,7 @@ class Soak:
     cores: list[int]
     expected: dict[str, list[str]]
     port: int = field(default_factory=free_port)
-    begun: float = field(default_factory=monotonic)
+    started_at: float = field(default_factory=monotonic)
     over: bool = False
     process: subprocess.Popen[bytes] | None = None
     up: list[list[float]] = field(default_factory=list)
@@ -88,111 +113,129 @@ class Soak:
 
     @property
     def now(self) -> float:
-        return monotonic() - self.begun
+        return monotonic() - self.started_at
 
     async def launch(self) -> None:
+        """Start the server, and wait until it is ready."""
         log = self.folder / "server.log"
         self.process = start(self.wanted, self.port, self.cores, log)
         await asyncio.to_thread(wait_ready, self.process, self.url, log)
         self.up.append([self.now, float("inf")])
 
     def is_up(self, begin: float, end: float) -> bool:
-        """Whether the same server was there all this time."""
+        """Return whether the same server was there all this time."""
         return any(ready <= begin and end < gone for ready, gone in self.up)
 
-    async def client(self, number: int) -> None:
-        """Asks until it is over."""
-        limits = httpx.Timeout(30, read=LOST)
-        transport = httpx.AsyncHTTPTransport(socket_options=SMALL)
+    async def client(self) -> None:
+        """Ask until it is over."""
+        limits = httpx.Timeout(30, read=LOST_SECONDS)
+        transport = httpx.AsyncHTTPTransport(socket_options=SMALL_BUFFERS)
         async with httpx.AsyncClient(
             timeout=limits, trust_env=False, transport=transport
         ) as client:
             while not self.over:
-                request, self.next_request = self.next_request, self.next_request + 1
-                kind, begin = (
-                    {0: "leaves", 1: "slow", 2: "rubbish"}.get(request % 10, "plain"),
-                    self.now,
-                )
-                try:
-                    outcome = await self.one(client, request, kind)
-                except httpx.ReadTimeout:
-                    outcome = "lost"
-                except (httpx.TransportError, OSError):
-                    outcome = "error"
-                self.outcomes.setdefault(kind, Counter())[outcome] += 1
-                if outcome == "error":
-                    if self.is_up(begin, self.now):
-                        self.trouble.append(
-                            f"{self.now:.0f} s: request {request} ({kind}) failed with a server there"
-                        )
-                    await asyncio.sleep(1)
-                elif outcome not in ("answer", "left", "refused"):
-                    self.trouble.append(f"{self.now:.0f} s: request {request} ({kind}): {outcome}")
+                request = self.next_request
+                self.next_request += 1
+                await self.send_request(client, request)
 
-    async def one(self, client: httpx.AsyncClient, request: int, kind: str) -> str:
-        """What became of a request: answer, left, refused, error, or what was wrong."""
+    async def send_request(self, client: httpx.AsyncClient, request: int) -> None:
+        """Send a request and count its outcome."""
+        kind = KINDS.get(request % 10, "plain")
+        begin = self.now
+        try:
+            outcome = await self.outcome_of(client, request, kind)
+        except httpx.ReadTimeout:
+            outcome = "lost"
+        except (httpx.TransportError, OSError):
+            outcome = "error"
+        self.outcomes.setdefault(kind, Counter())[outcome] += 1
+        if outcome == "error":
+            if self.is_up(begin, self.now):
+                self.note(f"request {request} ({kind}) failed with a server there")
+            await asyncio.sleep(1)
+        elif outcome not in GOOD_OUTCOMES:
+            self.note(f"request {request} ({kind}): {outcome}")
+
+    def note(self, trouble: str) -> None:
+        self.trouble.append(f"{self.now:.0f} s: {trouble}")
+
+    async def outcome_of(self, client: httpx.AsyncClient, request: int, kind: str) -> str:
+        """Return what became of a request: a good outcome, "error", or what was wrong."""
         if kind == "rubbish":
             return await send(client, self.url, request // 10) or "refused"
+        question = self.question_of(request, kind)
+        body = {
+            "messages": [{"role": "user", "content": questions()[question.number]}],
+            "max_tokens": question.length,
+            "temperature": 0 if question.greedy else 0.7,
+            "stream": question.stream,
+            "forerun": kind == "slow",  # for more bytes
+        }
+        if question.stream:
+            return await self.read_stream(client, body, question, kind)
+        answer = await client.post(self.url + CHAT_PATH, json=body)
+        if answer.status_code != 200:
+            return "error"
+        return self.compare(answer.json()["choices"][0]["message"]["content"], question)
+
+    def question_of(self, request: int, kind: str) -> Question:
+        """Return the question of a request, which its number decides."""
         chance = random.Random(request)
-        at, most = chance.randrange(len(questions())), int(chance.choice([*self.expected]))
+        number = chance.randrange(len(questions()))
+        length = int(chance.choice([*self.expected]))
         greedy = chance.random() < 0.8
         stream = kind != "plain" or chance.random() < 0.8
-        body = {
-            "messages": [{"role": "user", "content": questions()[at]}],
-            "max_tokens": most,
-            "temperature": 0 if greedy else 0.7,
-            "stream": stream,
-            "forerun": kind == "slow",  # more bytes
-        }
-        if not stream:
-            answer = await client.post(self.url + CHAT, json=body)
-            if answer.status_code != 200:
-                return "error"
-            return self.compare(answer.json()["choices"][0]["message"]["content"], at, most, greedy)
+        leaves_after = chance.randrange(1, 10) if stream else 0
+        return Question(number, length, greedy, stream, leaves_after)
+
+    async def read_stream(
+        self, client: httpx.AsyncClient, body: dict[str, Any], question: Question, kind: str
+    ) -> str:
+        """Read a streamed answer, slowly or in part, and return its outcome."""
         parts: list[str] = []
-        events = chance.randrange(1, 10)
-        async with client.stream("POST", self.url + CHAT, json=body) as answer:
+        async with client.stream("POST", self.url + CHAT_PATH, json=body) as answer:
             if answer.status_code != 200:
                 return "error"
             async for line in answer.aiter_lines():
                 if line == "data: [DONE]":
-                    return self.compare("".join(parts), at, most, greedy)
+                    return self.compare("".join(parts), question)
                 if not line.startswith("data:"):
                     continue
                 event = json.loads(line[5:])
                 if "error" in event:
                     return "error"
                 parts += [choice["delta"].get("content") or "" for choice in event["choices"]]
-                if kind == "leaves" and len(parts) > events:
+                if kind == "leaves" and len(parts) > question.leaves_after:
                     return "left"
                 if kind == "slow":
                     await asyncio.sleep(0.5)
         return "cut off without an error"
 
-    def compare(self, text: str, at: int, most: int, greedy: bool) -> str:
-        self.compared += greedy
-        return (
-            "answer"
-            if not greedy or text == self.expected[str(most)][at]
-            else f"wrong answer to question {at}"
-        )
+    def compare(self, text: str, question: Question) -> str:
+        """Return the outcome of an answer; a greedy one must be the expected one."""
+        self.compared += question.greedy
+        if not question.greedy or text == self.expected[str(question.length)][question.number]:
+            return "answer"
+        return f"wrong answer to question {question.number}"
 
     async def sample(self) -> None:
+        """Keep the server's memory and figures now and then."""
         while not self.over:
             begin = self.now
             assert self.process is not None
-            found: dict[str, Any] = {"t": begin, "rss_mb": None}
+            memory: float | None = None
             with suppress(psutil.Error):
-                found["rss_mb"] = psutil.Process(self.process.pid).memory_info().rss / 1e6 or None
-            self.samples.append(found | await asyncio.to_thread(gauges, self.url))
-            await asyncio.sleep(max(0.0, EVERY - (self.now - begin)))
+                memory = psutil.Process(self.process.pid).memory_info().rss / 1e6 or None
+            figures = await asyncio.to_thread(gauges, self.url)
+            self.samples.append({"t": begin, "rss_mb": memory, **figures})
+            await asyncio.sleep(max(0.0, SAMPLE_SECONDS - (self.now - begin)))
 
     async def run(self, seconds: float, clients: int) -> dict[str, Any]:
-        """All of it; the last figures."""
+        """Run all of it, and return the last figures of the server and its status."""
         await self.launch()
-        self.begun += self.now
+        self.started_at += self.now
         self.up[0][0] = 0.0
-        tasks = [asyncio.create_task(self.client(number)) for number in range(clients)]
+        tasks = [asyncio.create_task(self.client()) for _ in range(clients)]
         tasks.append(asyncio.create_task(self.sample()))
         await asyncio.sleep(seconds / 2)
         assert self.process is not None
@@ -205,49 +248,56 @@ class Soak:
         await asyncio.sleep(seconds / 2)
         self.over = True
         await asyncio.gather(*tasks)
-        for _ in range(60):  # what was left in mid-stream ends with the next step
-            last = await asyncio.to_thread(gauges, self.url)
-            if last and not any(
-                last[name] for name in ("num_requests_running", "num_requests_waiting")
-            ):
-                break
-            await asyncio.sleep(0.5)
+        last = await self.last_figures()
         self.up[-1][1] = self.now
         return last | {"status": await asyncio.to_thread(stop, self.process)}
 
+    async def last_figures(self) -> dict[str, Any]:
+        """Return the server's figures when it is idle, or after half a minute.
+
+        Requests that were left in mid-stream end with the next step.
+        """
+        last: dict[str, Any] = {}
+        for _ in range(60):
+            last = await asyncio.to_thread(gauges, self.url)
+            if last and not last["num_requests_running"] and not last["num_requests_waiting"]:
+                break
+            await asyncio.sleep(0.5)
+        return last
+
 
 def growth(samples: list[dict[str, Any]], ready: float, gone: float) -> float | None:
-    """How much more memory a server had at the end of its life than when it had settled, as a share."""
-    begin = ready + min(SETTLED, (gone - ready) / 3)
-    found = [each["rss_mb"] for each in samples if begin <= each["t"] < gone and each["rss_mb"]]
-    fifth = max(1, len(found) // 5)
-    return median(found[-fifth:]) / median(found[:fifth]) - 1 if found else None
+    """Return how much more memory a server had at its end than when it had settled, as a share."""
+    begin = ready + min(SETTLED_SECONDS, (gone - ready) / 3)
+    in_life = [sample for sample in samples if begin <= sample["t"] < gone]
+    memory = [sample["rss_mb"] for sample in in_life if sample["rss_mb"]]
+    fifth = max(1, len(memory) // 5)
+    return median(memory[-fifth:]) / median(memory[:fifth]) - 1 if memory else None
 
 
 def checks(soak: Soak, last: dict[str, Any], most_growth: float) -> dict[str, bool]:
-    """What has to be true."""
+    """Return what has to be true, and whether it is."""
     grown = [growth(soak.samples, *life) for life in soak.up]
     log = (soak.folder / "server.log").read_text(errors="replace")
+    lost = sum(counts["lost"] for counts in soak.outcomes.values())
+    idle = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    both_lived = len(grown) == 2 and all(share is not None for share in grown)
     return {
-        "every request ended in an answer or an error": not any(
-            each["lost"] for each in soak.outcomes.values()
-        ),
+        "every request ended in an answer or an error": not lost,
         "no other trouble": not soak.trouble,
-        "both servers answered": all(each is not None for each in grown)
-        and len(grown) == 2
-        and soak.compared > 0,
-        "memory does not grow": all(each is None or each <= most_growth for each in grown),
-        "rows, queue and KV are zero": all(
-            last.get(name) == 0
-            for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        ),
+        "both servers answered": both_lived and soak.compared > 0,
+        "memory does not grow": all(share is None or share <= most_growth for share in grown),
+        "rows, queue and KV are zero": all(last.get(name) == 0 for name in idle),
         "the server ends with status 0": last["status"] == 0,
         "no error in its log": " ERROR " not in log and "Traceback" not in log,
     }
 
 
-def main() -> None:
-    end_on_signals()
+def kept_fields(sample: dict[str, Any]) -> dict[str, Any]:
+    return {name: sample[name] for name in SAMPLE_FIELDS if name in sample}
+
+
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=3600)
@@ -257,23 +307,26 @@ def main() -> None:
         "--growth", type=float, default=0.03, help="most of memory behind the first ten minutes"
     )
     parser.add_argument("--cores", type=numbers, default=[0, 1])
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    (asked.out / "server.log").unlink(missing_ok=True)
-    expected = reference(asked.lengths)
-    wanted = system("forerun", len(asked.cores), asked.clients, max(asked.lengths), 0.0)
-    soak = Soak(wanted, asked.out, asked.cores, expected)
+    return parser.parse_args()
+
+
+def main() -> None:
+    end_on_signals()
+    options = parsed()
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "server.log").unlink(missing_ok=True)
+    expected = reference(options.lengths)
+    wanted = system("forerun", len(options.cores), options.clients, max(options.lengths), 0.0)
+    soak = Soak(wanted, options.out, options.cores, expected)
     try:
-        last = asyncio.run(soak.run(asked.seconds, asked.clients))
+        last = asyncio.run(soak.run(options.seconds, options.clients))
     finally:
         if soak.process is not None:
             stop(soak.process)
-    told = checks(soak, last, asked.growth)
-    shown = [
-        "FOLDER" if at and sys.argv[at] == "--out" else each for at, each in enumerate(sys.argv[1:])
-    ]
-    result = {
-        "checks": told,
+    found_true = checks(soak, last, options.growth)
+    command = ["python", "-m", "benchmarks.serving.soak", *shown(sys.argv[1:], "FOLDER")]
+    record = {
+        "checks": found_true,
         "trouble": soak.trouble[:50],
         "outcomes": soak.outcomes,
         "compared": soak.compared,
@@ -281,16 +334,16 @@ def main() -> None:
         "killed": soak.up[0][1],
         "up": soak.up,
         "last": last,
-        "samples": [{name: each[name] for name in SHOWN if name in each} for each in soak.samples],
-        "command": shlex.join(["python", "-m", "benchmarks.serving.soak", *shown]),
-        **provenance({key: value for key, value in vars(asked).items() if key != "out"}),
+        "samples": [kept_fields(sample) for sample in soak.samples],
+        "command": shlex.join(command),
+        **provenance({key: value for key, value in vars(options).items() if key != "out"}),
     }
-    write_text(asked.out / "soak.json", json.dumps(result, indent=1) + "\n")
-    picture(result, asked.out / "soak.png")
-    for name, is_true in told.items():
+    write_text(options.out / "soak.json", json.dumps(record, indent=1) + "\n")
+    picture(record, options.out / "soak.png")
+    for name, is_true in found_true.items():
         print(f"{'ok  ' if is_true else 'FAIL'} {name}")
     print(*soak.trouble[:10], sep="\n")
-    sys.exit(0 if all(told.values()) else 1)
+    sys.exit(0 if all(found_true.values()) else 1)
 
 
 if __name__ == "__main__":

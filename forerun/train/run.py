@@ -84,7 +84,7 @@ class Run:
         target: hub id, folder or GGUF file of the target.
         out: folder of the trained weights.
         data: files or folders of text, from which prompts for the target's own output are cut.
-        chats: a folder of conversations (`benchmarks.chat.data`), used instead of `data`.
+        chats: a folder of conversations (`benchmarks.training.chats`), used instead of `data`.
         work: folder of the state that a stopped run continues from, and of what trainings may
             share: own output, labels and drafts. By default it is the folder "work" in `out`.
     """

@@ -86,7 +86,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], seed: int
 
 @dataclass(frozen=True)
 class Conversation:
-    """One question with its answer, as `benchmarks.chat.data` makes them.
+    """One question with its answer, as `benchmarks.training.chats` makes them.
 
     Attributes:
         question: the text of the question.
@@ -127,7 +127,7 @@ def read_chats(folder: Path, split: str) -> list[Conversation]:
     if not path.is_file():
         raise ValueError(
             f"no conversations in {folder}, there is no {path.name}: `python -m "
-            "benchmarks.chat.data` makes them in a clone of forerun; --data takes plain text"
+            "benchmarks.training.chats` makes them in a clone of forerun; --data takes plain text"
         )
     return [Conversation(**json.loads(line)) for line in read_text(path).splitlines()]
 

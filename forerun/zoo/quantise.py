@@ -18,7 +18,7 @@ WEIGHTS = "model.quantised.safetensors"
 
 
 def unpack6(packed: Tensor) -> Tensor:
-    """Return what `benchmarks.embedded.quantise.pack6` packed, as int8."""
+    """Return what `benchmarks.training.quantise.pack6` packed, as int8."""
     x, y, z = packed.unflatten(1, (-1, 3)).unbind(-1)
     values = torch.stack([x & 63, x >> 6 | (y & 15) << 2, y >> 4 | (z & 3) << 4, z >> 2], -1)
     return values.flatten(1).view(torch.int8) - 32
