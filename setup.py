@@ -32,7 +32,8 @@ class Library(build_ext):
 
     def copy_file(self, infile: str, outfile: str, *given: Any, **named: Any) -> tuple[str, bool]:
         """Copy the library beside its sources, for an editable install. Processes may run the old
-        one, so the copy has another name until it is complete."""
+        one, so the copy has another name until it is complete.
+        """
         temporary = f"{outfile}.{os.getpid()}.tmp"
         super().copy_file(infile, temporary, *given, **named)
         build["install"](Path(temporary), Path(outfile))
