@@ -36,8 +36,8 @@ def _fields(kind: type[Any], *names: str) -> tuple[tuple[str, type[Any]], ...]:
     return tuple((name, kind) for name in names)
 
 
-# The structures have the order and the types of those in forerun.h, forward.h, chains.h and trees.h,
-# which say what the fields mean. A pointer of None is NULL.
+# The structures have the order and the types of those in forerun.h, forward.h, chains.h and
+# trees.h, which say what the fields mean. A pointer of None is NULL.
 
 
 class MatrixArgument(ctypes.Structure):
