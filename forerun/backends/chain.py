@@ -73,12 +73,12 @@ class FusedChain:
             row=row,
             length=length,
             count=len(pending),
-            most=max_tokens,
+            max_tokens=max_tokens,
             extras=len(extra),
             ended=len(bounds.ends),
-            least=bounds.min_probability,
-            product=bounds.min_product,
-            turn=1,
+            min_probability=bounds.min_probability,
+            min_product=bounds.min_product,
+            inverse_temperature=1,
             top_p=1,
         )
         parts: dict[str, Part] = {
@@ -107,11 +107,11 @@ class FusedChain:
         self, chain: ChainArgument, sampling: ChainSampling, max_tokens: int
     ) -> dict[str, Part]:
         """Set how tokens are sampled; return the parts that they are sampled by."""
-        chain.turn = 1 / sampling.distribution.temperature
+        chain.inverse_temperature = 1 / sampling.distribution.temperature
         chain.top_p = sampling.distribution.top_p
         if sampling.numbers is not None:
             return {"numbers": np.ascontiguousarray(sampling.numbers.numpy(), np.float64)}
-        chain.among = sampling.size or self._forward.head.out
+        chain.sampler_vocabulary = sampling.size or self._forward.head.out
         return {"keys": np.asarray(sampling.keys[:max_tokens], np.uint64)}
 
     def _whole(self, probs: Tensor, extra: Sequence[int]) -> Tensor:

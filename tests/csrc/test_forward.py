@@ -199,7 +199,7 @@ FORWARDS += [{"paths": [[CAPACITY]]}, {"asked": [1]}]
 CHAINS = [
     {"count": 0},
     {"pending": [VOCABULARY]},
-    {"most": CAPACITY + 1},
+    {"max_tokens": CAPACITY + 1},
     {"row": 4},
     {"length": -1},
 ]
@@ -215,7 +215,14 @@ def test_what_does_not_fit_is_refused(small: Native) -> None:
     }
 
     def chain(pending: Sequence[int] = (1,), **wrong: int) -> int:
-        asked = {"row": 0, "length": 0, "count": 1, "most": 3, "turn": 1, "top_p": 1} | wrong
+        asked = {
+            "row": 0,
+            "length": 0,
+            "count": 1,
+            "max_tokens": 3,
+            "inverse_temperature": 1,
+            "top_p": 1,
+        } | wrong
         return small.call("fr_chain", ChainArgument(**asked), pending=pending, **room)
 
     assert chain() == 3
