@@ -1,4 +1,4 @@
-"""Writes docs/api.md from the docstrings of what `import forerun` gives, and of what these names return.
+"""Writes docs/api.md from the docstrings of all names of forerun, and of what they return.
 
 python -m benchmarks.pages.api
 """
@@ -15,6 +15,7 @@ from forerun.engine.stats import Stats
 from forerun.engine.step import Step
 
 OUT = Path(__file__).parents[2] / "docs" / "api.md"
+# Names that users meet first.
 FIRST = (
     "load",
     "Decoder",
@@ -34,57 +35,63 @@ ITEM = re.compile(r"(\S[^:]*): (.*)")
 
 
 def page() -> str:
-    """The page: names of `forerun.__all__`, those that users meet first before the others, then what they hold."""
+    """Return the page: the names of `forerun.__all__`, then the classes that they return."""
     names = [*FIRST, *(name for name in forerun.__all__ if name not in FIRST)]
-    parts = [entry(name, getattr(forerun, name)) for name in names]
-    parts += [entry(each.__name__, each) for each in (Stats, Step)]
-    return "\n".join([FRONT, *parts]).rstrip() + "\n"
+    entries = [entry(name, getattr(forerun, name)) for name in names]
+    entries += [entry(cls.__name__, cls) for cls in (Stats, Step)]
+    return "\n".join([FRONT, *entries]).rstrip() + "\n"
 
 
-def entry(name: str, each: Any) -> str:
-    """A class with its own public methods and properties, or a function."""
-    if not inspect.isclass(each):
-        return f"## {signed(name, each)}\n\n{text(each)}\n"
-    lines = [f"## {signed(name, each)}", "", text(each), ""]
-    made = vars(each).get("__init__")
-    if made is not None and made.__doc__:
-        lines += [text(made), ""]
-    for key, value in vars(each).items():
-        found = value.fget if isinstance(value, property) else value
-        if key.startswith("_") or not inspect.isfunction(found) or not found.__doc__:
+def entry(name: str, value: Any) -> str:
+    """Return a function, or a class with its own public methods and properties."""
+    if not inspect.isclass(value):
+        return f"## {signed(name, value)}\n\n{text(value)}\n"
+    lines = [f"## {signed(name, value)}", "", text(value), ""]
+    init = vars(value).get("__init__")
+    if init is not None and init.__doc__:
+        lines += [text(init), ""]
+    for key, member in vars(value).items():
+        is_property = isinstance(member, property)
+        function = member.fget if is_property else member
+        if key.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
             continue
-        title = f"`{name}.{key}`" if isinstance(value, property) else signed(f"{name}.{key}", found)
-        lines += [f"### {title}", "", text(found), ""]
+        title = f"`{name}.{key}`" if is_property else signed(f"{name}.{key}", function)
+        lines += [f"### {title}", "", text(function), ""]
     return "\n".join(lines)
 
 
-def signed(name: str, each: Any) -> str:
-    """The name with its arguments, as code."""
-    return f"`{name}({', '.join(map(argument, inspect.signature(each).parameters.values()))})`".replace(
-        "(self, ", "("
-    ).replace("(self)", "()")
+def signed(name: str, function: Any) -> str:
+    """Return the name with its arguments, as code."""
+    arguments = ", ".join(map(argument, inspect.signature(function).parameters.values()))
+    if arguments == "self":
+        arguments = ""
+    return f"`{name}({arguments.removeprefix('self, ')})`"
 
 
-def argument(each: inspect.Parameter) -> str:
-    """A parameter with its default, without its type, which the text gives."""
-    stars = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "")
-    default = each.default
-    shown = "..." if repr(default).startswith("<") else repr(default)
-    return f"{stars}{each.name}" + ("" if default is each.empty else f"={shown}")
+def argument(parameter: inspect.Parameter) -> str:
+    """Return a parameter with its default, without its type, which the text gives."""
+    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    if parameter.default is parameter.empty:
+        return stars + parameter.name
+    default = repr(parameter.default)
+    return f"{stars}{parameter.name}={'...' if default.startswith('<') else default}"
 
 
-def text(each: Any) -> str:
-    """A docstring as Markdown: its sections are lists."""
-    lines, in_section = [], False
-    for line in (inspect.getdoc(each) or "").splitlines():
-        if found := SECTION.match(line):
-            lines += [f"**{found[1]}**", ""]
+def text(documented: Any) -> str:
+    """Return a docstring as Markdown, whose sections are lists."""
+    lines: list[str] = []
+    in_section = False
+    for line in (inspect.getdoc(documented) or "").splitlines():
+        section = SECTION.match(line)
+        item = ITEM.match(line.removeprefix("    "))
+        if section:
+            lines += [f"**{section[1]}**", ""]
             in_section = True
         elif not line or not in_section:
             lines.append(line)
             in_section = False
-        elif found := ITEM.match(line.removeprefix("    ")):
-            lines.append(f"- `{found[1]}`: {found[2]}")
+        elif item:
+            lines.append(f"- `{item[1]}`: {item[2]}")
         else:
             lines.append("  " * lines[-1].startswith(("-", " ")) + line.strip())
     return "\n".join(lines).strip()

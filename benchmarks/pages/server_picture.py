@@ -1,9 +1,10 @@
-"""Draws docs/images/page.png: the page of a running server with an answer in it, as Chromium shows it.
+"""Draws docs/images/page.png: the page of a running server with an answer in it.
 
-    forerun serve --target smollm2 --no-guard &      # drafts also on a machine that has much else to do
+    forerun serve --target smollm2 --no-guard &
     python benchmarks/pages/server_picture.py --url http://127.0.0.1:8000/
 
-Needs the package playwright and Debian's chromium.
+Without the guard there are drafts also on a machine that has much else to do. It needs the package
+playwright and Debian's chromium.
 """
 
 from __future__ import annotations
@@ -11,55 +12,70 @@ from __future__ import annotations
 import argparse
 import shutil
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-WAIT = 300_000  # milliseconds
-parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--url", default="http://127.0.0.1:8000/")
-parser.add_argument(
-    "--questions",
-    nargs="+",
-    default=["Write a Python class for a stack.", "Add a method size to it."],
-)
-parser.add_argument(
-    "--both", action="store_true", help="the last one side by side: on a machine without other work"
-)
-parser.add_argument("--max-tokens", type=int, default=160)
-parser.add_argument("--out", type=Path, default=Path("docs/images/page.png"))
-args = parser.parse_args()
+WAIT_MS = 300_000
+SIZE = {"width": 1200, "height": 800}
+COLOURS = 128
+QUESTIONS = ["Write a Python class for a stack.", "Add a method size to it."]
+# For each step whether it rejected something, and how many tokens it shows.
+MARKS = "all => all.map(li => [li.querySelector('.rejected') ? 1 : 0, li.children.length])"
 
-with sync_playwright() as playwright:
-    browser = playwright.chromium.launch(
-        executable_path=shutil.which("chromium"), args=["--no-sandbox"]
-    )
-    page = browser.new_page(viewport={"width": 1200, "height": 800})
-    page.set_default_timeout(WAIT)
-    page.goto(args.url)
+
+def ask(page: Any, question: str, both: bool) -> None:
+    """Ask a question, and wait for the answer."""
+    page.set_checked("#both", both)
+    page.fill("#question", question)
+    page.press("#question", "Enter")
+    page.wait_for_selector("#stop:enabled")
     page.wait_for_selector("#send:enabled")
-    page.click("summary")
-    page.fill("#max_tokens", str(args.max_tokens))
-    page.click("summary")
-    for number, question in enumerate(args.questions):
-        page.set_checked("#both", args.both and number == len(args.questions) - 1)
-        page.fill("#question", question)
-        page.press("#question", "Enter")
-        page.wait_for_selector("#stop:enabled")
-        page.wait_for_selector("#send:enabled")
-    # The step that kept most, among those that rejected something.
-    columns = page.locator("#steps li")
-    marks = columns.evaluate_all(
-        "all => all.map(li => [li.querySelector('.rejected') ? 1 : 0, li.children.length])"
-    )
-    page.locator("#steps").press("Home")
+
+
+def show_best_step(page: Any) -> None:
+    """Select the step that kept most, among those that rejected something."""
+    marks = page.locator("#steps li").evaluate_all(MARKS)
+    steps = page.locator("#steps")
+    steps.press("Home")
     for _ in range(marks.index(max(marks, default=[0, 0]))):
-        page.locator("#steps").press("ArrowRight")
+        steps.press("ArrowRight")
     page.evaluate("document.querySelector('aside').scrollTop = 0")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", default="http://127.0.0.1:8000/")
+    parser.add_argument("--questions", nargs="+", default=QUESTIONS)
+    parser.add_argument(
+        "--both",
+        action="store_true",
+        help="the last one side by side: on a machine without other work",
+    )
+    parser.add_argument("--max-tokens", type=int, default=160)
+    parser.add_argument("--out", type=Path, default=Path("docs/images/page.png"))
+    args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=args.out)
-    browser.close()
-Image.open(args.out).convert("P", palette=Image.Palette.ADAPTIVE, colors=128).save(
-    args.out, optimize=True
-)
-print(f"{args.out}: {args.out.stat().st_size / 1000:.0f} kB")
+    with sync_playwright() as playwright:
+        chromium = shutil.which("chromium")
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport=SIZE)
+        page.set_default_timeout(WAIT_MS)
+        page.goto(args.url)
+        page.wait_for_selector("#send:enabled")
+        page.click("summary")
+        page.fill("#max_tokens", str(args.max_tokens))
+        page.click("summary")
+        for number, question in enumerate(args.questions, 1):
+            ask(page, question, both=args.both and number == len(args.questions))
+        show_best_step(page)
+        page.screenshot(path=args.out)
+        browser.close()
+    image = Image.open(args.out).convert("P", palette=Image.Palette.ADAPTIVE, colors=COLOURS)
+    image.save(args.out, optimize=True)
+    print(f"{args.out}: {args.out.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
