@@ -310,7 +310,7 @@ def test_states_do_not_depend_on_the_way_there() -> None:
         assert found.equal(fresh)
         assert found.isfinite().all() or not found[0, 300:].isfinite().any()
         seen.add(tuple(ids[0].tolist()))
-    assert len(seen) > grammar.KEPT and len(used._states) <= grammar.KEPT
+    assert len(seen) > grammar.MAX_STATES and len(used._states) <= grammar.MAX_STATES
 
 
 @pytest.mark.parametrize(("most", "reason"), [(1, "length"), (2, "stop"), (9, "stop")])

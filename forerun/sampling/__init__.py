@@ -1,1 +1,1 @@
-"""What is sampled: parameters, the distribution of a token, seeds, penalties, grammars, log probabilities."""
+"""Sampling: its parameters, distributions, seeds, penalties, grammars and log probabilities."""

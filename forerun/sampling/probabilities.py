@@ -1,4 +1,4 @@
-"""Numbers read off scores [.., V]: the best token, and how probable tokens are."""
+"""Figures computed from scores [.., V]: the best token, and how probable tokens are."""
 
 from __future__ import annotations
 
@@ -11,49 +11,59 @@ from torch import Tensor
 
 
 def _is_numpy(scores: Tensor) -> bool:
+    """Return whether NumPy can read the scores without a copy."""
     return scores.device.type == "cpu" and scores.dtype == torch.float32
 
 
 def argmax_of(scores: Tensor) -> Tensor:
-    """The argmax [..] of scores [.., V], the first of equal ones. On a CPU numpy's takes a tenth of torch's time."""
-    return (
-        torch.from_numpy(np.asarray(scores.detach().numpy().argmax(-1)))
-        if _is_numpy(scores)
-        else scores.argmax(-1)
-    )
+    """Return the argmax [..] of scores [.., V], the first of equal ones.
+
+    On a CPU, NumPy's argmax takes a tenth of the time of torch's.
+    """
+    if _is_numpy(scores):
+        return torch.from_numpy(np.asarray(scores.detach().numpy().argmax(-1)))
+    return scores.argmax(-1)
 
 
 def best_of(scores: Sequence[Tensor]) -> tuple[list[int], list[float]]:
-    """Of several scores [N, V], at least one, the argmax of each row, and the score there: NaN where any of the row's
-    is. A GPU is waited for once."""
-    if all(
-        map(_is_numpy, scores)
-    ):  # few calls, as their code is read from memory after every forward
-        rows = [row for each in scores for row in each.detach().numpy()]
-        best = [int(row.argmax()) for row in rows]
-        return best, [float(row[token]) for row, token in zip(rows, best, strict=True)]
-    argmax = [each.argmax(-1) for each in scores]
+    """Return the argmax of each row of several scores [N, V], and the score there.
+
+    There is at least one tensor of scores. The score of a row with NaN is NaN. A GPU is waited for
+    only once.
+    """
+    if all(map(_is_numpy, scores)):
+        # With few calls, because after every forward their code is read from memory again.
+        rows = [row for batch in scores for row in batch.detach().numpy()]
+        tokens = [int(row.argmax()) for row in rows]
+        return tokens, [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
+    argmax = [batch.argmax(-1) for batch in scores]
     highest = [
-        each.gather(-1, best[:, None])[:, 0] for each, best in zip(scores, argmax, strict=True)
+        batch.gather(-1, index[:, None])[:, 0] for batch, index in zip(scores, argmax, strict=True)
     ]
-    tokens, values = torch.stack([torch.cat(argmax).float(), torch.cat(highest).float()]).tolist()
-    return [int(token) for token in tokens], values
+    best, values = torch.stack([torch.cat(argmax).float(), torch.cat(highest).float()]).tolist()
+    return [int(token) for token in best], values
 
 
 def probabilities_of(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Probabilities [..] of tokens [..] under the softmax of scores [.., V]."""
+    """Return the probabilities [..] of tokens [..] under the softmax of scores [.., V]."""
     return scores.softmax(-1).gather(-1, tokens[..., None])[..., 0]
 
 
 def last_probabilities(scores: Tensor, tokens: list[list[int]]) -> list[float]:
-    """The probability of each row's last token: scores [R, V], tokens [R][n]."""
+    """Return the probability of each row's last token: scores [R, V], tokens [R][n]."""
     ids = torch.tensor([row[-1] for row in tokens], device=scores.device)
     return probabilities_of(scores, ids).tolist()
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """A token, its log probability, and the most probable tokens in its place with theirs, the best first."""
+    """A token with its log probability.
+
+    Attributes:
+        token: the token.
+        logprob: its log probability.
+        top: the most probable tokens at its position with their log probabilities, the best first.
+    """
 
     token: int
     logprob: float
@@ -61,13 +71,18 @@ class Logprob:
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:
-    """The log probabilities of tokens [n] under logits [n, V], each with the `top` best in its place."""
+    """Return the log probabilities of tokens [n] under logits [n, V].
+
+    Each comes with the `top` most probable tokens at its position.
+    """
     if not tokens:
         return []
     logprobs = logits.float().log_softmax(-1)
-    own = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
-    best, ids = logprobs.topk(min(top, logprobs.shape[-1]), -1)
+    ids = torch.tensor(tokens, device=logprobs.device)
+    chosen = logprobs.gather(1, ids[:, None])[:, 0].tolist()
+    best_values, best_ids = logprobs.topk(min(top, logprobs.shape[-1]), -1)
+    rows = zip(tokens, chosen, best_ids.tolist(), best_values.tolist(), strict=True)
     return [
-        Logprob(token, each, tuple(zip(row, values, strict=True)))
-        for token, each, row, values in zip(tokens, own, ids.tolist(), best.tolist(), strict=True)
+        Logprob(token, logprob, tuple(zip(ids, values, strict=True)))
+        for token, logprob, ids, values in rows
     ]
