@@ -130,8 +130,8 @@ def _new_matcher(kind: str, text: str, vocabulary: LLTokenizer) -> LLMatcher:
     # Verbose errors would hold the text so far.
     limits = LLParserLimits(verbose_errors=False)
     try:
-        grammar = grammar_from(kind, text)
-        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)  # type: ignore[arg-type]
+        grammar = grammar_from(kind, text)  # type: ignore[arg-type]
+        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
     except Exception as error:
         raise ValueError(f"cannot use response_format.{kind}: {_line(error)}") from None
     if matcher.is_error():

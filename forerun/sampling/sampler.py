@@ -1,4 +1,4 @@
-"""How a token follows from logits: processors, then argmax or sampling."""
+"""How a token follows from logits: logits processors, then argmax or sampling."""
 
 from __future__ import annotations
 
@@ -19,36 +19,46 @@ from forerun.sampling.params import SamplingParams
 from forerun.sampling.probabilities import argmax_of
 from forerun.sampling.seeded import SeededSampler
 
-# What a token is sampled by; a generator of None is torch's own.
+# Where the random numbers for a token come from. None is torch's own generator.
 Source = SeededSampler | torch.Generator | None
 _BLOCK = 256  # tokens whose probabilities are summed together
 
 
 class QuickTopP(logits_process.TopPLogitsWarper):
-    """Transformers' top-p without its sort of all scores, which on a CPU takes longer than a small target's layers.
-    Only tokens above a floor are sorted. Those below it are left out if together they have no more than 1 - p, as those
-    below (1 - p) / V always have."""
+    """Transformers' top-p, without its sort of all scores.
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    On a CPU that sort takes longer than the layers of a small target. Here only the tokens above a
+    floor are sorted. The tokens below it are left out if their probabilities sum to at most 1 - p,
+    which is always so for a floor of (1 - p) / V.
+    """
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores [R, V] with those of the tokens that are left out masked."""
         if scores.device.type != "cpu":
-            return super().__call__(input_ids, scores)  # type: ignore[arg-type]
-        probabilities, least = scores.softmax(-1).numpy(), []
-        for each in probabilities:
-            found = self._least(each)
-            if found is None:
-                return super().__call__(input_ids, scores)  # type: ignore[arg-type]
-            least.append(found)
-        left = np.full_like(probabilities, self.filter_value)
-        np.copyto(left, scores.numpy(), where=probabilities >= np.array(least)[:, None])
-        return torch.from_numpy(left)
+            return super().__call__(input_ids, scores)
+        probabilities = scores.softmax(-1).numpy()
+        limits = []
+        for row in probabilities:
+            limit = self._smallest_kept(row)
+            if limit is None:
+                return super().__call__(input_ids, scores)
+            limits.append(limit)
+        kept = np.full_like(probabilities, self.filter_value)
+        np.copyto(kept, scores.numpy(), where=probabilities >= np.array(limits)[:, None])
+        return torch.from_numpy(kept)
 
-    def _least(self, probabilities: np.ndarray) -> np.float32 | None:
-        """Return the smallest probability that stays, or None if only the sort can tell which of equal ones do."""
-        left_out, whole = 1 - self.top_p, probabilities.sum(dtype=np.float64)
-        for times in (64, 8, 1):  # most distributions have few tokens above the first floor
-            above = probabilities[probabilities >= times * left_out / len(probabilities)]
-            below = whole - above.sum(dtype=np.float64)
-            if below <= left_out or times == 1:
+    def _smallest_kept(self, probabilities: np.ndarray) -> np.float32 | None:
+        """Return the smallest probability that is kept.
+
+        None if several tokens have it and not all are kept; transformers' sort then decides which.
+        """
+        left_out = 1 - self.top_p
+        total = probabilities.sum(dtype=np.float64)
+        # The highest floor first, because in most distributions few tokens are above it.
+        for factor in (64, 8, 1):
+            above = probabilities[probabilities >= factor * left_out / len(probabilities)]
+            below = total - above.sum(dtype=np.float64)
+            if below <= left_out or factor == 1:
                 break
         ascending = np.sort(above)
         first = int((below + ascending.cumsum(dtype=np.float64)).searchsorted(left_out, "right"))
@@ -59,13 +69,18 @@ class QuickTopP(logits_process.TopPLogitsWarper):
 
 
 class Penalties(LogitsProcessor):
-    """Takes from the scores of each token `frequency` for every time that it stands in the output, and `presence` if it
-    stands there at all. The prompt does not count."""
+    """Lowers the scores of tokens that occur in the output.
+
+    It subtracts `frequency` for each occurrence, and `presence` once. The prompt does not count.
+    """
 
     def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
-        self.presence, self.frequency, self.prompt_length = presence, frequency, prompt_length
+        self.presence = presence
+        self.frequency = frequency
+        self.prompt_length = prompt_length
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores [R, V] after ids [R, n], less the penalties."""
         output = input_ids[:, self.prompt_length :]
         if not output.shape[1]:
             return scores
@@ -78,21 +93,18 @@ class LogitBias(LogitsProcessor):
     """Adds a number to the scores of some tokens."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:
-        self.ids, self.values = (
-            torch.tensor(list(bias)),
-            torch.tensor([float(each) for each in bias.values()]),
-        )
+        self.ids = torch.tensor(list(bias))
+        self.values = torch.tensor([float(value) for value in bias.values()])
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores [R, V] with the biases added."""
         inside = self.ids < scores.shape[-1]
-        ids, values = (
-            self.ids[inside].to(scores.device),
-            self.values[inside].to(scores.device, scores.dtype),
-        )
+        ids = self.ids[inside].to(scores.device)
+        values = self.values[inside].to(scores.device, scores.dtype)
         return scores.index_add(1, ids, values.expand(len(scores), -1))
 
 
-# These know no tokens, only scores.
+# These only compare scores and do not know which token a score belongs to.
 _INDEX_FREE = (
     logits_process.TemperatureLogitsWarper,
     logits_process.TopKLogitsWarper,
@@ -103,19 +115,23 @@ _INDEX_FREE = (
     logits_process.EtaLogitsWarper,
     QuickTopP,
 )
-# These read the scores alone, so every node of a draft can go through them at once.
+# These do not read the tokens before, so all nodes of a draft can pass through them at once.
 _PREFIX_FREE = (*_INDEX_FREE, logits_process.SuppressTokensLogitsProcessor, LogitBias)
 
 
 class Constraint(LogitsProcessor):
-    """A processor that forbids tokens after some texts, and knows so before a forward (`forerun.sampling.grammar`)."""
+    """A processor that knows before a forward which tokens it will forbid after a text.
+
+    The one in the package is `forerun.sampling.grammar.Grammar`.
+    """
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> int:
-        """Return how many tokens of a chain after the tokens are allowed."""
+        """Return how many tokens of a chain may follow `tokens`."""
         raise NotImplementedError
 
 
 def _quickened(processor: LogitsProcessor) -> LogitsProcessor:
+    """Return QuickTopP in place of transformers' top-p."""
     if type(processor) is not logits_process.TopPLogitsWarper:
         return processor
     return QuickTopP(processor.top_p, processor.filter_value, processor.min_tokens_to_keep)
@@ -123,7 +139,11 @@ def _quickened(processor: LogitsProcessor) -> LogitsProcessor:
 
 @dataclass(frozen=True)
 class SamplingDistribution:
-    """What tokens are sampled from: logits at a temperature, of the most probable tokens that have `top_p` together."""
+    """The distribution that tokens are sampled from.
+
+    It is the softmax of the logits at a temperature, restricted to the most probable tokens that
+    together have the probability `top_p`.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -131,8 +151,15 @@ class SamplingDistribution:
 
 @dataclass(frozen=True)
 class ChainSampling:
-    """How a chain is sampled from `distribution`: by `numbers` [n], float64 in [0, 1), one for each token. Without
-    them, by seeded samplers of these `keys`, one for each position, in a vocabulary of `size` tokens."""
+    """How the tokens of a chain are sampled.
+
+    Attributes:
+        distribution: what they are sampled from.
+        numbers: [n] float64 random numbers in [0, 1), one per token. None: seeded samplers are
+            used.
+        keys: the key of the seeded sampler at each position.
+        size: the number of tokens in the vocabulary that the seeded samplers choose from.
+    """
 
     distribution: SamplingDistribution
     numbers: Tensor | None
@@ -141,25 +168,35 @@ class ChainSampling:
 
 
 class Drafted(NamedTuple):
-    """A chain that was drafted in one call (`forerun.model.forward.FusedDraft`)."""
+    """A chain that was drafted in one call (`forerun.model.forward.FusedDraft`).
+
+    Attributes:
+        tokens: the tokens.
+        probs: [n, V] distributions that the tokens were sampled from; None unless they were sampled
+            by numbers.
+        probabilities: the probability of each token.
+    """
 
     tokens: list[int]
-    probs: Tensor | None  # [n, V] that the tokens were sampled from, if that was by numbers
-    probabilities: list[float]  # of each token
+    probs: Tensor | None
+    probabilities: list[float]
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """How a sequence's next token follows from logits: Hugging Face's processors, then argmax or sampling."""
+    """How a sequence's next token follows from logits.
+
+    Hugging Face's logits processors change the scores; then the argmax is taken, or a token is
+    sampled.
+    """
 
     greedy: bool = True
     processors: LogitsProcessorList | None = None
 
     def __post_init__(self) -> None:
         if self.processors:
-            object.__setattr__(
-                self, "processors", LogitsProcessorList(map(_quickened, self.processors))
-            )
+            quickened = LogitsProcessorList(map(_quickened, self.processors))
+            object.__setattr__(self, "processors", quickened)
 
     @classmethod
     def of(
@@ -169,70 +206,69 @@ class Sampler:
         vocab_size: int,
         extra: Iterable[LogitsProcessor] = (),
     ) -> Sampler:
-        """Return the sampler of parameters, as transformers' `generate` has it: `extra` processors come after penalties
-        and biases and before temperature, and one of a penalty's own class replaces it.
+        """Return the sampler of parameters, with the processors in the order of transformers.
+
+        As in `generate`, the `extra` processors come after penalties and biases and before the
+        temperature, and an extra repetition penalty replaces that of the parameters.
 
         Raises ValueError for a bias on a token that is not in the vocabulary.
         """
-        found: list[LogitsProcessor] = []
-        extra = list(extra)
-        repetition = logits_process.RepetitionPenaltyLogitsProcessor
+        processors: list[LogitsProcessor] = []
+        others = list(extra)
         if params.repetition_penalty != 1.0:
-            given = next((each for each in extra if type(each) is repetition), None)
-            found.append(given or repetition(float(params.repetition_penalty)))
-            extra = [each for each in extra if each is not given]
+            penalty = logits_process.RepetitionPenaltyLogitsProcessor
+            given = next((processor for processor in others if type(processor) is penalty), None)
+            processors.append(given or penalty(float(params.repetition_penalty)))
+            others = [processor for processor in others if processor is not given]
         if params.presence_penalty or params.frequency_penalty:
-            found.append(
+            processors.append(
                 Penalties(params.presence_penalty, params.frequency_penalty, prompt_length)
             )
         if params.logit_bias:
             if max(params.logit_bias) >= vocab_size:
                 raise ValueError(f"logit_bias has token ids outside 0..{vocab_size - 1}")
-            found.append(LogitBias(params.logit_bias))
-        found += extra
-        if params.temperature > 0:
-            if params.temperature != 1.0:
-                found.append(logits_process.TemperatureLogitsWarper(float(params.temperature)))
-            if params.top_k:
-                found.append(logits_process.TopKLogitsWarper(int(params.top_k)))
-            if params.top_p < 1.0:
-                found.append(QuickTopP(float(params.top_p)))
-            if params.min_p:
-                found.append(logits_process.MinPLogitsWarper(float(params.min_p)))
-        return cls(not params.temperature, LogitsProcessorList(found))
+            processors.append(LogitBias(params.logit_bias))
+        processors += others
+        processors += _warpers(params)
+        return cls(not params.temperature, LogitsProcessorList(processors))
 
     def scores(self, logits: Tensor, prefix: Callable[[int], list[int]]) -> Tensor:
-        """Return processed float32 scores [N, V] of logits [N, V]; `prefix(i)` returns the tokens before the i-th
-        choice. Processors that read the prefix see rows of one length only, never padding."""
+        """Return the processed float32 scores [N, V] of logits [N, V].
+
+        `prefix(i)` returns the tokens before row i. Processors that read them get rows of equal
+        length, without padding.
+        """
         scores = logits.float()
         if not self.processors:
             return scores
         if not self.index_free:
-            scores = scores.clone()  # some of the other processors write in place
+            scores = scores.clone()  # because some of the other processors write in place
         if self.prefix_free:
             return self._processed(None, scores)
         prefixes = [prefix(i) for i in range(len(scores))]
-        by_length = defaultdict(list)
+        rows_by_length = defaultdict(list)
         for i, tokens in enumerate(prefixes):
-            by_length[len(tokens)].append(i)
-        for rows in by_length.values():
+            rows_by_length[len(tokens)].append(i)
+        for rows in rows_by_length.values():
             ids = torch.tensor([prefixes[i] for i in rows], device=scores.device)
             scores[rows] = self._processed(ids, scores[rows])
         return scores
 
     def _processed(self, ids: Tensor | None, scores: Tensor) -> Tensor:
-        for processor in (
-            self.processors or ()
-        ):  # their list would ask each for its signature every time
-            scores = processor(ids, scores)  # type: ignore[arg-type]
+        """Return scores [R, V] after all processors."""
+        # One by one, because LogitsProcessorList inspects each signature at every call.
+        for processor in self.processors or ():
+            scores = processor(ids, scores)
         return scores
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> Sequence[int]:
-        """Return the beginning of a chain of point masses after the tokens that no grammar forbids.
+        """Return the beginning of a chain of point masses that grammars allow after `tokens`.
 
-        This is exact: the target gives a forbidden token no probability, so it is never accepted and takes nothing from
-        the residual. It would not be for a token sampled from `q`, as the residual lacks `q`; such tokens are sampled
-        under the same grammar."""
+        Cutting such a chain is exact: the target gives a forbidden token the probability 0, so it
+        is never accepted and takes nothing from the residual. Cutting a token that was sampled from
+        `q` would not be exact, because `q` is subtracted in the residual. Such tokens are sampled
+        under the same grammar instead.
+        """
         for processor in self.processors or ():
             if isinstance(processor, Constraint):
                 chain = chain[: processor.fitting(tokens, chain)]
@@ -240,35 +276,55 @@ class Sampler:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether its tokens are the argmax of the logits themselves."""
+        """Whether the next token is the argmax of the logits themselves."""
         return self.greedy and not self.processors
 
     @cached_property
     def distribution(self) -> SamplingDistribution | None:
-        """What tokens are sampled from; None if processors do more than temperature and top-p, in this order."""
-        found, last = SamplingDistribution(), ""
-        for each in self.processors or ():
-            if type(each) is logits_process.TemperatureLogitsWarper and not last:
-                found, last = replace(found, temperature=float(each.temperature)), "temperature"
-            elif type(each) is QuickTopP and last != "top-p" and each.min_tokens_to_keep == 1:
-                found, last = replace(found, top_p=float(each.top_p)), "top-p"
-            else:
-                return None
-        return None if self.greedy else found
+        """The distribution that tokens are sampled from.
+
+        None for greedy decoding, and for processors other than a temperature and then top-p.
+        """
+        distribution = SamplingDistribution()
+        left = list(self.processors or ())
+        if left and type(left[0]) is logits_process.TemperatureLogitsWarper:
+            distribution = replace(distribution, temperature=float(left.pop(0).temperature))
+        if left and type(left[0]) is QuickTopP and left[0].min_tokens_to_keep == 1:
+            distribution = replace(distribution, top_p=float(left.pop(0).top_p))
+        return None if self.greedy or left else distribution
 
     @property
     def prefix_free(self) -> bool:
-        """Whether its processors look at the scores alone."""
+        """Whether no processor reads the tokens before."""
         return all(type(processor) in _PREFIX_FREE for processor in self.processors or ())
 
     @property
     def index_free(self) -> bool:
-        """Whether they also ignore which tokens scores belong to, so that a part of the vocabulary will do."""
+        """Whether it also does not matter which tokens the scores belong to.
+
+        The processors can then work on the scores of a part of the vocabulary.
+        """
         return all(type(processor) in _INDEX_FREE for processor in self.processors or ())
 
 
+def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
+    """Return the processors that change the distribution for sampling; none for greedy decoding."""
+    if not params.temperature:
+        return []
+    warpers: list[LogitsProcessor] = []
+    if params.temperature != 1.0:
+        warpers.append(logits_process.TemperatureLogitsWarper(float(params.temperature)))
+    if params.top_k:
+        warpers.append(logits_process.TopKLogitsWarper(int(params.top_k)))
+    if params.top_p < 1.0:
+        warpers.append(QuickTopP(float(params.top_p)))
+    if params.min_p:
+        warpers.append(logits_process.MinPLogitsWarper(float(params.min_p)))
+    return warpers
+
+
 class RowError(Exception):
-    """A user's processor raised for one row; `__cause__` is what it raised."""
+    """A user's processor raised an error for one row; `__cause__` is that error."""
 
     def __init__(self, row: int) -> None:
         super().__init__(f"a logits processor failed for row {row}")
@@ -281,75 +337,107 @@ def next_tokens(
     prefix: Callable[[int], list[int]],
     sources: Sequence[Source],
 ) -> tuple[list[int], Tensor, Tensor | None]:
-    """Return the next token of each row, the processed scores [R, V], and the distributions [R, V] that tokens were
-    sampled from, None if all rows are greedy.
+    """Return the next token of each row, the processed scores, and the distributions.
 
-    `prefix(r)` returns the tokens before row r's token, and `sources` are what each is sampled by. Raises RowError if a
-    row's processor raised, or left no token to sample."""
-    first = samplers[0]
-    if all(sampler is first for sampler in samplers) and first.prefix_free:
-        scores = first.scores(logits, prefix)
-    elif any(sampler.processors for sampler in samplers):
-        scores = logits.float().clone()
-        for r, sampler in enumerate(samplers):
-            if sampler.processors:
-                try:
-                    scores[r] = sampler.scores(logits[r : r + 1], lambda _, r=r: prefix(r))[0]  # type: ignore[misc]
-                except UNATTRIBUTABLE:
-                    raise
-                except BaseException as error:
-                    raise RowError(r) from error
-    else:
-        scores = logits.float()
+    Scores are [R, V]. So are the distributions that the tokens were sampled from, which are None if
+    all rows are greedy. `prefix(r)` returns the tokens before row r's next token, and `sources` has
+    the source of randomness for each row.
+
+    Raises RowError if a row's processor raised, or left no token to sample.
+    """
+    scores = _scores(samplers, logits, prefix)
     argmax = argmax_of(scores).tolist() if any(sampler.greedy for sampler in samplers) else []
     if all(sampler.greedy for sampler in samplers):
         return argmax, scores, None
-    probabilities, tokens = scores.softmax(-1), []
-    for r, (sampler, source) in enumerate(zip(samplers, sources, strict=True)):
+    probabilities = scores.softmax(-1)
+    tokens = []
+    for row, (sampler, source) in enumerate(zip(samplers, sources, strict=True)):
         try:
-            tokens.append(argmax[r] if sampler.greedy else sample(probabilities[r], source))
+            tokens.append(argmax[row] if sampler.greedy else sample(probabilities[row], source))
         except ValueError as error:  # the processors left nothing to sample
-            raise RowError(r) from error
+            raise RowError(row) from error
     return tokens, scores, probabilities
 
 
-def sample(probabilities: Tensor, source: Source) -> int:
-    """Return a token sampled from a distribution [V], which a seeded sampler needs normalised.
+def _scores(
+    samplers: Sequence[Sampler], logits: Tensor, prefix: Callable[[int], list[int]]
+) -> Tensor:
+    """Return the processed scores [R, V]: of all rows at once if they share a sampler.
 
-    A generator's number goes through the inverse of the distribution function, in a tenth of the time of
-    torch.multinomial, which needs a number for every entry. Raises ValueError for a distribution of NaN or of nothing.
+    Raises RowError if a row's processor raised.
+    """
+    first = samplers[0]
+    if all(sampler is first for sampler in samplers) and first.prefix_free:
+        return first.scores(logits, prefix)
+    scores = logits.float()
+    if any(sampler.processors for sampler in samplers):
+        scores = scores.clone()
+        for row, sampler in enumerate(samplers):
+            if sampler.processors:
+                _score_row(sampler, logits, prefix, row, scores)
+    return scores
+
+
+def _score_row(
+    sampler: Sampler,
+    logits: Tensor,
+    prefix: Callable[[int], list[int]],
+    row: int,
+    scores: Tensor,
+) -> None:
+    """Write the processed scores of one row. Raises RowError if a processor raised."""
+    try:
+        scores[row] = sampler.scores(logits[row : row + 1], lambda _: prefix(row))[0]
+    except UNATTRIBUTABLE:
+        raise
+    except BaseException as error:
+        raise RowError(row) from error
+
+
+def sample(probabilities: Tensor, source: Source) -> int:
+    """Return a token sampled from a distribution [V].
+
+    The distribution must be normalised for a seeded sampler. Otherwise one random number is put
+    through the inverse of the cumulative distribution function. That takes a tenth of the time of
+    torch.multinomial, which draws a number for every entry.
+
+    Raises ValueError for a distribution of NaN, and for one that is 0 everywhere.
     """
     if isinstance(source, SeededSampler):
         return source.sample(probabilities)
     device = probabilities.device
-    dtype = torch.float32 if device.type == "mps" else torch.float64  # that has no float64
+    dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS lacks float64
     number = torch.rand((), dtype=dtype, generator=source, device=device)
     if device.type == "cpu":
-        return _at(float(number), probabilities.numpy())
+        return _token_at(float(number), probabilities.numpy())
     below = probabilities.cumsum(-1, dtype=dtype)
-    index = int(
-        torch.searchsorted(below, number * below[-1], right=True)
-    )  # `right` passes over probabilities of 0
-    return index if index < len(probabilities) else _last(probabilities.cpu().numpy())
+    # `right` passes over tokens whose probability is 0.
+    index = int(torch.searchsorted(below, number * below[-1], right=True))
+    return index if index < len(probabilities) else _last_possible(probabilities.cpu().numpy())
 
 
-def _at(number: float, p: np.ndarray) -> int:
-    """Return the token of p [V] at a number in [0, 1) of the distribution function. Blocks are summed first, which
-    takes a sixth of the time of a sum up to every token."""
+def _token_at(number: float, p: np.ndarray) -> int:
+    """Return the token at which the cumulative distribution of p [V] passes a number in [0, 1).
+
+    Blocks are summed first, which takes a sixth of the time of a sum up to every token.
+    """
     below = np.add.reduceat(p, np.arange(0, len(p), _BLOCK), dtype=np.float64).cumsum()
-    at = number * below[-1]
-    block = int(below.searchsorted(at, "right"))
+    target = number * below[-1]
+    block = int(below.searchsorted(target, "right"))
     if block == len(below):
-        return _last(p)
+        return _last_possible(p)
     first = block * _BLOCK
     tokens = p[first : first + _BLOCK]
-    rest = at - (below[block - 1] if block else 0.0)
+    rest = target - (below[block - 1] if block else 0.0)
     index = int(tokens.cumsum(dtype=np.float64).searchsorted(rest, "right"))
-    return first + (index if index < len(tokens) else _last(tokens))
+    return first + (index if index < len(tokens) else _last_possible(tokens))
 
 
-def _last(p: np.ndarray) -> int:
-    """Return the last token that has a probability, for a number that rounding led to the very end."""
+def _last_possible(p: np.ndarray) -> int:
+    """Return the last token with a probability, for a number that was rounded up to the very end.
+
+    Raises NotNumbersError if there is none.
+    """
     if not p.sum() > 0:
         raise NotNumbersError(
             "no token can be sampled: scores are not numbers, or all of them are -inf"

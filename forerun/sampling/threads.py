@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# One thread computes on this many numbers within the time that waiting for the others would take.
+# Up to this many numbers, one thread takes no longer than several, which must be waited for.
 MAX_NUMBERS = 1 << 21
 _set_threads: Any = int  # does nothing, because without OpenMP none of torch's threads waits
 with suppress(AttributeError, OSError, TypeError):  # TypeError: on Windows
