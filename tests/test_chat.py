@@ -118,7 +118,7 @@ def test_refusals_of_a_whole_chat(decoder: Decoder, monkeypatch: pytest.MonkeyPa
     )
     for name in ("tokenize", "chat_template", "add_generation_prompt", "conversation"):
         refuses(
-            f"'{name}' is no argument for the chat template",
+            f"'{name}' is not an argument of chat templates",
             chat_prompt,
             tokenizer,
             [USER],

@@ -527,7 +527,8 @@ def test_the_demo_asks_the_chat_model(
         app, ["demo", "--method", "suffix", "--prompts", "1", "--max-new-tokens", "8", "--json"]
     )
     assert done.exit_code == 0, done.output
-    assert done.stderr.startswith("forerun: no network. Until then: the embedded pair, on code\n")
+    said = "forerun: no network. Until then the demo runs the embedded pair, on code\n"
+    assert done.stderr.startswith(said)
     assert json.loads(done.stdout)["target"] == "embedded"
 
 

@@ -42,7 +42,7 @@ def test_forms_are_what_the_api_takes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"json_schema": "{}", "regex": "x"}, "--json-schema and --regex: one form at a time"),
+        ({"json_schema": "{}", "regex": "x"}, "--json-schema and --regex exclude each other"),
         ({"json_schema": "{"}, "--json-schema '{' is not JSON: "),
         (
             {"json_schema": "[1]"},
@@ -81,7 +81,7 @@ def test_bad_forms_are_refused_before_the_model_is_loaded(monkeypatch: pytest.Mo
         ({"regex": "("}, r"^cannot use response_format.regex: .*unclosed group"),
         ({"json_schema": '{"type": "color"}'}, "^cannot use response_format.json_schema: "),
         ({"json_schema": '{"enum": []}'}, "^cannot use response_format.json_schema: "),
-        ({"regex": "a", "ignore_eos": True}, "ignore_eos cannot be given beside response_format"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos cannot be given with response_format"),
     ):
         refuses(message, generate, "x", **options)
 

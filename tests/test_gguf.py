@@ -420,11 +420,8 @@ def test_what_a_files_draft_needs_is_shown_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "Q4_1")
-    monkeypatch.setattr(
-        "forerun.cli.info.own_draft", lambda model: str(path) if model == "big" else None
-    )
-    monkeypatch.setattr("forerun.cli.info.locate", lambda model, part: path)
-    facts = file_facts("big")
+    monkeypatch.setattr("forerun.zoo.ModelSource.own_draft", lambda target: target)
+    facts = file_facts(str(path))
     assert facts["draft_kv_bytes_per_token"] == facts["kv_bytes_per_token"] == 256
     assert facts["draft_kv_bytes_at_full_context"] == 256 * ggufs.CONTEXT
     assert _shown("draft_kv_bytes_per_token", 12_288) == "12,288 bytes"

@@ -432,7 +432,7 @@ def test_deep_and_odd_values() -> None:
     while schema:
         schema = schema["items"]  # level by level: letting go of all at once is deep as well
     refuses(
-        "ignore_eos cannot be given beside response_format",
+        "ignore_eos cannot be given with response_format",
         SamplingParams,
         response_format=JSON,
         ignore_eos=True,

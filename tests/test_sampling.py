@@ -512,7 +512,7 @@ def test_few_numbers_are_for_one_thread_and_the_others_come_back() -> None:
     before, seen = torch.get_num_threads(), []
     torch.set_num_threads(3)
     try:
-        for numbers in (threads.MAX_NUMBERS, threads.MAX_NUMBERS + 1):
+        for numbers in (threads.MAX_NUMBERS_OF_ONE_THREAD, threads.MAX_NUMBERS_OF_ONE_THREAD + 1):
             with suppress(KeyError), threads.one_thread(numbers):
                 seen.append(torch.get_num_threads())
                 raise KeyError

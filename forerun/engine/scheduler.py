@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
 
-import torch
-
+from forerun.engine.recent_states import RecentStates
 from forerun.engine.reporting import Reports
 from forerun.engine.retries import Retries
 from forerun.engine.sequence import Phase, Request, Sequence
@@ -214,7 +213,12 @@ class Scheduler:
             seq.prompt_logprobs = []
         started_at = self._target.clock()
         for tokens in self._target.prefill(
-            seq.tokens[:-1], target_size, seq.request.salt, self._capture, score_chunk
+            seq.tokens[:-1],
+            target_size,
+            seq.request.salt,
+            self._capture,
+            score_chunk,
+            self._drafter.reads,
         ):
             if tokens >= SMALLEST_CHUNK:
                 self._prefill_rate = tokens / max(self._target.clock() - started_at, 1e-9)
@@ -224,7 +228,7 @@ class Scheduler:
         self._target.join(seq.id, self._reserve(seq))
         hidden = self._target.prompt_hidden
         if hidden is not None and self._target.keeps_prefixes:
-            seq.features = [hidden]
+            seq.features = RecentStates(self._drafter.reads, len(seq.tokens) - 1, hidden)
         if not seq.request.plain:
             yield from self._drafter.admit(seq, hidden, size)
 
@@ -279,7 +283,7 @@ class Scheduler:
             self._target.forget_prompt()
         for seq in seqs:
             if seq.finish_reason in ("stop", "length", "abort"):
-                hidden = torch.cat(seq.features) if seq.features else None
+                hidden = seq.features.joined() if seq.features is not None else None
                 self._target.park(seq.id, seq.tokens, hidden, seq.request.salt, self._capture)
             seq.features = None
             self._drafter.drop(seq)

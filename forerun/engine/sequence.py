@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
+from forerun.engine.recent_states import RecentStates
 from forerun.failures import UNATTRIBUTABLE
 from forerun.sampling.probabilities import Logprob, logprobs_of
 from forerun.sampling.sampler import Sampler
@@ -97,8 +98,8 @@ class Sequence:
         error: what a user's processor or criterion raised, or a step that held this sequence alone.
         phase: where it stands in its engine.
         checkpoint: its state before the present step; None between steps.
-        features: hidden states of its tokens so far, in parts [n, d] that follow one another, to be
-            saved with its keys and values; None if they are not saved.
+        features: hidden states at its last tokens, to be saved with its keys and values; None if
+            they are not saved.
         suspect: whether it was in a failed step and has not passed a step alone since.
         waited: seconds in the queue; None until it has left the queue once.
         rows: number of sequences that ran or waited when it left the queue, itself included.
@@ -125,7 +126,7 @@ class Sequence:
         self.finish_reason: str | None = None
         self.phase = Phase.WAITING
         self.checkpoint: Checkpoint | None = None
-        self.features: list[Tensor] | None = None
+        self.features: RecentStates | None = None
         self.added_at = perf_counter()
         self.waited: float | None = None
         self.rows = 1

@@ -96,7 +96,9 @@ class Drafter(Protocol):
 
         Args:
             seq: the sequence.
-            hidden: [n - 1, d] the target's states over all tokens but the last, if wanted.
+            hidden: [m, d] the target's states over the m tokens before the last one, if wanted. It
+                has at least `reads` of them, unless the prompt is shorter or begins like a known
+                text whose states are not kept (`forerun.model.prompts`).
             chunk: the most tokens of a chunk.
         """
         return ()

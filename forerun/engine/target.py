@@ -71,7 +71,7 @@ class Target(Protocol):
 
     @property
     def prompt_hidden(self) -> Tensor | None:
-        """Return the hidden states [n, d] of the last prompt, or None if none were captured."""
+        """Return the hidden states [n, d] of the last prompt's last n positions, or None."""
 
     def clock(self) -> float:
         """Return a time in seconds."""
@@ -89,10 +89,12 @@ class Target(Protocol):
         salt: str = "",
         capture: Capture = "",
         on_logits: Callable[[Tensor], None] | None = None,
+        reads: int | None = None,
     ) -> Iterator[int]:
         """Run a prompt in chunks of at most `chunk` tokens, and yield the size of each.
 
-        `on_logits` is called with the logits [n, V] of each chunk.
+        `on_logits` is called with the logits [n, V] of each chunk. Of the captured states only the
+        last are kept: what a head needs that reads `reads` positions (`RecentStates`).
         """
 
     def join(self, id: int, reserve: int = 0) -> None:
@@ -106,7 +108,10 @@ class Target(Protocol):
         salt: str = "",
         capture: Capture = "",
     ) -> None:
-        """Save a row's committed positions in the prefix store, if any."""
+        """Save a row's committed positions in the prefix store, if any.
+
+        `hidden` [n, d] are the states at the last n of these positions.
+        """
 
     def forget_prompt(self) -> None:
         """Empty the cache of the last prompt."""

@@ -276,7 +276,8 @@ class Proposer:
             outcomes.append(RowOutcome(text.seq, draft, verdict))
             text.seq.tokens += new[: accepted + 1]
             rest.append((text.seq, new[accepted + 1 :]))
-            text.known, text.draft = tokens.copy(), []
+            text.known = tokens.copy()
+            text.draft = []
         if outcomes:
             drafter.observe(outcomes, None)
         for seq, more in rest:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from forerun.engine.draft import Draft
+from forerun.engine.recent_states import first_kept
 from forerun.engine.target import Capture, Memory, Output
 from forerun.model.batch import Inputs
 from forerun.model.compat import warn_if_newer
@@ -164,19 +165,23 @@ class CausalLM(Rows):
         salt: str = "",
         capture: Capture = "",
         on_logits: Callable[[Tensor], None] | None = None,
+        reads: int | None = None,
     ) -> Iterator[int]:
         """Run a prompt, which may be empty, in the prompt cache. Yield the size of each chunk, at most `chunk` tokens.
 
         `join` then copies it to rows, or moves a long one to the first. Prefixes that the last prompt or
         the prefix store holds, under the same salt, are not run again, unless `on_logits` is to get the
-        logits [n, V] of each chunk."""
+        logits [n, V] of each chunk. Of the captured states those are kept that a head needs which reads
+        the last `reads` positions (`RecentStates`); earlier chunks are run without a capture."""
         tokens, prompts = list(tokens), self.prompts
+        first = first_kept(len(tokens), reads)
         for start in range(
-            prompts.begin(tokens, salt, capture, on_logits is None), len(tokens), chunk
+            prompts.begin(tokens, salt, capture, on_logits is None, reads), len(tokens), chunk
         ):
             part = tokens[start : start + chunk]
             inputs = Inputs([ROW], [range(len(part))], tokens=[part])
-            logits, hidden = self.backend(inputs, prompts.cache, on_logits is not None, capture)
+            wanted: Capture = capture if start + len(part) > first else ""
+            logits, hidden = self.backend(inputs, prompts.cache, on_logits is not None, wanted)
             if on_logits is not None:
                 assert logits is not None
                 on_logits(logits)
@@ -191,7 +196,7 @@ class CausalLM(Rows):
 
     @property
     def prompt_hidden(self) -> Tensor | None:
-        """Return the captured hidden states [n, d] of the last prompt, or None."""
+        """Return the captured hidden states [n, d] at the last prompt's last n positions, or None."""
         capture, hidden = self.prompts.capture, self.prompts.hidden
         if capture and hidden is None:
             hidden = self._no_states(capture)
@@ -220,10 +225,12 @@ class CausalLM(Rows):
         capture: Capture = "",
     ) -> None:
         """Add a sequence's committed positions to the prefix store, if any, for prompts with the same salt. Call it
-        before `drop`. `tokens` may go beyond these positions; `hidden` [n, d] are the states captured at them."""
-        length = self.cache.length(id)
+        before `drop`. `tokens` may go beyond these positions; `hidden` [n, d] are the states at the last n of them."""
+        committed = self.cache.length(id)
+        length = min(committed, len(tokens))  # entries after the end of a text are of no use
         if self.keeps_prefixes and length:
-            hidden = hidden[:length] if hidden is not None and len(hidden) >= length else None
+            if hidden is not None:
+                hidden = hidden[: max(0, len(hidden) - (committed - length))]
             self.prompts.remember(
                 tokens[:length], self.cache.view(id, length), hidden, salt, capture
             )

@@ -14,7 +14,11 @@ from forerun.model.kv_cache import Stored
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """A text with its keys and values, and the captured hidden states [n, d], for prompts with its salt."""
+    """A text with its keys and values, for prompts with its salt.
+
+    Attributes:
+        hidden: captured states [n, d] at its last n positions, or None.
+    """
 
     tokens: np.ndarray  # [n]
     stored: Stored
@@ -22,6 +26,24 @@ class Prefix:
     bytes: int
     salt: str
     capture: Capture
+
+    @property
+    def state_count(self) -> int:
+        """Return for how many of its last positions it has states."""
+        return 0 if self.hidden is None else len(self.hidden)
+
+    def states_before(self, length: int) -> Tensor | None:
+        """Return the states [n, d] at the last n of its first `length` positions, if there are any."""
+        if self.hidden is None:
+            return None
+        count = len(self.hidden) - (len(self.tokens) - length)
+        return self.hidden[:count] if count > 0 else None
+
+    def serves(self, capture: Capture, reads: int | None) -> bool:
+        """Return whether it helps a prompt whose states `capture` are wanted: see `PromptCache`."""
+        if not capture or reads is not None:
+            return True
+        return self.capture == capture and self.state_count == len(self.tokens)
 
 
 class PrefixStore:
@@ -42,17 +64,28 @@ class PrefixStore:
         return len(self._entries)
 
     def find(
-        self, tokens: Sequence[int], held: int = 0, capture: Capture = "", salt: str = ""
+        self,
+        tokens: Sequence[int],
+        held: int = 0,
+        capture: Capture = "",
+        salt: str = "",
+        reads: int | None = None,
     ) -> tuple[Prefix, int] | None:
         """Return the text with the longest common prefix with these tokens, and the length of that prefix, or None if
-        it is at most `held`. With `capture`, only texts with these hidden states count."""
-        wanted, best, most = np.asarray(tokens, dtype=np.int64), None, held
+        it is at most `held`.
+
+        With `capture` and without a number of states in `reads`, only texts with all of these hidden
+        states count. With a number, the text with the most states before the end of the prefix is
+        taken of those that have it."""
+        wanted, best, most, most_states = np.asarray(tokens, dtype=np.int64), None, held, 0
         for entry in self._entries:
-            if entry.salt != salt or capture not in ("", entry.capture):
+            if entry.salt != salt or not entry.serves(capture, reads):
                 continue
             length = common(entry.tokens, wanted)
-            if length > most:
-                best, most = entry, length
+            states = entry.states_before(length) if capture == entry.capture else None
+            count = len(states) if states is not None else 0
+            if length > most or (length == most > held and count > most_states):
+                best, most, most_states = entry, length, count
         if best is None:
             return None
         self._touch(best)
@@ -68,9 +101,11 @@ class PrefixStore:
         salt: str = "",
         capture: Capture = "head",
     ) -> None:
-        """Store a text with copies of its KV [G, n, D] by layer and of its hidden states."""
+        """Store a text with copies of its KV [G, n, D] by layer and of the states `hidden` [m, d] at its last m
+        positions."""
         capture = capture if hidden is not None else ""
         whole = np.asarray(tokens, dtype=np.int64)
+        state_count = len(hidden) if hidden is not None else 0
         parts = [each for pair in stored if pair is not None for each in pair]
         size = sum(
             each.numel() * each.element_size()
@@ -81,8 +116,9 @@ class PrefixStore:
         for entry in [each for each in self._entries[::-1] if each.salt == salt]:
             length = common(entry.tokens, whole)
             if length == len(whole) and capture in ("", entry.capture):
-                self._touch(entry)
-                return
+                if len(entry.tokens) > length or entry.state_count >= state_count:
+                    self._touch(entry)
+                    return
             if length == len(entry.tokens) and entry.capture in ("", capture):
                 self._remove(entry)
         while self.bytes + size > self.limit:

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
+from forerun.engine.recent_states import RecentStates
 from forerun.engine.target import Capture
 from forerun.model.kv_cache import KVCache, Stored, are_numbers
 from forerun.model.prefix_store import PrefixStore, common
@@ -29,6 +29,17 @@ class PromptCache:
     A short prompt is copied to a sequence's row. A long one moves there, as copies would double what it takes, and is
     read from there if the next prompt begins like it.
 
+    Of hidden states only those that a head can need are kept (`RecentStates`): the last ones of a
+    prompt, and the last ones of each text in the store and on disk. If a prompt begins like the
+    inside of a known text, few or no states are known before the place where the two part. Then the
+    head gets those that there are and those of the prompt's new tokens, which may be fewer than it
+    reads: the keys and values are used all the same. Fewer states can cost acceptance for some
+    tokens, until enough new ones have come; they never change greedy or seeded output. The other choice would be
+    to run the last tokens of the common beginning again for their states alone, which the first
+    new token would have to wait for.
+
+    A caller that wants all states (`reads` of None) finds only texts that have them all.
+
     Attributes:
         tokens: the prompt, as far as it was run.
         capture: the hidden states that are kept.
@@ -39,7 +50,7 @@ class PromptCache:
     tokens: list[int]
     capture: Capture
     _salt: str
-    _hidden: list[Tensor]  # [n, d] in parts
+    _states: RecentStates
     _home: tuple[KVCache, int] | None  # the cache and the sequence to which the prompt has moved
 
     def __init__(self, cache: KVCache, prefix_bytes: int) -> None:
@@ -51,12 +62,15 @@ class PromptCache:
     def forget(self) -> None:
         """Empty the cache. Its buffers and the store stay."""
         self.cache.reset()
-        self.tokens, self.capture, self._salt, self._hidden, self._home = [], "", "", [], None
+        self.tokens, self.capture, self._salt, self._home = [], "", "", None
+        self._states = RecentStates()
 
-    def begin(self, tokens: list[int], salt: str, capture: Capture, reuse: bool) -> int:
+    def begin(
+        self, tokens: list[int], salt: str, capture: Capture, reuse: bool, reads: int | None = None
+    ) -> int:
         """Prepare the cache for a prompt; return the number of tokens that need not be run, 0 without `reuse`."""
         cache = self.cache
-        known = reuse and salt == self._salt and capture in ("", self.capture)
+        known = reuse and salt == self._salt and self._serves(capture, reads)
         held = common(self.tokens, tokens) if known else 0
         if not held:
             self.forget()  # its memory goes back
@@ -68,26 +82,37 @@ class PromptCache:
         # A token that gives NaN spoils those before it in its chunk too.
         held = held if cache.mend(ROW) else 0
         stored = (
-            self.store.find(tokens, held, capture, salt)
+            self.store.find(tokens, held, capture, salt, reads)
             if self.store is not None and reuse
             else None
         )
+        states = None
         if stored is not None:
             entry, held = stored
             cache.copy_in(ROW, entry.stored, held)
-            self._hidden = [entry.hidden[:held]] if capture and entry.hidden is not None else []
+            if capture == entry.capture:
+                states = entry.states_before(held)
         else:
             cache.crop_to([ROW], [held])
-            self._hidden = [torch.cat(self._hidden)[:held]] if capture and self._hidden else []
+            if capture == self.capture:
+                self._states.crop(held)
+                states = self._states.joined()
+        self._states = RecentStates(reads, held, states if capture else None)
         self.tokens, self._salt, self.capture = tokens[:held], salt, capture
         cache.reserve(1, len(tokens))
         if self.shelf is not None and reuse:
             with one_thread(
                 0
             ):  # because other threads would wait actively between many small copies
-                for entries, hidden in self.shelf.read(tokens, held, capture, salt):
+                for entries, hidden in self.shelf.read(tokens, held, capture, salt, reads):
                     self._extend(entries, hidden, tokens)
         return len(self.tokens)
+
+    def _serves(self, capture: Capture, reads: int | None) -> bool:
+        """Return whether a prompt whose states `capture` are wanted may go on from the last one."""
+        if not capture or reads is not None:
+            return True
+        return self.capture == capture and self._states.start == 0
 
     def _extend(self, stored: Stored, hidden: Tensor | None, tokens: list[int]) -> None:
         """Append keys and values [G, n, D] and states [n, d] of the next n tokens of a prompt."""
@@ -103,8 +128,13 @@ class PromptCache:
         else:
             cache.copy_in(ROW, stored, count)  # there may be no buffers yet
         self.tokens = tokens[: held + count]
-        if hidden is not None:
-            self._hidden.append(hidden)
+        self._add_states(count, hidden)
+
+    def _add_states(self, count: int, hidden: Tensor | None) -> None:
+        if hidden is None:
+            self._states.skip(count)
+        else:
+            self._states.append(hidden)
 
     def known(self, tokens: list[int], salt: str) -> int:
         """Return how many tokens of a prompt need not be run."""
@@ -117,15 +147,12 @@ class PromptCache:
         """Commit tokens that were run."""
         self.cache.commit([ROW], [range(len(tokens))])
         self.tokens += tokens
-        if hidden is not None:
-            self._hidden.append(hidden)
+        self._add_states(len(tokens), hidden)
 
     @property
     def hidden(self) -> Tensor | None:
-        """Return the captured hidden states [n, d], or None before any."""
-        if len(self._hidden) > 1:
-            self._hidden = [torch.cat(self._hidden)]
-        return self._hidden[0] if self._hidden else None
+        """Return the captured hidden states [n, d] at the last n positions, or None before any."""
+        return self._states.joined()
 
     def end(self) -> None:
         """Add the prompt, which was run completely, to the store."""
@@ -155,7 +182,7 @@ class PromptCache:
     def crop(self, id: int, length: int) -> None:
         """Forget the prompt from a position on if it has moved to this sequence, which forgets it too."""
         if self._home is not None and self._home[1] == id and length < len(self.tokens):
-            self._hidden = [] if self.hidden is None else [self.hidden[:length]]
+            self._states.crop(length)
             self.tokens = self.tokens[:length]
 
     def leave(self, cache: KVCache, id: int) -> None:
@@ -188,7 +215,10 @@ class PromptCache:
         capture: Capture,
         has_ended: bool = True,
     ) -> None:
-        """Add a text to the store and the shelf, if there are any and all keys, values and states are finite."""
+        """Add a text to the store and the shelf, if there are any and all keys, values and states are finite.
+
+        `hidden` [n, d] are the states at its last n positions.
+        """
         if self.store is None and self.shelf is None:
             return
         parts = [part for pair in stored if pair is not None for part in pair]

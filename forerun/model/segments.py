@@ -20,11 +20,12 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from forerun.engine.recent_states import STATE_BLOCK
 from forerun.engine.target import Capture
 from forerun.failures import UNATTRIBUTABLE
 from forerun.model.kv_cache import Stored
 
-LENGTH = 256  # tokens of a segment; the last one of a text may be shorter
+LENGTH = STATE_BLOCK  # tokens of a segment; the last one of a text may be shorter
 LEAST = 16  # tokens of the shortest segment: with fewer, a file is not worth its name
 FORMAT = "forerun segment 1"
 STATES = "keys-values"  # the part of a segment with its keys and values

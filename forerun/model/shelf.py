@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from torch import Tensor
 
+from forerun.engine.recent_states import first_kept
 from forerun.engine.target import Capture
 from forerun.files import private_folder
 from forerun.model.kv_cache import Stored
@@ -79,16 +80,29 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What a file holds of a text: the first `count` tokens of a segment from `start` on."""
+    """What files hold of a segment of a text: its first `count` tokens.
 
-    place: str
+    Attributes:
+        segment: of the text.
+        key: of the segment in the files, which may go on differently.
+        tokens: of that segment, all of them.
+    """
+
+    segment: Segment
     key: str
-    tokens: np.ndarray  # of the whole segment
-    start: int
+    tokens: np.ndarray
     count: int
 
+    @property
+    def start(self) -> int:
+        return self.segment.start
+
+    @property
+    def end(self) -> int:
+        return self.segment.start + self.count
+
     def file(self, part: str) -> str:
-        return file_name(self.place, self.key, part)
+        return file_name(self.segment.place, self.key, part)
 
 
 @dataclass(frozen=True)
@@ -125,27 +139,44 @@ class Shelf:
     def known(self, tokens: Sequence[int], salt: str) -> int:
         """Return the length of the longest beginning of a text that files hold with this salt."""
         pieces = self._pieces(tokens, [STATES], salt)
-        return pieces[-1].start + pieces[-1].count if pieces else 0
+        return pieces[-1].end if pieces else 0
 
     def read(
-        self, tokens: Sequence[int], held: int, capture: Capture, salt: str
+        self,
+        tokens: Sequence[int],
+        held: int,
+        capture: Capture,
+        salt: str,
+        reads: int | None = None,
     ) -> Iterator[tuple[Stored, Tensor | None]]:
         """Yield what files hold of a text after its first `held` tokens, piece by piece: keys and
-        values [G, n, D] by layer, and with `capture` the hidden states [n, d].
+        values [G, n, D] by layer, and the hidden states [n, d] of `capture` or None.
 
-        A file that is damaged ends it with a line in the log, and one that has gone without.
+        Without a number of states in `reads` a piece without hidden states ends it. With a number
+        only the states that a head needs behind the whole text are looked for, and may lack. A file
+        that is damaged ends it with a line in the log, and one that has gone without.
         """
-        parts = [STATES, *([hidden_part(capture)] if capture else [])]
+        needs_all = bool(capture) and reads is None
+        parts = [STATES, *([hidden_part(capture)] if needs_all else [])]
         pieces = self._pieces(tokens, parts, salt)
-        if not pieces or pieces[-1].start + pieces[-1].count < held + LEAST:
+        if not pieces or pieces[-1].end < held + LEAST:
             return
+        listing, names = self._list(), list[str]()
         for piece in pieces:
-            if piece.start + piece.count <= held:
+            names.append(piece.file(STATES))
+            source = None
+            if capture and piece.end > first_kept(len(tokens), reads):
+                source = self._longest(listing, piece.segment, [hidden_part(capture)])
+            if source is not None and source.count >= piece.count:
+                names.append(source.file(hidden_part(capture)))
+            else:
+                source = None
+            if piece.end <= held:
                 continue
             first, end = max(0, held - piece.start), piece.count
             states = self._part(piece, STATES, expected_states(self._layout, len(piece.tokens)))
-            hidden = self._hidden(piece, capture) if capture else None
-            if states is None or (capture and hidden is None):
+            hidden = self._hidden(source, capture) if source is not None else None
+            if states is None or (needs_all and hidden is None):
                 return
             self.hit_tokens += end - first
             stored: Stored = [
@@ -153,7 +184,7 @@ class Shelf:
                 for pair in stored_of(states, self._layout)
             ]
             yield stored, None if hidden is None else hidden[first:end]
-        self.touch([piece.file(part) for piece in pieces for part in parts])
+        self.touch(names)
 
     def put(
         self,
@@ -165,13 +196,15 @@ class Shelf:
         has_ended: bool,
     ) -> None:
         """Keep a text, of at least LENGTH tokens, with its keys and values [G, n, D] by layer and
-        its hidden states [n, d]. Files are written later, of copies. What comes after the last
-        whole segment is kept only if the text `has_ended`, because more tokens would replace it."""
+        the hidden states [m, d] at its last m positions. Files are written later, of copies. A
+        segment has a file with hidden states only if those of all of its tokens are given. What
+        comes after the last whole segment is kept only if the text `has_ended`, because more tokens
+        would replace it."""
         if len(tokens) < LENGTH:
             return
-        parts = [STATES]
+        known_from = len(tokens)  # the first position whose hidden state is given
         if hidden is not None and capture and _are_alike(hidden, self._no_states(capture)):
-            parts.append(hidden_part(capture))
+            known_from -= len(hidden)
         listing, names, files = self._list(), list[str](), list[NewFile]()
         room = self.folder.room()
         for segment in split(self._root(salt), tokens):
@@ -179,6 +212,9 @@ class Shelf:
                 break
             if room <= 0:  # the text's beginning is kept
                 break
+            parts = [STATES]
+            if segment.start >= known_from:
+                parts.append(hidden_part(capture))
             for part in parts:
                 there = self._longest(listing, segment, [part])
                 if there is not None and there.count == len(segment.tokens):
@@ -186,7 +222,9 @@ class Shelf:
                     continue
                 names.append(segment.file(part))
                 if names[-1] not in self.queued:
-                    file = NewFile(segment, part, _copies(segment, part, stored, hidden))
+                    file = NewFile(
+                        segment, part, _copies(segment, part, stored, hidden, known_from)
+                    )
                     files.append(file)
                     room -= file.bytes
         if files:
@@ -252,7 +290,7 @@ class Shelf:
         """Return the piece with all these parts that has the most of a segment's first tokens."""
         if all(segment.file(part) in listing.names for part in parts):
             tokens = segment.tokens
-            return Piece(segment.place, segment.key, tokens, segment.start, len(tokens))
+            return Piece(segment, segment.key, tokens, len(tokens))
         best: Piece | None = None
         for key in listing.keys.get(segment.place, ()):
             files = [file_name(segment.place, key, part) for part in parts]
@@ -263,7 +301,7 @@ class Shelf:
                 continue
             count = common(known, segment.tokens)
             if count > (LEAST - 1 if best is None else best.count):
-                best = Piece(segment.place, key, known, segment.start, count)
+                best = Piece(segment, key, known, count)
         return best
 
     # Files.
@@ -306,10 +344,10 @@ def _are_alike(states: Tensor, others: Tensor) -> bool:
 
 
 def _copies(
-    segment: Segment, part: str, stored: Stored, hidden: Tensor | None
+    segment: Segment, part: str, stored: Stored, hidden: Tensor | None, known_from: int
 ) -> dict[str, Tensor]:
-    """Return copies of the tensors of a part, by name."""
+    """Return copies of the tensors of a part, by name. `hidden` are the states from `known_from` on."""
     if part == STATES:
         return tensors_of(stored, segment.start, segment.end)
     assert hidden is not None
-    return {"hidden": copied(hidden[segment.start : segment.end])}
+    return {"hidden": copied(hidden[segment.start - known_from : segment.end - known_from])}

@@ -1,1 +1,1 @@
-"""Sampling: its parameters, distributions, seeds, penalties, grammars and log probabilities."""
+"""What is sampled: parameters, a token's distribution, seeds, penalties, grammars, logprobs."""

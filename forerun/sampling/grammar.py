@@ -1,16 +1,16 @@
-"""Output that follows a JSON schema, a regular expression or a grammar, checked by llguidance.
+"""Output that follows a JSON schema, a regular expression or a grammar, by llguidance.
 
-A grammar only changes the target's distribution: after each text it keeps the tokens that may
-follow. It is a logits processor. The draft model's distribution and the target's distribution at
-every node of a draft pass through it, so the acceptance rule stays the same. Whatever is drafted,
-the output follows the target's distribution, restricted to the allowed tokens and renormalised at
-each step. Repetition penalties and biases apply before the grammar. Temperature, top-k, top-p and
-min-p apply to the scores that it keeps.
+A grammar changes the target's distribution and nothing else: after each text only the tokens that
+may follow are left. It is a logits processor, so it processes the draft model's distribution and
+the target's at every node of a draft, and the acceptance rule stays the same. Output follows the
+target's distribution, restricted to what the grammar allows and renormalised at each step, whatever
+is drafted. Repetition penalties and biases come before it. Temperature, top-k, top-p and min-p come
+after it.
 
-llguidance decides which tokens are allowed: those whose text can be continued to a complete text.
-Where the grammar allows only one text, only the tokens in which the tokenizer would write that text
-are allowed. Special tokens never count as text; they are allowed only where a Lark grammar names
-them as `<[ID]>`. End tokens are allowed where the text may end, and nowhere else.
+llguidance decides what is allowed: a token after which the text can still be completed. Where only
+one text can follow, it allows the tokens in which the tokenizer writes that text. Special tokens
+are never text. They are allowed where a Lark grammar names them, as `<[ID]>`. End tokens are
+allowed only where the text may end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -32,21 +31,18 @@ from forerun.sampling.sampler import Constraint
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# The number of texts per request whose allowed tokens are remembered. It exceeds the number of
-# nodes in a draft, so that the texts of one step stay remembered together.
-MAX_STATES = 64
+MAX_STATES = 64  # remembered texts of a request: more than a draft has nodes
 _INSTALL = "response_format needs the package llguidance: pip install '.[grammar]' in the clone"
 
 _Stop = Callable[[Sequence[int]], bool]
-# For each tokenizer: its length, llguidance's form of it, and its special tokens.
-_vocabularies: WeakKeyDictionary[
-    PreTrainedTokenizerBase, tuple[int, LLTokenizer, frozenset[int]]
-] = WeakKeyDictionary()
+_tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, LLTokenizer, frozenset[int]]] = (
+    WeakKeyDictionary()
+)
 _lock = Lock()
 
 
 class FormError(ValueError):
-    """Output that cannot follow the response format, which shows only during generation."""
+    """A format that the output cannot keep, which shows only during decoding."""
 
 
 def compiled(
@@ -54,17 +50,22 @@ def compiled(
 ) -> Callable[[int], Grammar]:
     """Compile a response format for a tokenizer.
 
-    `form` is what `forerun.sampling.response_format.form_of` returns, and `ends` are the tokens
-    that end a text. The function that is returned makes the Grammar of a prompt from the prompt's
-    length. The grammars share no state.
+    Args:
+        form: the kind and the text (`forerun.sampling.response_format.form_of`).
+        tokenizer: that of the model.
+        ends: the tokens that end an output.
+
+    Returns:
+        A function that makes a Grammar, with its own state, from the length of a prompt.
 
     Raises:
-        ValueError: llguidance is missing, there is no tokenizer or no end token, llguidance cannot
-            read the tokenizer, the format cannot be parsed, or it allows no text at all. The
-            message is one line of bounded length.
+        ValueError: in one short line: there is no tokenizer, or llguidance cannot read it or is not
+            installed; there is no end token; the format cannot be parsed or allows no text.
     """
-    if find_spec("llguidance") is None:
-        raise ValueError(_INSTALL)
+    try:
+        from llguidance import LLMatcher, LLParserLimits, grammar_from
+    except ModuleNotFoundError:
+        raise ValueError(_INSTALL) from None
     if tokenizer is None:
         raise ValueError("response_format needs a tokenizer; give tokenizer=...")
     if not ends:
@@ -74,21 +75,25 @@ def compiled(
     kind, text = form
     try:
         vocabulary, marked = _vocabulary(tokenizer, min(ends))
-    except Exception as error:  # unsupported kinds of tokenizers raise errors of any type
+    except Exception as error:  # tokenizers of other kinds raise anything
         raise ValueError(f"llguidance cannot read the tokenizer: {_line(error)}") from None
-    matcher = _new_matcher(kind, text, vocabulary)
-    eos = vocabulary.eos_token
-    special = set(marked)
-    special.update(
-        token for token in (eos, *tokenizer.all_special_ids) if token < vocabulary.vocab_size
-    )
+    try:
+        quiet = LLParserLimits(verbose_errors=False)  # else errors hold the text so far
+        matcher = LLMatcher(vocabulary, grammar_from(kind, text), log_level=0, limits=quiet)  # type: ignore[arg-type]
+    except Exception as error:
+        raise ValueError(f"cannot use response_format.{kind}: {_line(error)}") from None
+    if matcher.is_error():
+        raise ValueError(f"cannot use response_format.{kind}: {_line(matcher.get_error())}")
+    size = vocabulary.vocab_size
+    end = vocabulary.eos_token
+    special = marked.union(token for token in (end, *tokenizer.all_special_ids) if token < size)
     if kind == "grammar":
         named = {int(token) for token in re.findall(r"<\[(\d{1,9})\]>", text)}
-        special -= named - {eos}
-    tokens = _Tokens(vocabulary.vocab_size, eos, ends, frozenset(special))
-    reason = Grammar(matcher, tokens, 0)._state([]).error
-    if reason is not None:
-        raise ValueError(f"cannot use response_format.{kind}: it allows no text: {reason}")
+        special -= named - {end}
+    tokens = _Tokens(size, end, ends, special)
+    wrong = Grammar(matcher, tokens, 0)._state([]).wrong
+    if wrong is not None:
+        raise ValueError(f"cannot use response_format.{kind}: it allows no text: {wrong}")
     return lambda start: Grammar(matcher, tokens, start)
 
 
@@ -101,53 +106,31 @@ def end_of(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
 def _vocabulary(tokenizer: PreTrainedTokenizerBase, end: int) -> tuple[LLTokenizer, frozenset[int]]:
     """Return llguidance's form of a tokenizer, and the tokens that are special to it.
 
-    Making them takes a second, so they are kept as long as the tokenizer lives.
+    Making them takes a second, so they are kept as long as the tokenizer is.
     """
     import llguidance.hf
 
-    size = len(tokenizer)
     with _lock:
-        cached = _vocabularies.get(tokenizer)
-        if cached is not None and cached[0] == size:
-            return cached[1], cached[2]
-        # Any end token will do here, because each request names the tokens that end its text.
-        eos = min(end_of(tokenizer), default=end)
-        vocabulary = llguidance.hf.from_tokenizer(
-            tokenizer,  # type: ignore[arg-type]
-            eos_token=eos,
-        )
-        marked = frozenset(
-            token for token in range(vocabulary.vocab_size) if vocabulary.is_special_token(token)
-        )
-        _vocabularies[tokenizer] = size, vocabulary, marked
-        return vocabulary, marked
-
-
-def _new_matcher(kind: str, text: str, vocabulary: LLTokenizer) -> LLMatcher:
-    """Parse a format. Raises ValueError if llguidance cannot."""
-    from llguidance import LLMatcher, LLParserLimits, grammar_from
-
-    # Verbose errors would hold the text so far.
-    limits = LLParserLimits(verbose_errors=False)
-    try:
-        grammar = grammar_from(kind, text)  # type: ignore[arg-type]
-        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
-    except Exception as error:
-        raise ValueError(f"cannot use response_format.{kind}: {_line(error)}") from None
-    if matcher.is_error():
-        raise ValueError(f"cannot use response_format.{kind}: {_line(matcher.get_error())}")
-    return matcher
+        size, made, marked = _tokenizers.get(tokenizer, (-1, None, frozenset()))
+        if made is None or size != len(tokenizer):
+            # A request says which tokens end its text, so any of them does here.
+            eos_token = min(end_of(tokenizer), default=end)
+            made = llguidance.hf.from_tokenizer(tokenizer, eos_token=eos_token)  # type: ignore[arg-type]
+            tokens = range(made.vocab_size)
+            marked = frozenset(token for token in tokens if made.is_special_token(token))
+            _tokenizers[tokenizer] = len(tokenizer), made, marked
+        return made, marked
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The tokens of a vocabulary.
+    """A vocabulary.
 
     Attributes:
-        size: their number.
+        size: the number of tokens.
         eos: the token that means the end to llguidance.
-        ends: the tokens that end a text of the request.
-        special: the tokens that are never text.
+        ends: the tokens that end an output.
+        special: the tokens that are no text.
     """
 
     size: int
@@ -161,46 +144,48 @@ class _State:
     """What may follow a text.
 
     Attributes:
-        allowed: the allowed tokens, one bit per token. None if the text itself is not allowed, or
-            if llguidance cannot tell.
-        is_complete: whether only an end token may follow.
-        error: why the text cannot be continued, or None.
+        allowed: the tokens, one bit each; None if the text itself is not allowed or has ended.
+        last: whether only an end token may follow.
+        wrong: why the text cannot go on; None if it can.
     """
 
     allowed: np.ndarray | None = None
-    is_complete: bool = False
-    error: str | None = None
+    last: bool = False
+    wrong: str | None = None
 
 
 class Grammar(Constraint):
-    """Keeps the tokens that a grammar allows after the output of one prompt.
+    """The constraint of a grammar on the output of one prompt.
 
-    Scores depend only on the arguments. Two things are kept to save time: llguidance's state after
-    the last text, and the allowed tokens after the last `MAX_STATES` texts. With them a node of a
-    draft costs one step instead of the whole text again.
+    Scores depend on the arguments alone. llguidance's state at the last text and what may follow
+    the last `MAX_STATES` texts are kept, so that a node of a draft takes one step and not the whole
+    text again.
 
-    After a text that the grammar forbids, scores stay as they are. Decoding never reaches such a
-    node of a draft, because its token has the probability 0. `complete` verifies this after each
-    token of the output.
+    After a text that the grammar forbids scores stay as they are. Such a node of a draft is never
+    reached, because its token has the probability 0. `complete` checks that after each token of the
+    output.
     """
 
     def __init__(self, matcher: LLMatcher, tokens: _Tokens, start: int) -> None:
-        """Take a matcher at the beginning of a text, which is copied.
+        """Begin before the first token of the output.
 
-        `start` is where in the ids the text begins.
+        Args:
+            matcher: at the beginning of a text. It is copied.
+            tokens: the vocabulary.
+            start: the length of the prompt, which is where the text begins in ids.
         """
         self._beginning = matcher
         self._tokens = tokens
         self._start = start
         self._matcher: LLMatcher | None = None
-        self._matched: list[int] = []  # the text that the matcher has read
+        self._read_tokens: list[int] = []  # the text that the matcher has read
         self._states: dict[tuple[int, ...], _State] = {}
-        self._lock = Lock()  # because a request may be given to several engines
+        self._lock = Lock()  # a request may be given to several engines
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Return scores [R, V] after ids [R, n], with -inf for tokens that are not allowed.
 
-        The padding of the vocabulary is never allowed.
+        The padding of the vocabulary is not allowed either.
         """
         size = scores.shape[-1]
         forbidden = np.zeros((len(scores), size), dtype=bool)
@@ -211,11 +196,16 @@ class Grammar(Constraint):
         return scores.masked_fill(torch.from_numpy(forbidden).to(scores.device), -torch.inf)
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> int:
-        """Return how many tokens of a chain may follow `tokens`; none may follow an end token."""
+        """Return how many of a chain's first tokens are allowed after `tokens`.
+
+        Tokens after an end token are not.
+        """
         text = list(tokens[self._start :])
         for count, token in enumerate(chain):
             allowed = self._state(text).allowed
-            if allowed is None or not _has_bit(allowed, token):
+            if allowed is None or token >= 8 * len(allowed):
+                return count
+            if not allowed[token // 8] >> token % 8 & 1:
                 return count
             text.append(token)
         return len(chain)
@@ -223,34 +213,31 @@ class Grammar(Constraint):
     def complete(self, ids: Sequence[int]) -> bool:
         """Return whether the output is complete, so that only an end token may follow.
 
-        Raises FormError for output that the grammar forbids or that cannot be continued. Drafts
-        never cause this, but a grammar may lead to a dead end or become too large for llguidance.
+        Raises FormError for output that the grammar forbids or that cannot go on. Drafts are never
+        the cause, but a grammar may lead into a dead end or become too large for llguidance.
         """
         state = self._state(list(ids[self._start :]))
-        if state.error is not None:
+        if state.wrong is not None:
             count = len(ids) - self._start
             raise FormError(
-                f"the response_format cannot be kept after {count} tokens: {state.error}"
+                f"the response_format cannot be kept after {count} tokens: {state.wrong}"
             )
-        return state.is_complete
+        return state.last
 
     def stop(self, other: _Stop | None) -> _Stop:
-        """Return a rule that ends a sequence when its output is complete, or when `other` does.
+        """Return a rule that ends a sequence when its output is complete, or when `other` says so.
 
-        The end token is then not generated, which saves its forward.
+        So no forward is spent on the end token.
         """
         return lambda ids: self.complete(ids) or (other is not None and other(ids))
 
     def _state(self, text: Sequence[int]) -> _State:
-        """Return what may follow a text, from memory if it is there."""
         with self._lock:
             key = tuple(text)
-            state = self._states.get(key)
-            if state is not None:
-                return state
+            if key in self._states:
+                return self._states[key]
             state = self._read(key)
-            if self._matcher is None:
-                # Once more with a new matcher, because other texts may have used up a limit.
+            if self._matcher is None:  # other texts may have been what reached a limit
                 state = self._read(key)
             if len(self._states) == MAX_STATES:
                 del self._states[next(iter(self._states))]
@@ -258,64 +245,57 @@ class Grammar(Constraint):
             return state
 
     def _read(self, text: tuple[int, ...]) -> _State:
-        """Compute what may follow a text."""
+        """Return what may follow a text. After an error or an interrupt the matcher is replaced."""
         if not self._tokens.ends.isdisjoint(text):
-            return _State(is_complete=True)
+            return _State(last=True)
         matcher = self._matcher
-        # The matcher comes back at the end only, so an error or an interrupt discards it.
-        self._matcher = None
+        self._matcher = None  # until it has read the text without an error
         if matcher is None:
             matcher = self._beginning.deep_copy()
-            self._matched = []
-        if self._move(matcher, text):
-            state = self._following(matcher)
+            self._read_tokens = []
+        if self._moves_to(matcher, text):
+            state = self._state_after(matcher)
         else:
-            state = _State(error="the grammar forbids that text")
+            state = _State(wrong="the grammar forbids that text")
         if matcher.is_error():
-            return _State(error=_line(matcher.get_error()))
+            return _State(wrong=_line(matcher.get_error()))
         self._matcher = matcher
         return state
 
-    def _move(self, matcher: LLMatcher, text: tuple[int, ...]) -> bool:
-        """Move the matcher to the end of a text. Return whether the grammar allows the text."""
-        before = tuple(self._matched)
-        common = min(len(before), len(text))
-        while before[:common] != text[:common]:
-            common -= 1
-        if common < len(before) and not matcher.rollback(len(before) - common):
+    def _moves_to(self, matcher: LLMatcher, text: tuple[int, ...]) -> bool:
+        """Move the matcher from the text that it has read to another one, if that is allowed."""
+        before = tuple(self._read_tokens)
+        same = min(len(before), len(text))
+        while before[:same] != text[:same]:
+            same -= 1
+        if same < len(before) and not matcher.rollback(len(before) - same):
             return False
-        del self._matched[common:]
-        for token in text[common:]:
+        del self._read_tokens[same:]
+        for token in text[same:]:
             if token in self._tokens.special or token >= self._tokens.size:
                 return False
-            # One by one, because llguidance checks some limits only for the first token of a list.
+            # One at a time, because of several tokens llguidance checks some limits for the first
+            # only.
             if matcher.validate_tokens([token]) != 1 or not matcher.consume_token(token):
                 return False
-            self._matched.append(token)
+            self._read_tokens.append(token)
         return True
 
-    def _following(self, matcher: LLMatcher) -> _State:
-        """Return what may follow the text that the matcher has read."""
+    def _state_after(self, matcher: LLMatcher) -> _State:
         tokens = self._tokens
         ends = list(tokens.ends)
         raw = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         bits = np.unpackbits(raw, count=max(tokens.size, *ends, 0) + 1, bitorder="little")
-        may_end = bool(bits[tokens.eos])
+        whole = bool(bits[tokens.eos])
         bits[list(tokens.special)] = 0
         bits[ends] = 0
-        may_continue = bool(bits.any())
-        bits[ends] = may_end
-        if not may_end and not may_continue:
-            return _State(error="no token of the vocabulary may follow")
-        return _State(np.packbits(bits, bitorder="little"), is_complete=not may_continue)
-
-
-def _has_bit(bits: np.ndarray, index: int) -> bool:
-    """Return whether a bit is set; the lowest bit of a byte comes first."""
-    return index < 8 * len(bits) and bool(bits[index // 8] >> index % 8 & 1)
+        more = bool(bits.any())
+        bits[ends] = whole
+        if not whole and not more:
+            return _State(wrong="no token of the vocabulary may follow")
+        return _State(np.packbits(bits, bitorder="little"), last=not more)
 
 
 def _line(error: object) -> str:
-    """Return an error's message as one line of at most 200 characters and an ellipsis."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:200] + "..."

@@ -1,47 +1,50 @@
-"""Figures computed from scores [.., V]: the best token, and how probable tokens are."""
+"""What scores [.., V] say: the best token, and how probable tokens are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+FloatArray = NDArray[np.floating[Any]]
 
 
 def _is_numpy(scores: Tensor) -> bool:
-    """Return whether NumPy can read the scores without a copy."""
     return scores.device.type == "cpu" and scores.dtype == torch.float32
 
 
 def argmax_of(scores: Tensor) -> Tensor:
     """Return the argmax [..] of scores [.., V], the first of equal ones.
 
-    On a CPU, NumPy's argmax takes a tenth of the time of torch's.
+    On a CPU numpy's argmax takes a tenth of torch's time.
     """
-    if _is_numpy(scores):
-        return torch.from_numpy(np.asarray(scores.detach().numpy().argmax(-1)))
-    return scores.argmax(-1)
+    if not _is_numpy(scores):
+        return scores.argmax(-1)
+    return torch.from_numpy(np.asarray(scores.detach().numpy().argmax(-1)))
 
 
 def best_of(scores: Sequence[Tensor]) -> tuple[list[int], list[float]]:
-    """Return the argmax of each row of several scores [N, V], and the score there.
+    """Return the argmax of each row, and the score there, which is NaN if any score of the row is.
 
-    There is at least one tensor of scores. The score of a row with NaN is NaN. A GPU is waited for
-    only once.
+    Args:
+        scores: one or more tensors [N, V]. A GPU is waited for once, however many there are.
     """
+    # Few different calls, because the processor reads their code from memory after every forward.
     if all(map(_is_numpy, scores)):
-        # With few calls, because after every forward their code is read from memory again.
-        rows = [row for batch in scores for row in batch.detach().numpy()]
-        tokens = [int(row.argmax()) for row in rows]
-        return tokens, [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
-    argmax = [batch.argmax(-1) for batch in scores]
-    highest = [
-        batch.gather(-1, index[:, None])[:, 0] for batch, index in zip(scores, argmax, strict=True)
-    ]
-    best, values = torch.stack([torch.cat(argmax).float(), torch.cat(highest).float()]).tolist()
-    return [int(token) for token in best], values
+        rows = [row for part in scores for row in part.detach().numpy()]
+        best = [int(row.argmax()) for row in rows]
+        return best, [float(row[token]) for row, token in zip(rows, best, strict=True)]
+    argmax = [part.argmax(-1) for part in scores]
+    highest = []
+    for part, best_tokens in zip(scores, argmax, strict=True):
+        highest.append(part.gather(-1, best_tokens[:, None])[:, 0])
+    tokens, values = torch.stack([torch.cat(argmax).float(), torch.cat(highest).float()]).tolist()
+    return [int(token) for token in tokens], values
 
 
 def probabilities_of(scores: Tensor, tokens: Tensor) -> Tensor:
@@ -50,7 +53,7 @@ def probabilities_of(scores: Tensor, tokens: Tensor) -> Tensor:
 
 
 def last_probabilities(scores: Tensor, tokens: list[list[int]]) -> list[float]:
-    """Return the probability of each row's last token: scores [R, V], tokens [R][n]."""
+    """Return the probability of each row's last token, by scores [R, V] and tokens [R][n]."""
     ids = torch.tensor([row[-1] for row in tokens], device=scores.device)
     return probabilities_of(scores, ids).tolist()
 
@@ -62,7 +65,7 @@ class Logprob:
     Attributes:
         token: the token.
         logprob: its log probability.
-        top: the most probable tokens at its position with their log probabilities, the best first.
+        top: the most probable tokens in its place with their log probabilities, the best first.
     """
 
     token: int
@@ -73,16 +76,16 @@ class Logprob:
 def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprob]:
     """Return the log probabilities of tokens [n] under logits [n, V].
 
-    Each comes with the `top` most probable tokens at its position.
+    Each comes with the `top` most probable tokens in its place.
     """
     if not tokens:
         return []
     logprobs = logits.float().log_softmax(-1)
-    ids = torch.tensor(tokens, device=logprobs.device)
-    chosen = logprobs.gather(1, ids[:, None])[:, 0].tolist()
-    best_values, best_ids = logprobs.topk(min(top, logprobs.shape[-1]), -1)
-    rows = zip(tokens, chosen, best_ids.tolist(), best_values.tolist(), strict=True)
+    places = torch.tensor(tokens, device=logprobs.device)[:, None]
+    of_tokens = logprobs.gather(1, places)[:, 0].tolist()
+    best, ids = logprobs.topk(min(top, logprobs.shape[-1]), -1)
+    rows = zip(tokens, of_tokens, ids.tolist(), best.tolist(), strict=True)
     return [
-        Logprob(token, logprob, tuple(zip(ids, values, strict=True)))
-        for token, logprob, ids, values in rows
+        Logprob(token, logprob, tuple(zip(top_ids, top_values, strict=True)))
+        for token, logprob, top_ids, top_values in rows
     ]

@@ -1,4 +1,4 @@
-"""The form of the output, as OpenAI's `response_format` describes it. It needs no torch."""
+"""The form of output, as OpenAI's `response_format` describes it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from collections.abc import Mapping
 from typing import Any
 
 TYPES = ("text", "json_object", "json_schema", "regex", "grammar")
-MAX_CHARACTERS = 2**16  # of a schema, a regular expression or a grammar
+MAX_CHARACTERS = 2**16  # of a schema, an expression or a grammar
 
 
 def form_of(response_format: Any) -> tuple[str, str] | None:
     """Return the kind ("json_schema", "regex" or "grammar") and the text of a response format.
 
-    A response format is one of:
-        - None or {"type": "text"}: any text; the function returns None.
-        - {"type": "json_object"}.
-        - {"type": "json_schema", "json_schema": {"schema": a JSON schema as a dict}}. Names,
-          descriptions and `strict` beside the schema have no effect.
-        - {"type": "regex", "regex": ...}.
-        - {"type": "grammar", "grammar": ...}, in llguidance's variant of Lark or llama.cpp's GBNF.
+    Return None if any text will do.
 
-    Raises ValueError for another type or form, a schema that is not JSON, and a text of more than
-    `MAX_CHARACTERS` characters.
+    Args:
+        response_format: None or a dict: {"type": "text"}, {"type": "json_object"}, {"type":
+            "regex", "regex": ...}, {"type": "grammar", "grammar": ...} in llguidance's Lark or
+            llama.cpp's GBNF, or {"type": "json_schema", "json_schema": {"schema": ...}} with a JSON
+            schema as a dict. Names, descriptions and `strict` beside the schema change nothing.
+
+    Raises:
+        ValueError: another type or form, a schema that is not JSON, or a text of more than
+            `MAX_CHARACTERS` characters.
     """
     if response_format is None:
         return None
@@ -40,38 +41,33 @@ def form_of(response_format: Any) -> tuple[str, str] | None:
     if kind == "json_object":
         return "json_schema", '{"type": "object"}'
     if kind == "json_schema":
-        text = _schema(response_format.get("json_schema"))
+        text: Any = _schema(response_format.get("json_schema"))
     else:
-        text = _text(kind, response_format.get(kind))
+        text = response_format.get(kind)
+        if not isinstance(text, str) or not text:
+            raise ValueError(
+                f"response_format.{kind} must be a text that is not empty, not {_short(text)}"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"response_format.{kind} has half of a surrogate pair, which is no character"
+            ) from None
     if len(text) > MAX_CHARACTERS:
         raise ValueError(
-            f"response_format.{kind} has {len(text)} characters; at most {MAX_CHARACTERS} are "
-            "allowed"
+            f"response_format.{kind} has {len(text)} characters; "
+            f"at most {MAX_CHARACTERS} are allowed"
         )
     return str(kind), text
 
 
-def _text(kind: str, text: Any) -> str:
-    """Return a regular expression or a grammar. Raises ValueError for anything but text."""
-    if not isinstance(text, str) or not text:
-        raise ValueError(
-            f"response_format.{kind} must be a text that is not empty, not {_short(text)}"
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(
-            f"response_format.{kind} has half of a surrogate pair, which is no character"
-        ) from None
-    return text
-
-
 def _schema(given: Any) -> str:
-    """Return the text of {"schema": ...}. Raises ValueError if the schema is not JSON."""
     schema = given.get("schema") if isinstance(given, Mapping) else given
     if not isinstance(given, Mapping) or not isinstance(schema, Mapping | bool):
+        wrong = _short(schema if isinstance(given, Mapping) else given)
         raise ValueError(
-            f"response_format.json_schema must be {{'schema': a JSON schema}}, not {_short(schema)}"
+            f"response_format.json_schema must be {{'schema': a JSON schema}}, not {wrong}"
         )
     try:
         return json.dumps(schema, allow_nan=False)
@@ -84,7 +80,6 @@ def _schema(given: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a value in a few characters, for a message."""
     if isinstance(value, str):
         return repr(value if len(value) <= 40 else value[:40] + "...")
     if value is None or isinstance(value, bool | int | float):

@@ -1,11 +1,11 @@
-"""How a token follows from logits: logits processors, then argmax or sampling."""
+"""How a token follows from logits: processors, then argmax or sampling."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,48 +16,49 @@ from transformers.generation import logits_process
 
 from forerun.failures import UNATTRIBUTABLE, NotNumbersError
 from forerun.sampling.params import SamplingParams
-from forerun.sampling.probabilities import argmax_of
+from forerun.sampling.probabilities import FloatArray, argmax_of
 from forerun.sampling.seeded import SeededSampler
 
-# Where the random numbers for a token come from. None is torch's own generator.
+# Where the random number of a token comes from; None is torch's default generator.
 Source = SeededSampler | torch.Generator | None
-_BLOCK = 256  # tokens whose probabilities are summed together
+_BLOCK_TOKENS = 256  # tokens whose probabilities are summed together
+_FLOOR_FACTORS = (64, 8, 1)  # most distributions have few tokens above the first floor
 
 
 class QuickTopP(logits_process.TopPLogitsWarper):
-    """Transformers' top-p, without its sort of all scores.
+    """Transformers' top-p without its sort of all scores.
 
-    On a CPU that sort takes longer than the layers of a small target. Here only the tokens above a
-    floor are sorted. The tokens below it are left out if their probabilities sum to at most 1 - p,
-    which is always so for a floor of (1 - p) / V.
+    On a CPU that sort takes longer than the layers of a small target. Here only tokens above a
+    floor are sorted. Tokens below it are left out if their probabilities add up to 1 - p or less.
+    For the floor (1 - p) / V they always do.
     """
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores [R, V] with those of the tokens that are left out masked."""
+        """Return scores [R, V], with the filter value for tokens that are left out."""
         if scores.device.type != "cpu":
             return super().__call__(input_ids, scores)
         probabilities = scores.softmax(-1).numpy()
-        limits = []
+        smallest = []
         for row in probabilities:
-            limit = self._smallest_kept(row)
-            if limit is None:
+            kept = self._smallest_kept(row)
+            if kept is None:
                 return super().__call__(input_ids, scores)
-            limits.append(limit)
-        kept = np.full_like(probabilities, self.filter_value)
-        np.copyto(kept, scores.numpy(), where=probabilities >= np.array(limits)[:, None])
-        return torch.from_numpy(kept)
+            smallest.append(kept)
+        filtered = np.full_like(probabilities, self.filter_value)
+        np.copyto(filtered, scores.numpy(), where=probabilities >= np.array(smallest)[:, None])
+        return torch.from_numpy(filtered)
 
-    def _smallest_kept(self, probabilities: np.ndarray) -> np.float32 | None:
-        """Return the smallest probability that is kept.
+    def _smallest_kept(self, probabilities: FloatArray) -> np.float32 | None:
+        """Return the smallest probability [V] that is kept.
 
-        None if several tokens have it and not all are kept; transformers' sort then decides which.
+        Return None if tokens on both sides of the limit have this probability, because only the
+        sort of all scores tells which of them are kept.
         """
         left_out = 1 - self.top_p
-        total = probabilities.sum(dtype=np.float64)
-        # The highest floor first, because in most distributions few tokens are above it.
-        for factor in (64, 8, 1):
+        whole = probabilities.sum(dtype=np.float64)
+        for factor in _FLOOR_FACTORS:
             above = probabilities[probabilities >= factor * left_out / len(probabilities)]
-            below = total - above.sum(dtype=np.float64)
+            below = whole - above.sum(dtype=np.float64)
             if below <= left_out or factor == 1:
                 break
         ascending = np.sort(above)
@@ -65,13 +66,15 @@ class QuickTopP(logits_process.TopPLogitsWarper):
         first = min(first, len(ascending) - self.min_tokens_to_keep)
         if first < 0 or (first > 0 and ascending[first - 1] == ascending[first]):
             return None
-        return ascending[first]
+        smallest: np.float32 = ascending[first]
+        return smallest
 
 
 class Penalties(LogitsProcessor):
-    """Lowers the scores of tokens that occur in the output.
+    """Penalties for tokens that are in the output already. The prompt does not count.
 
-    It subtracts `frequency` for each occurrence, and `presence` once. The prompt does not count.
+    The score of a token is lowered by `frequency` for each of its occurrences in the output, and by
+    `presence` if it occurs there at all.
     """
 
     def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
@@ -80,7 +83,7 @@ class Penalties(LogitsProcessor):
         self.prompt_length = prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores [R, V] after ids [R, n], less the penalties."""
+        """Return scores [R, V] after ids [R, n]."""
         output = input_ids[:, self.prompt_length :]
         if not output.shape[1]:
             return scores
@@ -90,21 +93,21 @@ class Penalties(LogitsProcessor):
 
 
 class LogitBias(LogitsProcessor):
-    """Adds a number to the scores of some tokens."""
+    """A number that is added to the scores of some tokens."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:
         self.ids = torch.tensor(list(bias))
         self.values = torch.tensor([float(value) for value in bias.values()])
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores [R, V] with the biases added."""
+        """Return scores [R, V]."""
         inside = self.ids < scores.shape[-1]
         ids = self.ids[inside].to(scores.device)
         values = self.values[inside].to(scores.device, scores.dtype)
         return scores.index_add(1, ids, values.expand(len(scores), -1))
 
 
-# These only compare scores and do not know which token a score belongs to.
+# These read the scores without knowing which tokens they belong to.
 _INDEX_FREE = (
     logits_process.TemperatureLogitsWarper,
     logits_process.TopKLogitsWarper,
@@ -115,23 +118,22 @@ _INDEX_FREE = (
     logits_process.EtaLogitsWarper,
     QuickTopP,
 )
-# These do not read the tokens before, so all nodes of a draft can pass through them at once.
+# These do not read the text, so they process all nodes of a draft in one call.
 _PREFIX_FREE = (*_INDEX_FREE, logits_process.SuppressTokensLogitsProcessor, LogitBias)
 
 
 class Constraint(LogitsProcessor):
-    """A processor that knows before a forward which tokens it will forbid after a text.
+    """A processor that forbids tokens by the text before them (`forerun.sampling.grammar`).
 
-    The one in the package is `forerun.sampling.grammar.Grammar`.
+    It can say so before a forward.
     """
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> int:
-        """Return how many tokens of a chain may follow `tokens`."""
+        """Return how many of a chain's first tokens are allowed after `tokens`."""
         raise NotImplementedError
 
 
 def _quickened(processor: LogitsProcessor) -> LogitsProcessor:
-    """Return QuickTopP in place of transformers' top-p."""
     if type(processor) is not logits_process.TopPLogitsWarper:
         return processor
     return QuickTopP(processor.top_p, processor.filter_value, processor.min_tokens_to_keep)
@@ -139,10 +141,11 @@ def _quickened(processor: LogitsProcessor) -> LogitsProcessor:
 
 @dataclass(frozen=True)
 class SamplingDistribution:
-    """The distribution that tokens are sampled from.
+    """What tokens are sampled from, where temperature and top-p say all of it.
 
-    It is the softmax of the logits at a temperature, restricted to the most probable tokens that
-    together have the probability `top_p`.
+    Attributes:
+        temperature: of the logits.
+        top_p: the probability that the most probable tokens have together, which alone are sampled.
     """
 
     temperature: float = 1.0
@@ -151,14 +154,13 @@ class SamplingDistribution:
 
 @dataclass(frozen=True)
 class ChainSampling:
-    """How the tokens of a chain are sampled.
+    """How a chain is sampled.
 
     Attributes:
-        distribution: what they are sampled from.
-        numbers: [n] float64 random numbers in [0, 1), one per token. None: seeded samplers are
-            used.
-        keys: the key of the seeded sampler at each position.
-        size: the number of tokens in the vocabulary that the seeded samplers choose from.
+        distribution: what its tokens are sampled from.
+        numbers: [n] random numbers in [0, 1), float64, one per token; None for seeded samplers.
+        keys: those of the seeded samplers, one for each position.
+        size: tokens of the vocabulary of the seeded samplers.
     """
 
     distribution: SamplingDistribution
@@ -171,9 +173,8 @@ class Drafted(NamedTuple):
     """A chain that was drafted in one call (`forerun.model.forward.FusedDraft`).
 
     Attributes:
-        tokens: the tokens.
-        probs: [n, V] distributions that the tokens were sampled from; None unless they were sampled
-            by numbers.
+        tokens: the n drafted tokens.
+        probs: [n, V] that the tokens were sampled from, if random numbers were given; else None.
         probabilities: the probability of each token.
     """
 
@@ -186,8 +187,7 @@ class Drafted(NamedTuple):
 class Sampler:
     """How a sequence's next token follows from logits.
 
-    Hugging Face's logits processors change the scores; then the argmax is taken, or a token is
-    sampled.
+    Hugging Face's processors come first, then argmax or sampling.
     """
 
     greedy: bool = True
@@ -195,8 +195,8 @@ class Sampler:
 
     def __post_init__(self) -> None:
         if self.processors:
-            quickened = LogitsProcessorList(map(_quickened, self.processors))
-            object.__setattr__(self, "processors", quickened)
+            quick = LogitsProcessorList(map(_quickened, self.processors))
+            object.__setattr__(self, "processors", quick)
 
     @classmethod
     def of(
@@ -206,20 +206,20 @@ class Sampler:
         vocab_size: int,
         extra: Iterable[LogitsProcessor] = (),
     ) -> Sampler:
-        """Return the sampler of parameters, with the processors in the order of transformers.
+        """Return the sampler of parameters, with processors in the order of `generate`.
 
-        As in `generate`, the `extra` processors come after penalties and biases and before the
-        temperature, and an extra repetition penalty replaces that of the parameters.
+        `extra` processors come after penalties and biases and before temperature. A repetition
+        penalty among them replaces the one of the parameters.
 
         Raises ValueError for a bias on a token that is not in the vocabulary.
         """
         processors: list[LogitsProcessor] = []
-        others = list(extra)
+        extra = list(extra)
         if params.repetition_penalty != 1.0:
-            penalty = logits_process.RepetitionPenaltyLogitsProcessor
-            given = next((processor for processor in others if type(processor) is penalty), None)
-            processors.append(given or penalty(float(params.repetition_penalty)))
-            others = [processor for processor in others if processor is not given]
+            penalty_class = logits_process.RepetitionPenaltyLogitsProcessor
+            given = next((other for other in extra if type(other) is penalty_class), None)
+            processors.append(given or penalty_class(float(params.repetition_penalty)))
+            extra = [other for other in extra if other is not given]
         if params.presence_penalty or params.frequency_penalty:
             processors.append(
                 Penalties(params.presence_penalty, params.frequency_penalty, prompt_length)
@@ -228,46 +228,46 @@ class Sampler:
             if max(params.logit_bias) >= vocab_size:
                 raise ValueError(f"logit_bias has token ids outside 0..{vocab_size - 1}")
             processors.append(LogitBias(params.logit_bias))
-        processors += others
-        processors += _warpers(params)
+        processors += extra
+        if params.temperature > 0:
+            processors += _warpers(params)
         return cls(not params.temperature, LogitsProcessorList(processors))
 
     def scores(self, logits: Tensor, prefix: Callable[[int], list[int]]) -> Tensor:
-        """Return the processed float32 scores [N, V] of logits [N, V].
+        """Return processed float32 scores [N, V] of logits [N, V].
 
-        `prefix(i)` returns the tokens before row i. Processors that read them get rows of equal
-        length, without padding.
+        `prefix(i)` returns the tokens before the i-th choice. Processors that read the prefix are
+        called for rows of one length at a time, so that there is no padding.
         """
         scores = logits.float()
         if not self.processors:
             return scores
         if not self.index_free:
-            scores = scores.clone()  # because some of the other processors write in place
+            scores = scores.clone()  # some of the other processors write in place
         if self.prefix_free:
             return self._processed(None, scores)
         prefixes = [prefix(i) for i in range(len(scores))]
-        rows_by_length = defaultdict(list)
+        by_length = defaultdict(list)
         for i, tokens in enumerate(prefixes):
-            rows_by_length[len(tokens)].append(i)
-        for rows in rows_by_length.values():
+            by_length[len(tokens)].append(i)
+        for rows in by_length.values():
             ids = torch.tensor([prefixes[i] for i in rows], device=scores.device)
             scores[rows] = self._processed(ids, scores[rows])
         return scores
 
     def _processed(self, ids: Tensor | None, scores: Tensor) -> Tensor:
-        """Return scores [R, V] after all processors."""
-        # One by one, because LogitsProcessorList inspects each signature at every call.
+        # A loop, because the call of a LogitsProcessorList inspects each processor's signature.
         for processor in self.processors or ():
             scores = processor(ids, scores)
         return scores
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> Sequence[int]:
-        """Return the beginning of a chain of point masses that grammars allow after `tokens`.
+        """Return the beginning of a chain after `tokens` that no grammar forbids.
 
-        Cutting such a chain is exact: the target gives a forbidden token the probability 0, so it
-        is never accepted and takes nothing from the residual. Cutting a token that was sampled from
-        `q` would not be exact, because `q` is subtracted in the residual. Such tokens are sampled
-        under the same grammar instead.
+        The chain's tokens are point masses: no distribution was sampled. Cutting it is exact,
+        because the target gives a forbidden token no probability, so it is never accepted and takes
+        nothing from the residual. Cutting a token that was sampled from `q` would not be exact,
+        because `q` is subtracted in the residual. Such tokens are sampled under the same grammar.
         """
         for processor in self.processors or ():
             if isinstance(processor, Constraint):
@@ -276,41 +276,46 @@ class Sampler:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the next token is the argmax of the logits themselves."""
+        """Whether its tokens are the argmax of the logits themselves."""
         return self.greedy and not self.processors
 
     @cached_property
     def distribution(self) -> SamplingDistribution | None:
-        """The distribution that tokens are sampled from.
+        """What tokens are sampled from; None for argmax.
 
-        None for greedy decoding, and for processors other than a temperature and then top-p.
+        None also if processors do more than temperature and then top-p.
         """
         distribution = SamplingDistribution()
-        left = list(self.processors or ())
-        if left and type(left[0]) is logits_process.TemperatureLogitsWarper:
-            distribution = replace(distribution, temperature=float(left.pop(0).temperature))
-        if left and type(left[0]) is QuickTopP and left[0].min_tokens_to_keep == 1:
-            distribution = replace(distribution, top_p=float(left.pop(0).top_p))
-        return None if self.greedy or left else distribution
+        has_temperature = False
+        has_top_p = False
+        for processor in self.processors or ():
+            is_temperature = type(processor) is logits_process.TemperatureLogitsWarper
+            if is_temperature and not has_temperature and not has_top_p:
+                distribution = replace(distribution, temperature=float(processor.temperature))
+                has_temperature = True
+            elif _is_plain_top_p(processor) and not has_top_p:
+                distribution = replace(distribution, top_p=float(processor.top_p))
+                has_top_p = True
+            else:
+                return None
+        return None if self.greedy else distribution
 
     @property
     def prefix_free(self) -> bool:
-        """Whether no processor reads the tokens before."""
+        """Whether its processors look at the scores alone."""
         return all(type(processor) in _PREFIX_FREE for processor in self.processors or ())
 
     @property
     def index_free(self) -> bool:
-        """Whether it also does not matter which tokens the scores belong to.
+        """Whether its processors do not know which tokens the scores belong to.
 
-        The processors can then work on the scores of a part of the vocabulary.
+        Then they can process the scores of a part of the vocabulary.
         """
         return all(type(processor) in _INDEX_FREE for processor in self.processors or ())
 
 
 def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
-    """Return the processors that change the distribution for sampling; none for greedy decoding."""
-    if not params.temperature:
-        return []
+    """Return the processors that narrow what is sampled, in the order of `generate`."""
     warpers: list[LogitsProcessor] = []
     if params.temperature != 1.0:
         warpers.append(logits_process.TemperatureLogitsWarper(float(params.temperature)))
@@ -323,8 +328,12 @@ def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
     return warpers
 
 
+def _is_plain_top_p(processor: LogitsProcessor) -> bool:
+    return type(processor) is QuickTopP and processor.min_tokens_to_keep == 1
+
+
 class RowError(Exception):
-    """A user's processor raised an error for one row; `__cause__` is that error."""
+    """A user's processor raised for one row; `__cause__` is what it raised."""
 
     def __init__(self, row: int) -> None:
         super().__init__(f"a logits processor failed for row {row}")
@@ -337,15 +346,28 @@ def next_tokens(
     prefix: Callable[[int], list[int]],
     sources: Sequence[Source],
 ) -> tuple[list[int], Tensor, Tensor | None]:
-    """Return the next token of each row, the processed scores, and the distributions.
+    """Return the next token of each row.
 
-    Scores are [R, V]. So are the distributions that the tokens were sampled from, which are None if
-    all rows are greedy. `prefix(r)` returns the tokens before row r's next token, and `sources` has
-    the source of randomness for each row.
+    Args:
+        samplers: one for each row.
+        logits: [R, V].
+        prefix: `prefix(row)` returns the tokens before the row's next token.
+        sources: where each row's random number comes from.
 
-    Raises RowError if a row's processor raised, or left no token to sample.
+    Returns:
+        The tokens, the processed scores [R, V], and the distributions [R, V] that tokens were
+        sampled from, which are None if all rows are greedy.
+
+    Raises:
+        RowError: a row's processor raised, or left no token to sample.
     """
-    scores = _scores(samplers, logits, prefix)
+    first = samplers[0]
+    if all(sampler is first for sampler in samplers) and first.prefix_free:
+        scores = first.scores(logits, prefix)
+    elif any(sampler.processors for sampler in samplers):
+        scores = _scores_by_row(samplers, logits, prefix)
+    else:
+        scores = logits.float()
     argmax = argmax_of(scores).tolist() if any(sampler.greedy for sampler in samplers) else []
     if all(sampler.greedy for sampler in samplers):
         return argmax, scores, None
@@ -359,49 +381,35 @@ def next_tokens(
     return tokens, scores, probabilities
 
 
-def _scores(
+def _scores_by_row(
     samplers: Sequence[Sampler], logits: Tensor, prefix: Callable[[int], list[int]]
 ) -> Tensor:
-    """Return the processed scores [R, V]: of all rows at once if they share a sampler.
-
-    Raises RowError if a row's processor raised.
-    """
-    first = samplers[0]
-    if all(sampler is first for sampler in samplers) and first.prefix_free:
-        return first.scores(logits, prefix)
-    scores = logits.float()
-    if any(sampler.processors for sampler in samplers):
-        scores = scores.clone()
-        for row, sampler in enumerate(samplers):
-            if sampler.processors:
-                _score_row(sampler, logits, prefix, row, scores)
+    """Return the processed scores [R, V] of rows with different processors."""
+    scores = logits.float().clone()
+    for row, sampler in enumerate(samplers):
+        if not sampler.processors:
+            continue
+        try:
+            scores[row] = sampler.scores(logits[row : row + 1], partial(_prefix_of, prefix, row))[0]
+        except UNATTRIBUTABLE:
+            raise
+        except BaseException as error:
+            raise RowError(row) from error
     return scores
 
 
-def _score_row(
-    sampler: Sampler,
-    logits: Tensor,
-    prefix: Callable[[int], list[int]],
-    row: int,
-    scores: Tensor,
-) -> None:
-    """Write the processed scores of one row. Raises RowError if a processor raised."""
-    try:
-        scores[row] = sampler.scores(logits[row : row + 1], lambda _: prefix(row))[0]
-    except UNATTRIBUTABLE:
-        raise
-    except BaseException as error:
-        raise RowError(row) from error
+def _prefix_of(prefix: Callable[[int], list[int]], row: int, _choice: int) -> list[int]:
+    return prefix(row)
 
 
 def sample(probabilities: Tensor, source: Source) -> int:
     """Return a token sampled from a distribution [V].
 
-    The distribution must be normalised for a seeded sampler. Otherwise one random number is put
-    through the inverse of the cumulative distribution function. That takes a tenth of the time of
-    torch.multinomial, which draws a number for every entry.
+    A seeded sampler needs it normalised. A generator's random number goes through the inverse of
+    the distribution function. That takes a tenth of the time of torch.multinomial, which needs a
+    random number for every entry.
 
-    Raises ValueError for a distribution of NaN, and for one that is 0 everywhere.
+    Raises ValueError for a distribution of NaN, or if no token has a probability.
     """
     if isinstance(source, SeededSampler):
         return source.sample(probabilities)
@@ -409,35 +417,33 @@ def sample(probabilities: Tensor, source: Source) -> int:
     dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS lacks float64
     number = torch.rand((), dtype=dtype, generator=source, device=device)
     if device.type == "cpu":
-        return _token_at(float(number), probabilities.numpy())
+        return _at(float(number), probabilities.numpy())
     below = probabilities.cumsum(-1, dtype=dtype)
-    # `right` passes over tokens whose probability is 0.
+    # `right` passes over tokens without probability.
     index = int(torch.searchsorted(below, number * below[-1], right=True))
-    return index if index < len(probabilities) else _last_possible(probabilities.cpu().numpy())
+    return index if index < len(probabilities) else _last(probabilities.cpu().numpy())
 
 
-def _token_at(number: float, p: np.ndarray) -> int:
-    """Return the token at which the cumulative distribution of p [V] passes a number in [0, 1).
+def _at(number: float, p: FloatArray) -> int:
+    """Return the token of p [V] at a number in [0, 1) of the distribution function.
 
     Blocks are summed first, which takes a sixth of the time of a sum up to every token.
     """
-    below = np.add.reduceat(p, np.arange(0, len(p), _BLOCK), dtype=np.float64).cumsum()
-    target = number * below[-1]
-    block = int(below.searchsorted(target, "right"))
+    starts = np.arange(0, len(p), _BLOCK_TOKENS)
+    below = np.add.reduceat(p, starts, dtype=np.float64).cumsum()
+    at = number * below[-1]
+    block = int(below.searchsorted(at, "right"))
     if block == len(below):
-        return _last_possible(p)
-    first = block * _BLOCK
-    tokens = p[first : first + _BLOCK]
-    rest = target - (below[block - 1] if block else 0.0)
+        return _last(p)
+    first = block * _BLOCK_TOKENS
+    tokens = p[first : first + _BLOCK_TOKENS]
+    rest = at - (below[block - 1] if block else 0.0)
     index = int(tokens.cumsum(dtype=np.float64).searchsorted(rest, "right"))
-    return first + (index if index < len(tokens) else _last_possible(tokens))
+    return first + (index if index < len(tokens) else _last(tokens))
 
 
-def _last_possible(p: np.ndarray) -> int:
-    """Return the last token with a probability, for a number that was rounded up to the very end.
-
-    Raises NotNumbersError if there is none.
-    """
+def _last(p: FloatArray) -> int:
+    """Return the last token that has a probability, for a number that was rounded up to the end."""
     if not p.sum() > 0:
         raise NotNumbersError(
             "no token can be sampled: scores are not numbers, or all of them are -inf"

@@ -1,13 +1,12 @@
-"""Sampling that depends only on a seed, a position and a distribution.
+"""Sampling that depends on a seed, a position and a distribution, and on nothing else.
 
-Each token gets the time e / p, where p is its probability and e an exponential random number, and
-the token with the smallest time is sampled. So each token is sampled with its probability. The
-numbers e follow from the seed, the sequence's position and the token, and are the same for draft
-and target. If the two distributions are alike, both sample the same token, and it is accepted.
-Only the target then decides what is sampled, whatever was drafted, in whatever steps, and beside
-whatever rows (Daliri et al., arXiv 2408.07978). The price is that sampled drafts are accepted less
-often than by the rule of `forerun.engine.acceptance.accept`; for point masses there is no
-difference.
+Each token gets the time e / p, where p is its probability and e an exponential random number. The
+token with the least time is sampled, which happens with its probability. The numbers e follow from
+the seed, the sequence's position and the token, so draft and target have the same ones. If their
+distributions are alike, both sample the same token, and it is accepted. So what is sampled is the
+target's choice alone, whatever was drafted, in whatever steps and beside whatever rows (Daliri et
+al., arXiv 2408.07978). The price is that sampled drafts are accepted less often than by the rule of
+`forerun.engine.acceptance.accept`. For point masses there is no difference.
 """
 
 from __future__ import annotations
@@ -16,26 +15,34 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.failures import NotNumbersError
+from forerun.sampling.probabilities import FloatArray
 
-# A token has its own time only for its probability above this floor. The probabilities of all
-# tokens up to the floor are added up and get one time together; if that is the smallest, one of
-# these tokens is chosen. So the many improbable tokens cost little.
+# Only the part of a token's probability beyond this has a time for itself. The parts of all tokens
+# up to it share one time. If that is the least, one of the tokens is sampled by these parts. So the
+# many improbable tokens take little time.
 FLOOR = 2.0**-12
-_REST = 2**32  # stands for all of them; no token has this number
+_REST = 2**32  # beyond the numbers of all tokens
+
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class SeededSampler:
-    """Seeded sampling of the token at one position."""
+    """Seeded sampling of the token at one position.
 
-    key: int  # 64 bits that belong to this position
+    Attributes:
+        key: 64 bits that belong to this position alone.
+    """
 
-    def uniforms(self, tokens: np.ndarray) -> np.ndarray:
+    key: int
+
+    def uniforms(self, tokens: IntArray) -> FloatArray:
         """Return a number in (0, 1) for each token."""
-        # The output of SplitMix64 that is token + 1 steps behind the key.
+        # SplitMix64, which a token advances by as many steps as its number says.
         steps = tokens.astype(np.uint64) + np.uint64(1)
         bits = np.uint64(self.key) + steps * np.uint64(0x9E3779B97F4A7C15)
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -44,7 +51,7 @@ class SeededSampler:
         return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
     def sample(self, probabilities: Tensor) -> int:
-        """Return the token that is sampled from probabilities [V].
+        """Return the token that is sampled by probabilities [V].
 
         Raises ValueError if they are NaN or all 0.
         """
@@ -53,27 +60,28 @@ class SeededSampler:
             raise NotNumbersError(
                 "no token can be sampled: scores are not numbers, or all of them are -inf"
             )
-        above = np.flatnonzero(p > FLOOR)
-        numbers = self.uniforms(np.append(above, _REST))
+        ahead = np.flatnonzero(p > FLOOR)
+        numbers = self.uniforms(np.append(ahead, _REST))
         low = np.minimum(p, np.float32(FLOOR))
-        masses = np.append(p[above].astype(np.float64) - FLOOR, low.sum(dtype=np.float64))
-        winner = int((-np.log(numbers) / masses).argmin())
-        return int(above[winner]) if winner < len(above) else self._sample_low(low)
+        parts = np.append(p[ahead].astype(np.float64) - FLOOR, low.sum(dtype=np.float64))
+        times = -np.log(numbers) / parts
+        winner = int(times.argmin())
+        return int(ahead[winner]) if winner < len(ahead) else self._sample_low(low)
 
-    def _sample_low(self, low: np.ndarray) -> int:
-        """Return a token with the probabilities of `low`, which are at most FLOOR each.
+    def _sample_low(self, low: FloatArray) -> int:
+        """Return a token sampled by `low` [V], which need not be normalised.
 
-        Tokens are proposed in a random order, and the first one that is accepted is returned. The
-        order is the same for draft and target.
+        Tokens are tried in a random order, which draft and target share, and the first one that is
+        accepted is returned.
         """
         start = _REST + 1
         count = 64
         while True:
             numbers = self.uniforms(np.arange(start, start + 2 * count))
-            tokens = (numbers[::2] * len(low)).astype(np.int64)
-            hits = np.flatnonzero(numbers[1::2] * FLOOR < low[tokens])
-            if len(hits):
-                return int(tokens[hits[0]])
+            tried = (numbers[::2] * len(low)).astype(np.int64)
+            accepted = np.flatnonzero(numbers[1::2] * FLOOR < low[tried])
+            if len(accepted):
+                return int(tried[accepted[0]])
             start += 2 * count
             count = min(2 * count, 2**16)
 
@@ -90,8 +98,6 @@ class SeededStream:
 
     def at(self, position: int) -> SeededSampler:
         """Return the sampler of the token at a position, which counts the prompt's tokens too."""
-        words = b"".join(
-            number.to_bytes(16, "little", signed=True)
-            for number in (self.seed, self.stream, position)
-        )
+        numbers = (self.seed, self.stream, position)
+        words = b"".join(number.to_bytes(16, "little", signed=True) for number in numbers)
         return SeededSampler(int.from_bytes(blake2b(words, digest_size=8).digest(), "little"))

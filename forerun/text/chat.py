@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROLES = ("system", "user", "assistant", "tool")
-_KEYS = {"assistant": "tool_calls", "tool": "tool_call_id"}  # beside role and content
+_EXTRA_KEYS = {"assistant": "tool_calls", "tool": "tool_call_id"}  # beside role and content
+# They stand for a call and an answer, to see what a template writes about them.
 _CALL = "forerunCall"
-_ANSWER = "forerunAnswer"  # stands for an answer, to see what a template writes after one
+_ANSWER = "forerunAnswer"
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:
@@ -29,17 +30,20 @@ def chat_prompt(
     tools: list[dict[str, Any]] | None = None,
     **template_args: Any,
 ) -> list[int]:
-    """Return the token ids of a conversation, up to where the answer begins. The template writes all special tokens.
+    """Return the token ids of a conversation, up to where the answer begins.
+
+    The template writes all special tokens.
 
     Args:
+        tokenizer: that of the model, with a chat template.
         messages: as for `checked`; the last one is not from the assistant.
-        system: a system prompt, put in front.
-        tools: functions that the model may call, as OpenAI describes them.
-        template_args: more names for the template, such as enable_thinking=False.
+        system: a system prompt, which is put before the messages.
+        tools: functions that the model may call, in the form of OpenAI's API.
+        template_args: further names for the template, such as enable_thinking=False.
 
     Raises:
-        ValueError: no tokenizer, no chat template, two system prompts, nothing to answer, and what `checked` or the
-            template refuses.
+        ValueError: there is no tokenizer, no chat template, a second system prompt or nothing to
+            answer, or `checked` or the template refuses the messages.
     """
     if tokenizer is None:
         raise ValueError("a chat needs a tokenizer; give tokenizer=...")
@@ -47,33 +51,33 @@ def chat_prompt(
         raise ValueError(
             "the model has no chat template: give an instruct model, or a plain prompt without chat"
         )
-    found = checked(messages)
+    conversation = checked(messages)
     if system is not None:
-        if found[0]["role"] == "system":
+        if conversation[0]["role"] == "system":
             raise ValueError("there is a system prompt and a system message; give one of them")
-        found.insert(0, {"role": "system", "content": checked_text("the system prompt", system)})
-    if found[-1]["role"] == "assistant":
+        text = checked_text("the system prompt", system)
+        conversation.insert(0, {"role": "system", "content": text})
+    if conversation[-1]["role"] == "assistant":
         raise ValueError("the last message is from the assistant; there is nothing to answer")
-    has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in found)
+    has_calls = any(
+        "tool_calls" in message or message["role"] == "tool" for message in conversation
+    )
     if has_calls and not _renders_calls(tokenizer):
         raise ValueError(
             "the chat template of this model takes no tool calls and no messages of role tool"
         )
-    taken = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {
-        "documents",
-        "kwargs",
-    }
+    parameters = set(inspect.signature(tokenizer.apply_chat_template).parameters)
     for name in template_args:
-        if name in taken:
-            raise ValueError(f"{name!r} is no argument for the chat template")
+        if name in parameters - {"documents", "kwargs"}:
+            raise ValueError(f"{name!r} is not an argument of chat templates")
+    options: dict[str, Any] = {
+        "tools": tools or None,
+        "add_generation_prompt": True,
+        "tokenize": True,
+        "return_dict": False,
+    }
     try:
-        how = {
-            "tools": tools or None,
-            "add_generation_prompt": True,
-            "tokenize": True,
-            "return_dict": False,
-        }
-        ids: Any = tokenizer.apply_chat_template(found, **how, **template_args)  # type: ignore[arg-type]
+        ids: Any = tokenizer.apply_chat_template(conversation, **options, **template_args)
     except Exception as error:  # templates may raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"the chat template refuses these messages: {reason}") from None
@@ -83,10 +87,14 @@ def chat_prompt(
 def checked(messages: Any) -> list[dict[str, Any]]:
     """Return messages {"role", "content"} with contents as plain strings.
 
-    A content is text, or OpenAI's list of {"type": "text", "text": ...}, each of which becomes a line. A message of the
-    assistant may have `tool_calls` and then no content; their arguments become objects, as templates expect them. One
-    of role tool has the `tool_call_id` of a call before it, and gets its function's name. Raises ValueError for no
-    messages, other keys or roles, and contents that are no text or that no file could hold.
+    A content is text, or a list of {"type": "text", "text": ...} as in OpenAI's API, whose texts
+    become lines. A message of the assistant may have `tool_calls` and then no content. The
+    arguments of these calls become objects, because templates expect them. A message of role tool
+    has the `tool_call_id` of a call before it, and gets the name of that function.
+
+    Raises:
+        ValueError: there are no messages, or one has another key or role, or a content that is not
+            text or that cannot be encoded.
     """
     if not isinstance(messages, list | tuple):
         raise ValueError(
@@ -99,22 +107,22 @@ def checked(messages: Any) -> list[dict[str, Any]]:
 
 
 def turn_ends(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Return the special token that the template writes after an answer, if any. Models that were trained on it end
-    with it, even if their generation config does not name it."""
+    """Return the special token that the template writes after an answer, if any.
+
+    Models that were trained with the template end with it, even if their generation config does not
+    name it.
+    """
     if tokenizer is None or not has_template(tokenizer):
         return frozenset()
-    # A template may want other messages: then the model's own end tokens have to do.
-    after = (
-        _tried(tokenizer, [{"role": "assistant", "content": _ANSWER}])
-        .rpartition(_ANSWER)[2]
-        .lstrip()
-    )
+    # Empty if the template refuses this conversation; then the model has its own end tokens only.
+    conversation = _rendered(tokenizer, [{"role": "assistant", "content": _ANSWER}])
+    after = conversation.rpartition(_ANSWER)[2].lstrip()
     special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-    special |= {
-        str(token): id for id, token in tokenizer.added_tokens_decoder.items() if token.special
-    }
-    found = [token for token in special if token and after.startswith(token)]
-    return frozenset([special[max(found, key=len)]] if found else [])
+    for id, token in tokenizer.added_tokens_decoder.items():
+        if token.special:
+            special[str(token)] = id
+    ends = [text for text in special if text and after.startswith(text)]
+    return frozenset([special[max(ends, key=len)]] if ends else [])
 
 
 def renders_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -124,22 +132,24 @@ def renders_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
         "description": "x",
         "parameters": {"type": "object", "properties": {}},
     }
-    return _ANSWER in _tried(tokenizer, [], [{"type": "function", "function": function}])
+    return _ANSWER in _rendered(tokenizer, [], [{"type": "function", "function": function}])
 
 
 def _renders_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
     call = {"id": "abcdefghi", "type": "function", "function": {"name": _CALL, "arguments": {}}}
     result = {"role": "tool", "content": _ANSWER, "name": _CALL, "tool_call_id": "abcdefghi"}
-    text = _tried(tokenizer, [{"role": "assistant", "content": "", "tool_calls": [call]}, result])
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    text = _rendered(tokenizer, [calling, result])
     return _ANSWER in text and _CALL in text
 
 
-def _tried(
+def _rendered(
     tokenizer: PreTrainedTokenizerBase, messages: list[Any], tools: list[Any] | None = None
 ) -> str:
+    """Return a conversation as the template writes it; nothing if the template refuses it."""
+    conversation = [{"role": "user", "content": "x"}, *messages]
     try:
-        found = [{"role": "user", "content": "x"}, *messages]
-        return str(tokenizer.apply_chat_template(found, tools=tools, tokenize=False))
+        return str(tokenizer.apply_chat_template(conversation, tools=tools, tokenize=False))
     except Exception:  # templates may raise anything
         return ""
 
@@ -150,7 +160,9 @@ def _message(number: int, message: Any, names: dict[str, str]) -> dict[str, Any]
             f"message {number} must be {{role, content}}, not {type(message).__name__}"
         )
     role = message.get("role")
-    allowed = {"role", "content", _KEYS.get(role, "role") if isinstance(role, str) else "role"}
+    allowed = {"role", "content"}
+    if isinstance(role, str) and role in _EXTRA_KEYS:
+        allowed.add(_EXTRA_KEYS[role])
     for key in message:
         if key not in allowed:
             raise ValueError(
@@ -169,46 +181,43 @@ def _message(number: int, message: Any, names: dict[str, str]) -> dict[str, Any]
     if role == "tool" and (id := message.get("tool_call_id")) is not None:
         if not isinstance(id, str) or id not in names:
             raise ValueError(
-                f"message {number} answers the tool call {str(id)[:40]!r}, which no message before it has"
+                f"message {number} answers the tool call {str(id)[:40]!r}, "
+                "which no message before it has"
             )
         more |= {"tool_call_id": id, "name": names[id]}
-    return {
-        "role": role,
-        "content": checked_text(f"the content of message {number}", content),
-        **more,
-    }
+    text = checked_text(f"the content of message {number}", content)
+    return {"role": role, "content": text, **more}
 
 
 def _calls(number: int, calls: Any, names: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the tool calls of a message with their arguments as objects. Arguments that are none stay text, as a model
-    may have written them."""
-    found = []
-    for call in calls if isinstance(calls, list | tuple) else [None]:
+    """Return the tool calls of a message with their arguments as objects.
+
+    Arguments that are not an object stay text, because a model may have written them.
+    """
+    if not isinstance(calls, list | tuple):
+        raise _calls_error(number)
+    checked_calls = []
+    for call in calls:
         function: Any = call.get("function") if isinstance(call, dict) else None
-        if (
-            not isinstance(call, dict)
-            or not isinstance(function, dict)
-            or not isinstance(call.get("id", ""), str)
-        ):
-            raise ValueError(
-                f"tool_calls of message {number} must be a list of {{id, function: {{name, arguments}}}}"
-            )
-        name, arguments = (
-            checked_text("the name of a tool call", function.get("name")),
-            function.get("arguments") or {},
-        )
+        if not isinstance(function, dict) or not isinstance(call.get("id", ""), str):
+            raise _calls_error(number)
+        id = call.get("id", "")
+        name = checked_text("the name of a tool call", function.get("name"))
+        arguments = function.get("arguments") or {}
         if not isinstance(arguments, dict):
             text = checked_text(f"the arguments of a tool call in message {number}", arguments)
-            arguments = text if (read := json_object(text)) is None else read
-        names[call.get("id", "")] = name
-        found.append(
-            {
-                "id": call.get("id", ""),
-                "type": "function",
-                "function": {"name": name, "arguments": arguments},
-            }
-        )
-    return found
+            read = json_object(text)
+            arguments = text if read is None else read
+        names[id] = name
+        checked_function = {"name": name, "arguments": arguments}
+        checked_calls.append({"id": id, "type": "function", "function": checked_function})
+    return checked_calls
+
+
+def _calls_error(number: int) -> ValueError:
+    return ValueError(
+        f"tool_calls of message {number} must be a list of {{id, function: {{name, arguments}}}}"
+    )
 
 
 def _part(number: int, part: Any) -> str:
@@ -219,7 +228,10 @@ def _part(number: int, part: Any) -> str:
 
 
 def checked_text(what: str, text: Any) -> str:
-    """Return a text. Raises ValueError for anything else, and for characters that no file could hold."""
+    """Return a text.
+
+    Raises ValueError for anything else, and for a text that cannot be encoded.
+    """
     if not isinstance(text, str):
         raise ValueError(f"{what} must be text, not {type(text).__name__}")
     if "\0" in text:

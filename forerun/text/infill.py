@@ -9,22 +9,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Tokens before the text that stands before the gap, before the one after it, and before what fills it.
+# The tokens before the text before the gap, before the text after it, and before what fills it.
 _FORMS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
-    (
-        "<\uff5cfim\u2581begin\uff5c>",
-        "<\uff5cfim\u2581hole\uff5c>",
-        "<\uff5cfim\u2581end\uff5c>",
-    ),  # DeepSeek-Coder
+    # DeepSeek-Coder
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
     ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # CodeLlama
 )
-# What such models write when the gap is full, whether or not their generation config names it.
+# What such models write when the gap is full, even if their generation config does not name it.
 _ENDS = (
-    "<|endoftext|> <|fim_pad|> <|repo_name|> <|file_sep|> <|file_separator|> <fim_pad> <file_sep> <repo_name> "
-    "<reponame> <filename> <fim-pad> <|EOT|> \u2581<EOT>"
+    "<|endoftext|> <|fim_pad|> <|repo_name|> <|file_sep|> <|file_separator|> <fim_pad> <file_sep> "
+    "<repo_name> <reponame> <filename> <fim-pad> <|EOT|> \u2581<EOT>"
 )
 
 
@@ -33,9 +30,12 @@ class InfillForm:
     """How a tokenizer's model is asked to fill a gap.
 
     Attributes:
-        before, after, middle: tokens as in `_FORMS`.
-        ends: tokens that end what fills the gap.
-        is_sentencepiece: its tokenizer puts a space before every text, which does not belong after the gap.
+        before: the token before the text before the gap.
+        after: the token before the text after the gap.
+        middle: the token before what fills the gap.
+        ends: the tokens that end what fills the gap.
+        is_sentencepiece: whether the tokenizer puts a space before every text. It does not belong
+            after the gap.
     """
 
     before: int
@@ -47,8 +47,10 @@ class InfillForm:
     def prompts(
         self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], after: str
     ) -> list[list[int]]:
-        """Return token ids of prompts for what stands between each of the texts and `after`. Special tokens in them are
-        read as such, as in other prompts."""
+        """Return the token ids of prompts, one for the gap between each text and `after`.
+
+        Special tokens in the texts are read as such, as in other prompts.
+        """
         line = "\n" if self.is_sentencepiece else ""
         rest = _encode(tokenizer, line + after)[len(_encode(tokenizer, line)) :]
         front = [*tokenizer("")["input_ids"], self.before]

@@ -1,4 +1,4 @@
-"""Tokens to text as they come, without half characters and without anything of a stop string."""
+"""Tokens to text as they come, without incomplete characters and parts of stop strings."""
 
 from __future__ import annotations
 
@@ -9,55 +9,57 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-CONTEXT = 4  # prompt tokens to decode along, so that a first word keeps its space
-LATE = 16  # tokens without new text, after which no more are gathered: each one decodes all of them
-HALF = "\ufffd"  # what part of a character is decoded to
-_BYTES = {
-    char: byte for byte, char in bytes_to_unicode().items()
-}  # byte-level vocabularies spell bytes like this
+PROMPT_TOKENS = 4  # decoded with the first output tokens, so that a first word keeps its space
+# After so many tokens without new text no more are gathered, because each further token decodes
+# all of them again.
+MAX_GATHERED = 16
+HALF = "\ufffd"  # what an incomplete character is decoded to
+# The characters with which byte-level vocabularies spell bytes.
+_BYTES = {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 class StopStrings:
-    """Whether the last of some tokens completes a stop string, as transformers' StopStringCriteria has it.
+    """Whether the last of some tokens completes a stop string, as in StopStringCriteria.
 
-    A stop string may begin in the prompt or inside a token, and has to end in the last token. Bytes are compared, so
-    characters may be split over tokens. A token's bytes are found when it first comes, not for a whole vocabulary.
+    That is transformers' class. A stop string may begin in the prompt or inside a token, and has to
+    end in the last token. Bytes are compared, so characters may be split over tokens. The bytes of
+    a token are computed when it first occurs, not for the whole vocabulary.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
-        self.tokenizer, self.strings = tokenizer, [text.encode() for text in strings]
+        self.tokenizer = tokenizer
+        self.strings = [text.encode() for text in strings]
         self._longest = max(map(len, self.strings), default=0)
         self._bytes: dict[int, bytes] = {}
-        # After another token, so that decoders neither add nor strip a space.
-        self._base = list(
-            tokenizer.convert_ids_to_tokens(tokenizer.encode("abcdef", add_special_tokens=False))
-        )
+        # Tokens are decoded after this text, so that decoders neither add nor strip a space.
+        base = tokenizer.encode("abcdef", add_special_tokens=False)
+        self._base = list(tokenizer.convert_ids_to_tokens(base))
         self._skip = len(tokenizer.convert_tokens_to_string(self._base))
 
     def __call__(self, tokens: Sequence[int]) -> bool:
-        """Return whether a stop string ends in the last one of all tokens so far."""
-        last, tail = len(self.bytes_of(tokens[-1])), b""
+        """Return whether a stop string ends in the last of all tokens so far."""
+        last = len(self.bytes_of(tokens[-1]))
+        tail = b""
         for token in reversed(tokens):
             tail = self.bytes_of(token) + tail
             if len(tail) >= last + self._longest - 1:
                 break
         before = len(tail) - last
-        return last > 0 and any(
-            tail.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in self.strings
-        )
+        if not last:
+            return False
+        return any(tail.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in self.strings)
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes that a token stands for."""
-        found = self._bytes.get(token)
-        if found is None:
-            found = self._bytes[token] = self._find(self.tokenizer.convert_ids_to_tokens(token))
-        return found
+        if token not in self._bytes:
+            self._bytes[token] = self._spell(self.tokenizer.convert_ids_to_tokens(token))
+        return self._bytes[token]
 
-    def _find(self, token: Any) -> bytes:
-        if token is None:  # padding of the embedding: a byte that is in no text
+    def _spell(self, token: Any) -> bytes:
+        if token is None:  # padding of the embedding; this byte is in no text
             return b"\xff"
         text = self.tokenizer.convert_tokens_to_string([*self._base, token])[self._skip :]
-        if HALF in text:  # not whole characters: the name of the token says which bytes
+        if HALF in text:  # there are incomplete characters; the token's name says which bytes
             if re.fullmatch("<0x[0-9a-fA-F]{2}>", token):
                 return bytes.fromhex(token[3:5])
             if all(char in _BYTES for char in token):
@@ -65,12 +67,27 @@ class StopStrings:
         return text.encode()
 
 
-class TextStream:
-    """Turns one sequence's output tokens into pieces of text, each with the origin of the token that completed it.
+def _is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the class adds nothing to what its backend decodes.
 
-    Text that may be the beginning of a stop string is held back until that is known. From the first stop string on,
-    which may begin in the prompt, no text comes. Special tokens are no text, but for those whose text `shown` has. All
-    count in stop strings as in `StopStrings`.
+    The backend alone decodes in a tenth of the time.
+    """
+    cls = type(tokenizer)
+    if cls.decode is not PreTrainedTokenizerFast.decode:
+        return False
+    return getattr(cls, "_decode", None) is PreTrainedTokenizerFast._decode
+
+
+class TextStream:
+    """The text of one sequence's output tokens, in pieces.
+
+    Each piece has the origin of the token that completed it. Text that may be the beginning of a
+    stop string is held back until that is known. From the first stop string on, which may begin in
+    the prompt, there is no text. Special tokens are not text, except those in `shown`. All tokens
+    count in stop strings, as in `StopStrings`.
+
+    Attributes:
+        stopped: whether a stop string has come.
     """
 
     def __init__(
@@ -80,32 +97,36 @@ class TextStream:
         stop: Sequence[str] = (),
         shown: Mapping[int, str] | None = None,
     ) -> None:
-        self.tokenizer, self.stop, self._shown = tokenizer, tuple(stop), shown or {}
-        # A tenth of the time where the class adds nothing of its own to what its backend decodes.
-        kind = type(tokenizer)
-        plain = kind.decode is PreTrainedTokenizerFast.decode and (
-            getattr(kind, "_decode", None) is PreTrainedTokenizerFast._decode
-        )
-        self._backend = tokenizer.backend_tokenizer if plain else None
-        self._ids = list(
-            prompt[-CONTEXT:]
-        )  # the tokens of the last piece, and those that no piece has yet
+        """Begin an output.
+
+        Args:
+            tokenizer: that of the model.
+            prompt: the tokens before the output.
+            stop: the stop strings.
+            shown: the texts of special tokens that are text.
+        """
+        self.tokenizer = tokenizer
+        self.stop = tuple(stop)
+        self._shown = shown or {}
+        self._backend = tokenizer.backend_tokenizer if _is_plain(tokenizer) else None
+        # The tokens of the last piece, and those that are in no piece yet.
+        self._ids = list(prompt[-PROMPT_TOKENS:])
         self._known = self._decode(self._ids)  # the text of the first `_read` of them
         if self._known.endswith(HALF):
-            self._ids, self._known = [], ""
+            self._ids = []
+            self._known = ""
         self._read = len(self._ids)
         self.stopped = False
         self._given: list[str] = []
         reach = max((len(text.encode()) for text in stop), default=0)
         tail = self._overlap(self._decode(prompt[-reach:], special=True)) if reach else ""
         self._prompt = len(tail)  # characters of the prompt that are held
-        self._held: list[tuple[str, str | None]] = [
-            (tail, None)
-        ]  # without an origin: not to be given out
+        # Texts with their origins; a text without an origin is not given out.
+        self._held: list[tuple[str, str | None]] = [(tail, None)]
 
     @property
     def text(self) -> str:
-        """All text of the pieces so far."""
+        """The text of all pieces so far."""
         return "".join(self._given)
 
     def _decode(self, ids: Sequence[int], special: bool = False) -> str:
@@ -124,44 +145,59 @@ class TextStream:
     def push(
         self, tokens: Sequence[int], origins: Sequence[str], finished: bool
     ) -> list[tuple[str, str]]:
-        """Return pieces (text, origin) that are certain now; with `finished`, all that is left."""
-        for left, (token, origin) in enumerate(zip(tokens, origins, strict=True), 1 - len(tokens)):
-            if token in self._shown:
-                rest = self._decode(self._ids)[len(self._known) :]
-                self._held += [(rest, origin), (self._shown[token], origin)]
-                self._ids, self._read, self._known = [], 0, ""
-                continue
-            self._ids.append(token)
-            whole, late = self._decode(self._ids), len(self._ids) - self._read >= LATE
-            certain = whole
-            if whole.endswith(HALF) and (left or not finished):
-                if not late:
-                    continue
-                certain = whole[:-1] if len(whole) > len(self._known) + 1 else whole
-            if len(certain) > len(self._known):
-                self._held.append((certain[len(self._known) :], origin))
-                self._ids = self._ids[self._read :]
-                self._read, self._known = len(self._ids), self._decode(self._ids)
-                if (
-                    certain is not whole
-                ):  # what the last of many halves is part of may yet become a character
-                    self._known = self._known[:-1]
-                continue
-            if late:  # special tokens and the like, which add nothing to what comes either
-                del self._ids[self._read :]
-            if self.stop:
-                self._held.append((self._decode([token], special=True), None))
+        """Return the pieces (text, origin) that are certain now.
+
+        Args:
+            tokens: the next tokens of the output.
+            origins: their origins.
+            finished: whether they are the last ones; then all text that is left is returned.
+        """
+        last = len(tokens) - 1
+        for place, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
+            self._add(token, origin, is_last=finished and place == last)
         return self._release(finished)
 
+    def _add(self, token: int, origin: str, is_last: bool) -> None:
+        """Hold the text that a token completes, if any."""
+        if token in self._shown:
+            rest = self._decode(self._ids)[len(self._known) :]
+            self._held += [(rest, origin), (self._shown[token], origin)]
+            self._ids = []
+            self._read = 0
+            self._known = ""
+            return
+        self._ids.append(token)
+        whole = self._decode(self._ids)
+        is_late = len(self._ids) - self._read >= MAX_GATHERED
+        certain = whole
+        if whole.endswith(HALF) and not is_last:
+            if not is_late:
+                return
+            certain = whole[:-1] if len(whole) > len(self._known) + 1 else whole
+        if len(certain) > len(self._known):
+            self._held.append((certain[len(self._known) :], origin))
+            self._ids = self._ids[self._read :]
+            self._read = len(self._ids)
+            self._known = self._decode(self._ids)
+            if certain is not whole:  # because the last incomplete one may still become a character
+                self._known = self._known[:-1]
+            return
+        if is_late:  # special tokens, for example, which change no later text either
+            del self._ids[self._read :]
+        if self.stop:
+            self._held.append((self._decode([token], special=True), None))
+
     def _release(self, finished: bool) -> list[tuple[str, str]]:
-        held, pieces = "" if self.stopped else "".join(text for text, _ in self._held), []
-        # A stop string that stands wholly in the prompt does not count.
-        found = [held.find(stop, max(0, self._prompt - len(stop) + 1)) for stop in self.stop]
-        certain = min((at for at in found if at >= 0), default=-1)
+        """Return the held pieces up to a stop string, or up to what may become one."""
+        held = "" if self.stopped else "".join(text for text, _ in self._held)
+        # A stop string that is wholly in the prompt does not count.
+        places = [held.find(stop, max(0, self._prompt - len(stop) + 1)) for stop in self.stop]
+        certain = min((place for place in places if place >= 0), default=-1)
         self.stopped = self.stopped or certain >= 0
         if certain < 0:
             certain = len(held) - (0 if finished else len(self._overlap(held)))
         self._prompt = max(0, self._prompt - certain)
+        pieces = []
         rest = []
         for text, origin in self._held:
             if text[:certain] and origin is not None:

@@ -1,24 +1,28 @@
-"""Tool calls in a model's text: the forms in which models write them, read as they come. Needs no torch."""
+"""Tool calls in a model's text: the forms of models, and how they are read. Needs no torch."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
 class ToolForm:
-    """How a family of models writes calls: each is a JSON object with a name and arguments.
+    """How a family of models writes calls, which are JSON objects with a name and arguments.
 
     Attributes:
         begin: the marker before calls.
-        open, between, close: what stands before the first call, between two, and after the last one.
-        key: its name for the arguments; "arguments" and "parameters" are read in all forms.
-        is_bare: a call of a known function may begin an answer without the marker.
-        is_fenced: a call of a known function may be a block of JSON in Markdown, as Qwen2.5-Coder writes them.
+        open: what is before the first call.
+        between: what is between two calls.
+        close: what is after the last call.
+        key: the name of the arguments; "arguments" and "parameters" are read in all forms.
+        is_bare: whether a call of a known function may begin an answer without the marker.
+        is_fenced: whether a call of a known function may be a block of JSON in Markdown.
+            Qwen2.5-Coder writes such blocks.
         id: what the ids of calls begin with, and their length.
     """
 
@@ -35,12 +39,12 @@ class ToolForm:
 FORMS = {
     "hermes": ToolForm("<tool_call>", close="</tool_call>", is_fenced=True),
     "llama3": ToolForm("<|python_tag|>", between=";", key="parameters", is_bare=True),
-    "mistral": ToolForm(
-        "[TOOL_CALLS]", "[", ",", "]", id=("", 9)
-    ),  # its templates refuse other ids
+    # Mistral's templates refuse other ids.
+    "mistral": ToolForm("[TOOL_CALLS]", "[", ",", "]", id=("", 9)),
 }
 
-# Words of chat templates that show which form their models write, and words of forms that are no JSON.
+# Words of chat templates that show which form their models write, and words of other forms, which
+# are not JSON.
 _SIGNS = {
     "hermes": ["<tool_call>"],
     "mistral": ["[TOOL_CALLS]"],
@@ -55,66 +59,94 @@ _SPACE = " \t\r\n"
 
 def form_of_template(template: str) -> ToolForm | None:
     """Return the form that a chat template shows, if any."""
-    shown = [name for name, signs in _SIGNS.items() if any(sign in template for sign in signs)]
-    return FORMS[shown[0]] if shown and not any(other in template for other in _OTHERS) else None
+    if any(other in template for other in _OTHERS):
+        return None
+    for name, signs in _SIGNS.items():
+        if any(sign in template for sign in signs):
+            return FORMS[name]
+    return None
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call: the function's name, and its arguments as the JSON object that the model wrote."""
+    """A call of a function.
+
+    Attributes:
+        name: the function's name.
+        arguments: the JSON object that the model wrote, as text.
+    """
 
     name: str
     arguments: str
 
 
 class _MoreTextError(Exception):
-    """What comes next decides."""
+    """The text that comes next decides."""
 
 
 _DECODER = json.JSONDecoder()
 _NAMED = '{"name":"'  # how a call without a marker begins, without spaces
-_UNSURE = 12  # characters after an error in JSON that more text may mend, as in "nul"
+_UNSURE = 12  # in so many characters after an error more text may mend JSON, as in "nul"
 
 
 class ToolStream:
-    """Separates one answer's text, which comes in pieces, into text and calls, each of which comes whole.
+    """One answer, separated into text and calls while its text comes in pieces.
 
-    How the text was cut into pieces changes nothing. What is no call stays text. Whitespace around calls is dropped, as
-    chat templates write their own.
+    A call is returned when it is complete. How the text was cut into pieces changes nothing. What
+    is not a call stays text. Whitespace around calls is dropped, because chat templates write their
+    own.
 
     Attributes:
-        text, calls: all that was given so far.
+        form: how the model writes calls.
+        text: all text so far.
+        calls: all calls so far.
         broken: how many calls were begun and could not be read.
     """
 
     def __init__(self, form: ToolForm, names: Collection[str], most: int | None = None) -> None:
-        """`names`: of the functions; `most`: how many calls are given; those after them are left out."""
-        self.form, self.text, self.calls, self.broken = form, "", list[ToolCall](), 0
-        self._names, self._most, self._is_bare = names, most, form.is_bare
-        self._markers = {form.begin: form.close} | dict([FENCE] if form.is_fenced else [])
-        self._rest, self._given, self._finished = "", list[str | ToolCall](), False
+        """Begin an answer.
+
+        Args:
+            form: how the model writes calls.
+            names: those of the functions.
+            most: how many calls are returned, or None for all. Those after them are dropped.
+        """
+        self.form = form
+        self.text = ""
+        self.calls: list[ToolCall] = []
+        self.broken = 0
+        self._names = names
+        self._most = most
+        self._is_bare = form.is_bare
+        self._markers = {form.begin: form.close}
+        if form.is_fenced:
+            self._markers |= dict([FENCE])
+        self._rest = ""
+        self._given: list[str | ToolCall] = []
+        self._finished = False
 
     def push(self, text: str, finished: bool) -> list[str | ToolCall]:
-        """Return texts and calls that are certain now; with `finished`, all that is left."""
-        self._rest, self._given, self._finished = self._rest + text, [], finished
-        try:
+        """Return the texts and calls that are certain now; with `finished`, all that is left."""
+        self._rest += text
+        self._given = []
+        self._finished = finished
+        with suppress(_MoreTextError):
             while self._rest:
                 self._step()
-        except _MoreTextError:
-            pass
         return self._given
 
     def _step(self) -> None:
-        """Take something of the rest. Raises _MoreTextError if that is not certain yet."""
+        """Take text or calls from the rest. Raises _MoreTextError if nothing is certain yet."""
         rest = self._rest
         if self._is_bare:
             self._read(0, True, "")
             self._is_bare = False
             return
-        places = [(rest.find(each), each) for each in self._markers if each in rest]
+        places = [(rest.find(marker), marker) for marker in self._markers if marker in rest]
         if places:
             at, marker = min(places)
-            if before := len(rest[:at].rstrip(_SPACE)):
+            before = len(rest[:at].rstrip(_SPACE))
+            if before:
                 self._say(before)
             else:
                 self._read(at + len(marker), marker == FENCE[0], self._markers[marker])
@@ -123,31 +155,41 @@ class ToolStream:
             self._rest = ""
         else:
             beginnings = (marker[:n] for marker in self._markers for n in range(len(marker)))
-            part = max(len(each) for each in beginnings if rest.endswith(each))
+            part = max(len(beginning) for beginning in beginnings if rest.endswith(beginning))
             self._say(len(rest[: len(rest) - part].rstrip(_SPACE)))
             raise _MoreTextError
 
     def _read(self, at: int, is_bare: bool, close: str) -> None:
-        """Take the calls after a marker, which ends at that place of the rest, with what closes them; or the marker as
-        text, if there are none. Without a marker, or in a block of JSON, they must name a function."""
-        found, end = list[ToolCall](), at
+        """Take the calls after a marker, with what closes them; without calls, the marker as text.
+
+        Args:
+            at: where the marker ends in the rest.
+            is_bare: whether calls must name a known function, because there is no marker, or it is
+                that of a block of JSON.
+            close: what closes the calls.
+        """
+        calls: list[ToolCall] = []
+        end = at
         place = self._after(at, "" if is_bare else self.form.open)
         while place >= 0:
-            call, place = (
-                (None, place) if is_bare and not self._names_function(place) else self._call(place)
-            )
+            if is_bare and not self._names_function(place):
+                break
+            call, place = self._call(place)
             if call is None:
                 break
-            found, end = [*found, call], place
+            calls.append(call)
+            end = place
             place = self._after(end, self.form.between) if self.form.between else -1
-        is_broken = place >= 0 or not found
+        is_broken = place >= 0 or not calls
         self.broken += is_broken and not is_bare
-        if not found:
-            return self._say(at)
+        if not calls:
+            self._say(at)
+            return
         self._rest = self._rest[max(end, self._after(end, close) if close else end) :]
-        found = found[: None if self._most is None else max(0, self._most - len(self.calls))]
-        self.calls += found
-        self._given += found
+        if self._most is not None:
+            calls = calls[: max(0, self._most - len(self.calls))]
+        self.calls += calls
+        self._given += calls
 
     def _call(self, at: int) -> tuple[ToolCall | None, int]:
         """Return the call at a place and where it ends, or None and any place."""
@@ -155,7 +197,7 @@ class ToolStream:
         if not self._rest.startswith("{", at):
             return None, at
         try:
-            found, end = _DECODER.raw_decode(self._rest, at)
+            written, end = _DECODER.raw_decode(self._rest, at)
         except json.JSONDecodeError as error:
             left = len(self._rest.rstrip(_SPACE)) - error.pos
             if not self._finished and (
@@ -163,14 +205,16 @@ class ToolStream:
             ):
                 raise _MoreTextError from None
             end = error.pos  # models forget the last brace
-            found = json_object(self._rest[at:end] + "}") or {}
-            found = found if any(key in found for key in _KEYS) else {}
+            written = json_object(self._rest[at:end] + "}") or {}
+            if not any(key in written for key in _KEYS):
+                written = {}
         except (ValueError, RecursionError):  # a number of too many digits, or too many brackets
             return None, at
-        name = found.get("name")
-        arguments: Any = next((found[key] for key in _KEYS if key in found), {})
-        is_call = isinstance(name, str) and isinstance(arguments, dict)
-        return ToolCall(name, json.dumps(arguments, ensure_ascii=False)) if is_call else None, end
+        name = written.get("name")
+        arguments: Any = next((written[key] for key in _KEYS if key in written), {})
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None, end
+        return ToolCall(name, json.dumps(arguments, ensure_ascii=False)), end
 
     def _names_function(self, at: int) -> bool:
         flat = re.sub(r"\s", "", self._rest[at:])
@@ -182,7 +226,7 @@ class ToolStream:
         return name in self._names
 
     def _after(self, at: int, literal: str) -> int:
-        """Return where a literal ends that follows on a place, after whitespace, or -1 if another text does."""
+        """Return where a literal ends that comes next after whitespace; -1 if it does not."""
         body = self._rest[at:].lstrip(_SPACE)
         if body.startswith(literal):
             if not body and not self._finished:
@@ -200,9 +244,9 @@ class ToolStream:
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object of a text, or None if that is none."""
+    """Return the JSON object of a text, or None if the text is not one."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
