@@ -9,7 +9,7 @@ import torch
 
 from forerun.model.kv_cache import Stored
 from forerun.model.prompt_folder import PromptFolder
-from forerun.model.segments import LEAST, LENGTH, Layout, Shape
+from forerun.model.segments import MIN_SEGMENT, SEGMENT_LENGTH, Layout, Shape
 from forerun.model.shelf import Shelf
 
 MODEL = "0" * 32
@@ -47,8 +47,8 @@ def read(shelf: Shelf, text: Sequence[int], held: int = 0, salt: str = "") -> in
 
 def whole(text: Sequence[int]) -> list[int]:
     """A text without a rest that is too short for a file."""
-    rest = len(text) % LENGTH
-    return list(text[: len(text) - rest if rest < LEAST else len(text)])
+    rest = len(text) % SEGMENT_LENGTH
+    return list(text[: len(text) - rest if rest < MIN_SEGMENT else len(text)])
 
 
 def random_text(length: int, seed: int = 0) -> list[int]:

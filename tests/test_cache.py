@@ -130,7 +130,7 @@ MEMORIES: dict[str, dict[str, Any]] = {
 def test_any_order_of_calls_equals_lists(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache_module, "BLOCK", 4)  # many growths
-        patch.setattr(cache_module, "ROWS", 3)
+        patch.setattr(cache_module, "RESERVED_ROWS", 3)
         patch.setattr(buffers_module, "MAPPED", 1)
         patches = dict(MEMORIES[data.draw(st.sampled_from(sorted(MEMORIES)), "memory")])
         context = patches.pop("context", None)

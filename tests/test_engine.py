@@ -324,7 +324,7 @@ CALLS = ["target.forward", "target.commit", "target.prefill", "target.join"]
 CALLS += ["drafter.admit", "drafter.propose", "drafter.observe"]
 OTHER_CALLS = [
     "target.drop",
-    "target.park",
+    "target.save_prefix",
     "drafter.drop",
     "scheduler.release",
     "scheduler.admit",

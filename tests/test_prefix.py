@@ -136,12 +136,12 @@ def test_what_is_known_of_a_prompt_is_not_run_again(
     assert run(second) == 2
     lm.join(3)
     lm.forget_prompt()
-    assert run([*first, 7]) == 1 and lm.prompts.store.hits == 1  # parked when its prefill ended
+    assert run([*first, 7]) == 1 and lm.prompts.store.hits == 1  # saved when its prefill ended
     lm.join(4)
-    # A finished row is parked with what it generated.
+    # A finished row is saved with what it generated.
     parts = [lm.prompt_hidden] if hidden else []
     parts += extend(lm, [4], [[8, 8, 9]], capture).hidden or []
-    lm.park(4, [*first, 7, 8, 8, 9, 6], torch.cat(parts) if hidden else None, "", capture)
+    lm.save_prefix(4, [*first, 7, 8, 8, 9, 6], torch.cat(parts) if hidden else None, "", capture)
     lm.drop(4)
     lm.forget_prompt()
     assert run([*first, 7, 8, 8, 1]) == 1
@@ -162,7 +162,7 @@ def test_a_hit_without_hidden_states_is_none_where_they_are_wanted() -> None:
     lm.forget_prompt()
     assert prefilled(lm, HALF, capture="head") == len(HALF)
     lm.join(3)
-    lm.park(3, HALF)  # without them: what is there stays
+    lm.save_prefix(3, HALF)  # without them: what is there stays
     lm.forget_prompt()
     assert prefilled(lm, HALF, capture="head") == 0 and lm.prompt_hidden.shape == (len(HALF), 32)
 
@@ -281,7 +281,7 @@ def _join_and_leave(data: st.DataObject) -> None:
                 rows[id_] += [draft.tokens[node] for node in path]
         for id_ in data.draw(st.lists(st.sampled_from(sorted(rows)), max_size=2, unique=True)):
             if data.draw(st.booleans()):
-                lm.park(id_, [*rows[id_], 3])
+                lm.save_prefix(id_, [*rows[id_], 3])
             lm.drop(id_)
             del rows[id_]
             assert id_ not in lm and lm.length(id_) == 0

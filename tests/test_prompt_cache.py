@@ -35,7 +35,7 @@ from forerun.methods import method
 from forerun.model import prompt_folder
 from forerun.model.causal_lm import CausalLM
 from forerun.model.prompt_folder import PromptFolder
-from forerun.model.segments import LEAST, LENGTH
+from forerun.model.segments import MIN_SEGMENT, SEGMENT_LENGTH
 from forerun.model.shelf import Shelf
 
 LONG: dict[str, Any] = {"max_position_embeddings": 4096}
@@ -72,11 +72,11 @@ def run(model: CausalLM, text: Sequence[int], capture: Any = "", salt: str = "")
     return sum(model.prefill(text, 512, salt, capture))
 
 
-def park(model: CausalLM, text: Sequence[int], capture: Any = "", salt: str = "") -> None:
-    """Read a prompt, and park it as the text of a request that has ended."""
+def save_text(model: CausalLM, text: Sequence[int], capture: Any = "", salt: str = "") -> None:
+    """Read a prompt, and save it as the text of a request that has ended."""
     run(model, text, capture, salt)
     model.join(1)
-    model.park(1, text, model.prompt_hidden, salt, capture)
+    model.save_prefix(1, text, model.prompt_hidden, salt, capture)
     model.drop(1)
     model.forget_prompt()
     written(model)
@@ -110,7 +110,7 @@ def test_a_text_from_disk_has_the_bits_of_one_that_was_run(
     assert run(first, text, capture) == 700
     wanted, hidden = states(first, 700), first.prompt_hidden
     first.forget_prompt()
-    park(first, text, capture)
+    save_text(first, text, capture)
     again = begun(model, tmp_path)
     assert run(again, text, capture) == 0 and again.prefilled == 0
     assert_same(states(again, 700), wanted)
@@ -127,7 +127,7 @@ def test_a_text_from_disk_has_the_bits_of_one_that_was_run(
 @pytest.mark.parametrize("form", ["float32 in C", "transformers"])
 def test_a_text_goes_on_after_what_memory_has(form: str, tmp_path: Path) -> None:
     model, text = FORMS[form](), random_text(900)
-    park(begun(model, tmp_path), text)
+    save_text(begun(model, tmp_path), text)
     other = begun(model, tmp_path)
     assert run(other, [*text[:300], 1, 2]) == 2  # from disk, and then in memory
     assert run(other, [*text, 1, 2]) == 2  # 300 tokens are in the row, 600 on disk
@@ -140,7 +140,7 @@ def test_a_text_goes_on_after_what_memory_has(form: str, tmp_path: Path) -> None
 
 def test_without_a_prefix_store_texts_are_on_disk_alone(tmp_path: Path) -> None:
     model, text = FORMS["float32 in C"](), random_text(520)
-    park(begun(model, tmp_path, prefix_bytes=0), text)
+    save_text(begun(model, tmp_path, prefix_bytes=0), text)
     assert run(begun(model, tmp_path, prefix_bytes=0), [*text[:510], 4]) == 1
 
 
@@ -149,21 +149,21 @@ def test_a_prompt_is_written_before_its_answer_is_there(tmp_path: Path) -> None:
     first = begun(model, tmp_path)
     run(first, text)
     written(first)
-    assert run(begun(model, tmp_path), text) == 600 - 2 * LENGTH  # whole segments
+    assert run(begun(model, tmp_path), text) == 600 - 2 * SEGMENT_LENGTH  # whole segments
 
 
 def test_texts_with_one_beginning_share_its_files(tmp_path: Path) -> None:
     model, text = FORMS["float32 in C"](), random_text(600)
     first = begun(model, tmp_path)
-    park(first, text)
+    save_text(first, text)
     assert len(files(tmp_path)) == 3
-    park(first, [*text, *random_text(100, 1)])  # replaces the last one
+    save_text(first, [*text, *random_text(100, 1)])  # replaces the last one
     assert len(files(tmp_path)) == 3
-    park(first, text)  # has nothing new
+    save_text(first, text)  # has nothing new
     assert len(files(tmp_path)) == 3
-    park(first, [*text[:560], *random_text(40, 2)])
+    save_text(first, [*text[:560], *random_text(40, 2)])
     assert len(files(tmp_path)) == 4
-    park(first, text[:200])  # too short
+    save_text(first, text[:200])  # too short
     assert len(files(tmp_path)) == 4
 
 
@@ -172,7 +172,7 @@ def test_texts_with_one_beginning_share_its_files(tmp_path: Path) -> None:
 
 def test_salts_are_apart_and_unreadable(tmp_path: Path) -> None:
     model, text = FORMS["float32 in C"](), random_text(300)
-    park(begun(model, tmp_path), text, salt="a secret \ud800")
+    save_text(begun(model, tmp_path), text, salt="a secret \ud800")
     other = begun(model, tmp_path)
     assert run(other, text) == 300 and run(other, text, salt="another") == 300
     assert run(other, text, salt="a secret \ud800") == 0
@@ -226,10 +226,10 @@ def test_drafts_and_heads_find_their_states(name: str, tmp_path: Path) -> None:
     second = decoder(prompt_cache=tmp_path)
     found = second.generate([follow_up], max_new_tokens=20, ignore_eos=True)[0]
     assert found.tokens == expected.tokens and found.stats.tau == expected.stats.tau
-    assert second.engine.target.prefilled < LEAST
+    assert second.engine.target.prefilled < MIN_SEGMENT
     if name == "sd":
         drafter: Any = second.engine.drafter
-        assert drafter.model.prefilled < LEAST
+        assert drafter.model.prefilled < MIN_SEGMENT
 
 
 # Damage.
@@ -242,7 +242,7 @@ def stored_text(
     path = tmp_path_factory.mktemp("texts")
     model, text = FORMS["float32 in C"](), random_text(600)
     first = begun(model, path)
-    park(first, text, "head")
+    save_text(first, text, "head")
     run(first, text, "head")
     hidden = first.prompt_hidden
     assert hidden is not None
@@ -258,7 +258,7 @@ def reads_anew(known: tuple[CausalLM, list[int], Path, list[torch.Tensor]], path
     assert hidden is not None
     assert_same([*states(again, 600), hidden], wanted)
     again.forget_prompt()
-    park(again, text, "head")
+    save_text(again, text, "head")
     assert run(begun(model, path), text, "head") == 0  # what was damaged was written again
     return count
 
@@ -328,7 +328,7 @@ def test_strange_files_are_ignored_with_a_line(
     model, text, *_ = stored_text
     again = begun(model, path)
     assert run(again, text, "head") == 0
-    park(again, random_text(300, 5), "head")
+    save_text(again, random_text(300, 5), "head")
     assert sorted(each.split("/")[-1].split()[0] for each in set(caplog.messages)) == [
         *("folder", "model.safetensors", "notes.txt")
     ]
@@ -344,10 +344,10 @@ def test_a_full_disk_is_a_line(
     model = begun(FORMS["float32 in C"](), tmp_path)
     monkeypatch.setattr(prompt_folder, "_write_file", full)
     for seed in range(3):
-        park(model, random_text(300, seed))
+        save_text(model, random_text(300, seed))
     assert caplog.messages == [f"a text is not kept in {tmp_path}: No space left on device"]
     monkeypatch.undo()
-    park(model, random_text(300))
+    save_text(model, random_text(300))
     assert len(files(tmp_path)) == 2
 
 
@@ -356,7 +356,7 @@ def test_a_full_disk_is_a_line(
 
 def test_the_folder_is_the_users_alone(tmp_path: Path) -> None:
     path = tmp_path / "a" / "folder"
-    park(begun(FORMS["float32 in C"](), path), random_text(300))
+    save_text(begun(FORMS["float32 in C"](), path), random_text(300))
     for each, mode in ((path, 0o700), (files(path)[0].parent, 0o700), (files(path)[0], 0o600)):
         assert stat.S_IMODE(each.stat().st_mode) == mode
     path.chmod(0o770)
@@ -412,10 +412,10 @@ def test_what_is_found_is_what_a_dictionary_has(
             assert each.known(text, salt) == max(lengths) == read(each, text, salt=salt)
         held = len(text) // 2
         assert read(shelf, text, held, salt) == (
-            max(lengths) if max(lengths) >= held + LEAST else held
+            max(lengths) if max(lengths) >= held + MIN_SEGMENT else held
         )
         put(shelf, text, salt)
-        if len(text) >= LENGTH:
+        if len(text) >= SEGMENT_LENGTH:
             known[salt].append(whole(text))
     assert (
         shelf_in(path).folder.bytes
@@ -426,38 +426,46 @@ def test_what_is_found_is_what_a_dictionary_has(
 
 
 def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
-    texts = [random_text(2 * LENGTH, seed) for seed in range(4)]
+    texts = [random_text(2 * SEGMENT_LENGTH, seed) for seed in range(4)]
     put(shelf_in(tmp_path), texts[0])
     size = files(tmp_path)[0].stat().st_size
     shelf = shelf_in(tmp_path, limit=5 * size)
     put(shelf, texts[1])
-    assert read(shelf, texts[0]) == 2 * LENGTH  # used
+    assert read(shelf, texts[0]) == 2 * SEGMENT_LENGTH  # used
     put(shelf, texts[2])
-    assert [shelf.known(each, "") for each in texts] == [2 * LENGTH, LENGTH, 2 * LENGTH, 0]
+    assert [shelf.known(each, "") for each in texts] == [
+        2 * SEGMENT_LENGTH,
+        SEGMENT_LENGTH,
+        2 * SEGMENT_LENGTH,
+        0,
+    ]
     assert shelf.folder.bytes == 5 * size
     other = shelf_in(tmp_path, 5 * size, OTHER)  # another model in the same folder
     put(other, texts[3])
-    assert other.known(texts[3], "") == 2 * LENGTH and other.known(texts[0], "") == 0
-    assert [shelf.known(each, "") for each in texts] == [LENGTH, 0, 2 * LENGTH, 0]
-    put(shelf, random_text(20 * LENGTH, 9))  # its beginning is kept
-    assert shelf.known(random_text(20 * LENGTH, 9), "") == 5 * LENGTH and len(files(tmp_path)) == 5
+    assert other.known(texts[3], "") == 2 * SEGMENT_LENGTH and other.known(texts[0], "") == 0
+    assert [shelf.known(each, "") for each in texts] == [SEGMENT_LENGTH, 0, 2 * SEGMENT_LENGTH, 0]
+    put(shelf, random_text(20 * SEGMENT_LENGTH, 9))  # its beginning is kept
+    assert (
+        shelf.known(random_text(20 * SEGMENT_LENGTH, 9), "") == 5 * SEGMENT_LENGTH
+        and len(files(tmp_path)) == 5
+    )
     shelf_in(tmp_path, limit=10)
     put(shelf_in(tmp_path, limit=10), texts[0])  # there is no room for anything
     assert not files(tmp_path)
 
 
 def test_files_may_vanish(tmp_path: Path) -> None:
-    shelf, text = shelf_in(tmp_path), random_text(4 * LENGTH)
+    shelf, text = shelf_in(tmp_path), random_text(4 * SEGMENT_LENGTH)
     put(shelf, text)
     segments = sorted(files(tmp_path), key=lambda each: -each.stat().st_mtime_ns)
     segments[2].unlink()
-    assert shelf.known(text, "") == read(shelf, text) == 2 * LENGTH
+    assert shelf.known(text, "") == read(shelf, text) == 2 * SEGMENT_LENGTH
     reading = shelf.read(text, 0, "", "")
     next(reading)
     segments[1].unlink()
     assert not list(reading)
     put(shelf, text)
-    assert read(shelf, text) == 4 * LENGTH
+    assert read(shelf, text) == 4 * SEGMENT_LENGTH
     shutil.rmtree(tmp_path)
     assert shelf.known(text, "") == read(shelf, text) == 0
 
@@ -467,21 +475,21 @@ def test_files_may_vanish(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from forerun.model.segments import LENGTH
+from forerun.model.segments import SEGMENT_LENGTH
 from shelves import put, random_text, read, shelf_in
 path, number = Path(sys.argv[1]), int(sys.argv[2])
 shelf = shelf_in(path, limit=20 * int(sys.argv[3]))
-shared = random_text(2 * LENGTH)
+shared = random_text(2 * SEGMENT_LENGTH)
 for turn in range(12):
-    text = [*shared, *random_text(3 * LENGTH + 40, 100 * number + turn)]
+    text = [*shared, *random_text(3 * SEGMENT_LENGTH + 40, 100 * number + turn)]
     put(shelf, text)
-    assert read(shelf, text) in (len(text), *range(0, 6 * LENGTH, LENGTH))
-    assert read(shelf, shared) in (0, LENGTH, 2 * LENGTH)
+    assert read(shelf, text) in (len(text), *range(0, 6 * SEGMENT_LENGTH, SEGMENT_LENGTH))
+    assert read(shelf, shared) in (0, SEGMENT_LENGTH, 2 * SEGMENT_LENGTH)
 """
 
 
 def test_two_processes_may_share_a_folder(tmp_path: Path) -> None:
-    put(shelf_in(tmp_path), random_text(2 * LENGTH))
+    put(shelf_in(tmp_path), random_text(2 * SEGMENT_LENGTH))
     size = files(tmp_path)[0].stat().st_size
     root = Path(__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
@@ -496,7 +504,7 @@ def test_two_processes_may_share_a_folder(tmp_path: Path) -> None:
         assert not writer.communicate(timeout=300)[1] and writer.returncode == 0
     assert sum(each.stat().st_size for each in files(tmp_path)) <= 20 * size
     assert not list(tmp_path.glob("*/*.tmp"))
-    assert read(shelf_in(tmp_path), random_text(2 * LENGTH)) == 2 * LENGTH
+    assert read(shelf_in(tmp_path), random_text(2 * SEGMENT_LENGTH)) == 2 * SEGMENT_LENGTH
 
 
 PROGRAM = """

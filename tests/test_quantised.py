@@ -190,7 +190,7 @@ def test_verifying_gives_the_bits_of_single_steps(model: CausalLM, data: st.Data
     assert torch.equal(after, torch.stack(single[count : count + 2]))
     ends = other.fresh(2**24)
     ends.prompts.store = other.prompts.store
-    other.park(0, tokens[: length + count + 2])
+    other.save_prefix(0, tokens[: length + count + 2])
     join_all(
         ends, {9: tokens[: length + count + 1]}, 7
     )  # decoded keys and values, in place of a prompt's

@@ -27,7 +27,7 @@ from forerun.methods import Lyanna, method
 from forerun.model.causal_lm import CausalLM
 from forerun.model.prefix_store import PrefixStore
 from forerun.model.prompt_folder import PromptFolder
-from forerun.model.segments import LENGTH
+from forerun.model.segments import SEGMENT_LENGTH
 
 LONG: dict[str, Any] = {"max_position_embeddings": 4096}
 WIDTH = 64  # of hidden states
@@ -109,7 +109,7 @@ def test_the_states_are_those_of_the_last_positions(
 
 
 def test_a_window_holds_what_is_read_and_begins_with_a_block() -> None:
-    assert STATE_BLOCK == LENGTH
+    assert STATE_BLOCK == SEGMENT_LENGTH
     for length in range(0, 1200, 7):
         first = first_kept(length, READS)
         assert first % STATE_BLOCK == 0
@@ -267,7 +267,7 @@ def test_files_have_the_states_of_the_last_segments(tmp_path: Path) -> None:
     first = in_folder(model(), tmp_path)
     run(first, text)
     first.join(1)
-    first.park(1, text, hidden_of(first), "", "head")
+    first.save_prefix(1, text, hidden_of(first), "", "head")
     shelf = first.prompts.shelf
     assert shelf is not None and shelf.folder.wait(60)
     names = [path.name for path in tmp_path.glob("*/*.safetensors")]
@@ -303,7 +303,7 @@ def test_states_of_a_segment_that_went_on_are_found(tmp_path: Path) -> None:
     for end in (900, 1500):
         run(first, text[:end])
         first.join(1)
-        first.park(1, text[:end], hidden_of(first), "", "head")
+        first.save_prefix(1, text[:end], hidden_of(first), "", "head")
         first.drop(1)
         shelf = first.prompts.shelf
         assert shelf is not None and shelf.folder.wait(60)

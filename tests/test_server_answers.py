@@ -385,11 +385,11 @@ def test_the_prompt_before_is_one_salts_too() -> None:
     target = tiny("llama", context=512)
     lm = CausalLM(target)
     for salt, wanted in (("one", 9), ("one", 0), ("other", 9), ("", 9), ("", 0), ("other", 9)):
-        assert sum(lm.prefill([5, 9, 3, 7, 7, 2, 11, 60, 4], 4, salt=salt)) == wanted
-    begun = lm.prefill([5, 9, 3, 8, 8], 1, salt="one")
+        assert sum(lm.prefill([5, 9, 3, 7, 7, 2, 11, 60, 4], 4, cache_salt=salt)) == wanted
+    begun = lm.prefill([5, 9, 3, 8, 8], 1, cache_salt="one")
     next(begun)
     begun.close()
-    assert sum(lm.prefill([5, 9, 3, 8, 8], 1, salt="other")) == 5
+    assert sum(lm.prefill([5, 9, 3, 8, 8], 1, cache_salt="other")) == 5
     made = Decoder(
         target, draft=noisy_copy(target, 0.03), method=method("sd"), guard=False, prefix_bytes=0
     )

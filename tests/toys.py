@@ -369,7 +369,7 @@ class TableLM:
     def drop(self, id: int) -> None:
         self.rows.pop(id, None)
 
-    def park(self, *_: Any, **__: Any) -> None:
+    def save_prefix(self, *_: Any, **__: Any) -> None:
         pass
 
     def forget_prompt(self) -> None:

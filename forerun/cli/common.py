@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from inspect import getdoc
+from typing import Any
 
 # The colour of a token by its origin. Tokens that the target itself sampled ("bonus") stay plain.
 STYLES = {
@@ -33,7 +34,8 @@ def quiet(threads: int | None = None) -> None:
     import torch
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    transformers_logging: Any = logging  # its functions have no types
+    transformers_logging.disable_progress_bar()
     if threads:
         torch.set_num_threads(threads)
 

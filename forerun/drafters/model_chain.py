@@ -132,14 +132,14 @@ class ChainDrafter(PlannedDrafter):
         context = self.model.context
         tokens = self._text(seq)
         if (not context or len(tokens) <= context) and self._knows(tokens):
-            yield from self.model.prefill(tokens[:-1], chunk, salt=seq.request.salt)
+            yield from self.model.prefill(tokens[:-1], chunk, cache_salt=seq.request.salt)
             self.model.join(seq.id, min(seq.limit, context or seq.limit) + self.slack)
 
     def drop(self, seq: Sequence) -> None:
         """Forget a sequence. The draft model keeps the prefix of one that has ended well."""
         is_ended = seq.finish_reason in ("stop", "length", "abort")
         if is_ended and seq.id in self.model and seq.id not in self._open:
-            self.model.park(seq.id, self._text(seq), salt=seq.request.salt)
+            self.model.save_prefix(seq.id, self._text(seq), cache_salt=seq.request.salt)
         self.model.drop(seq.id)
         self.policy.drop(seq)
         self._open.discard(seq.id)

@@ -284,7 +284,9 @@ class Scheduler:
         for seq in seqs:
             if seq.finish_reason in ("stop", "length", "abort"):
                 hidden = seq.features.joined() if seq.features is not None else None
-                self._target.park(seq.id, seq.tokens, hidden, seq.request.salt, self._capture)
+                self._target.save_prefix(
+                    seq.id, seq.tokens, hidden, seq.request.salt, self._capture
+                )
             seq.features = None
             self._drafter.drop(seq)
             self._target.drop(seq.id)

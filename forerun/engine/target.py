@@ -86,7 +86,7 @@ class Target(Protocol):
         self,
         tokens: Sequence[int],
         chunk: int,
-        salt: str = "",
+        cache_salt: str = "",
         capture: Capture = "",
         on_logits: Callable[[Tensor], None] | None = None,
         reads: int | None = None,
@@ -100,12 +100,12 @@ class Target(Protocol):
     def join(self, id: int, reserve: int = 0) -> None:
         """Add a row for a sequence, with the last prompt and memory for `reserve` positions."""
 
-    def park(
+    def save_prefix(
         self,
         id: int,
         tokens: Sequence[int],
         hidden: Tensor | None = None,
-        salt: str = "",
+        cache_salt: str = "",
         capture: Capture = "",
     ) -> None:
         """Save a row's committed positions in the prefix store, if any.

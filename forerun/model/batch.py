@@ -76,7 +76,8 @@ class Inputs:
 @dataclass(frozen=True)
 class PaddedBatch:
     """The first B rows of a cache with N new entries each, padding included. Rows without new entries keep their
-    committed ones."""
+    committed ones.
+    """
 
     ids: Tensor | None  # [B, N] tokens, or
     states: Tensor | None  # [B, N, d] hidden states
@@ -135,7 +136,8 @@ def pad(
 
 def pack_rows(inputs: Inputs, lengths: Sequence[int]) -> list[list[int]]:
     """Return a list [1 + 2 N] for each of the first `len(lengths)` rows: its length, its tokens padded to N, and their
-    positions."""
+    positions.
+    """
     new = inputs.new
     # Padding takes a used position, as the next one may lie beyond the model's last.
     packed = [[length, *[0] * new, *[max(length - 1, 0)] * new] for length in lengths]
@@ -151,7 +153,8 @@ def pack_rows(inputs: Inputs, lengths: Sequence[int]) -> list[list[int]]:
 
 def new_token_mask(inputs: Inputs) -> Tensor:
     """Return [B, N, P + N] bool: whether each new entry sees the last P committed positions and the new entries.
-    Padding sees itself alone."""
+    Padding sees itself alone.
+    """
     masks, new = inputs.masks, inputs.new
     assert masks is not None
     back = masks[0].shape[1] - masks[0].shape[0]
@@ -172,7 +175,8 @@ def _slots_and_mask(
     kinds: Sequence[str] | None,
 ) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
     """Return slots [B, N] for new entries at `positions` [B, N] of rows of `lengths` [B, 1], and their additive mask
-    over `end` slots. `inner` [B, N, P + N] is `new_token_mask`, or None for chains."""
+    over `end` slots. `inner` [B, N, P + N] is `new_token_mask`, or None for chains.
+    """
     rows, new = positions.shape
     every = torch.arange(end, device=positions.device)
     slots = lengths + every[:new]
@@ -207,7 +211,8 @@ def _visible(lengths: Tensor, slots: Tensor, inner: Tensor | None, every: Tensor
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the additive mask [B, 1, N, keys]: 0 where `seen` [B, N, keys], else the lowest number. Boolean masks are
-    silently wrong with eager attention."""
+    silently wrong with eager attention.
+    """
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
     return mask.masked_fill_(~seen, torch.finfo(dtype).min)[:, None]
 

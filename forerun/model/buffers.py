@@ -55,7 +55,8 @@ class Buffer:
 
     def take(self, row: int, source: Buffer, other: int, length: int) -> None:
         """Copy the first `length` positions of another buffer's row, of which nothing is left there if it can be
-        released. Where groups are whole pages, only one group's entries take memory twice at a time."""
+        released. Where groups are whole pages, only one group's entries take memory twice at a time.
+        """
         size = source.whole.stride(1) * source.whole.element_size()
         by_group = source.is_releasable and size % PAGE == 0
         for group in range(self.whole.shape[1]):

@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM with its cache, for the engine and drafters."""
+"""A Hugging Face causal LM with its cache, as the engine and drafters use it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from forerun.engine.draft import Draft
 from forerun.engine.recent_states import first_kept
@@ -33,11 +38,11 @@ __all__ = ["CausalLM", "Rows", "context_of", "fingerprint", "same_model"]
 
 
 class CausalLM(Rows):
-    """Run token trees of several sequences at once against a preallocated KV cache.
+    """Runs token trees of several sequences at once, with a preallocated KV cache.
 
-    Prompts are run in a cache of one row, and then join as rows. Logits and hidden states are lists in the order of the
-    ids. The constructor raises ValueError for models that cannot roll back or take tree masks
-    (`forerun.model.support`).
+    Prompts are run in a cache of one row, and then join as rows. Logits and hidden states are lists
+    in the order of the ids. The constructor raises ValueError for models that cannot roll back or
+    take tree masks (`forerun.model.support`).
 
     Attributes:
         backend: the forward of new tokens.
@@ -45,8 +50,8 @@ class CausalLM(Rows):
         fingerprint: identifies the model, whatever its dtype.
         prompts: the last prompt and the prefix store.
         prefilled: number of prompt tokens that were run so far.
-        hot: an LM head for the hot tokens alone, in place of the model's, or None.
-        fused_draft: drafts whole chains in one call, or None.
+        hot: an LM head for the hot tokens only, which replaces the model's; or None.
+        fused_draft: drafts whole chains in one call; or None.
     """
 
     def __init__(self, model: PreTrainedModel, backend: Forward | None = None) -> None:
@@ -55,31 +60,34 @@ class CausalLM(Rows):
         check_model(model)
         self.model = model.eval()
         self.backend: Forward = backend or EagerForward(model)
-        # transformers searches the parameters at each access.
-        self.device, self.dtype = model.device, self.backend.dtype
-        self.config = config = model.config.get_text_config(decoder=True)
-        self.context, self.vocab_size = context_of(config), int(config.vocab_size)
+        # Kept, because transformers searches the parameters at each access.
+        self.device = model.device
+        self.dtype = self.backend.dtype
+        self.config = model.config.get_text_config(decoder=True)
+        self.context = context_of(self.config)
+        self.vocab_size = int(self.config.vocab_size)
         self.fingerprint = fingerprint(model)
         self.hot: DraftHead | None = None
         self.fused_draft: FusedDraft | None = None
-        kinds, layers = getattr(config, "layer_types", None) or [], config.num_hidden_layers
-        self._sliding = [kind == "sliding_attention" for kind in kinds] or [
-            window_of(config) is not None
-        ] * layers
+        self._sliding = _sliding_layers(self.config)
         self._position_bytes: list[int] = []  # [bytes] once known, shared by all copies
-        self._empty(0)
-
-    def _empty(self, prefix_bytes: int) -> None:
-        self.cache, prompt = (
-            KVCache(len(self._sliding), self._sliding, self.context) for _ in range(2)
-        )
-        self.prompts = PromptCache(prompt, prefix_bytes)
+        self.cache = self._new_cache()
+        self.prompts = PromptCache(self._new_cache(), 0)
         self.prefilled = 0
 
+    def _new_cache(self) -> KVCache:
+        """Return an empty cache for this model."""
+        return KVCache(len(self._sliding), self._sliding, self.context)
+
     def fresh(self, prefix_bytes: int = 0) -> CausalLM:
-        """Return the same model with a cache of its own, and a prefix store of at most `prefix_bytes`."""
+        """Return a copy that shares the model but no sequences, prompts or draft buffers.
+
+        `prefix_bytes`: the limit of its prefix store; 0 for no store.
+        """
         other = copy.copy(self)
-        other._empty(prefix_bytes)
+        other.cache = self._new_cache()
+        other.prompts = PromptCache(self._new_cache(), prefix_bytes)
+        other.prefilled = 0
         if self.fused_draft is not None:
             other.fused_draft = self.fused_draft.fresh()
             other.hot = other.fused_draft.hot
@@ -88,26 +96,38 @@ class CausalLM(Rows):
         return other
 
     def keep_in(self, folder: PromptFolder, identity: str) -> None:
-        """Keep texts in a folder too, and find them there. `identity` is a digest of all that decides the bits of this
-        model's keys, values and states but for their layout. It must not change; 32 hexadecimal digits."""
-        probe = self.fresh()
-        list(probe.prefill([0], 1))  # no other way tells the layout of every model
-        layout = layout_of(probe.prompts.cache.view(ROW, 1))
+        """Keep texts in a folder too, and find texts there.
+
+        `identity`: 32 hexadecimal digits, a digest of all that decides the bits of this model's
+        keys, values and states, except for their layout. It must stay the same for the same bits.
+        """
+        layout = layout_of(self._probe().view(ROW, 1))
         digest = blake2b(f"{identity} {layout}".encode(), digest_size=16).hexdigest()
         self.prompts.shelf = folder.shelf(digest, layout, self._no_states)
 
+    def _probe(self) -> KVCache:
+        """Return a cache in which one token has run.
+
+        No other way shows the sizes of the keys and values of every model.
+        """
+        probe = self.fresh()
+        for _ in probe.prefill([0], 1):
+            pass
+        return probe.prompts.cache
+
     def draft_with(self, hot: DraftHead | None, fused_draft: FusedDraft | None) -> CausalLM:
         """Set these parts, and return the model."""
-        self.hot, self.fused_draft = hot, fused_draft
+        self.hot = hot
+        self.fused_draft = fused_draft
         return self
 
     def clock(self) -> float:
-        """Return seconds."""
+        """Return a time in seconds."""
         return perf_counter()
 
     @property
     def exact(self) -> Literal["bitwise", "rounding"]:
-        """Return "bitwise" if a token's logits are the same bits whatever is run with it, else "rounding"."""
+        """Return how exact logits are (`forerun.model.forward.Forward.exact`)."""
         return self.backend.exact
 
     @property
@@ -117,10 +137,11 @@ class CausalLM(Rows):
 
     @property
     def keeps_prefixes(self) -> bool:
+        """Return whether texts are kept for later prompts, in memory or on disk."""
         return self.prompts.store is not None or self.prompts.shelf is not None
 
     def processors(self, config: GenerationConfig, prompt_length: int) -> LogitsProcessorList:
-        """Return Hugging Face's own logits processors for a generation config, in the order of `generate`."""
+        """Return the logits processors that Hugging Face's `generate` would use, in its order."""
         self.model._prepare_special_tokens(config, True, device=self.device)
         return self.model._get_logits_processor(
             config,
@@ -133,26 +154,24 @@ class CausalLM(Rows):
 
     @property
     def position_bytes(self) -> int:
-        """Return the bytes of one position of a row. If no token was run yet, run one to find out."""
+        """Return the bytes of one position of a row; run a token to find out if none was run."""
         if not self._position_bytes:
-            found = self.cache.position_bytes or self.prompts.cache.position_bytes
-            if not found:
-                probe = self.fresh()
-                list(probe.prefill([0], 1))
-                found = probe.prompts.cache.position_bytes
-            self._position_bytes.append(found or 0)
+            count = self.cache.position_bytes or self.prompts.cache.position_bytes
+            self._position_bytes.append(count or self._probe().position_bytes or 0)
         return self._position_bytes[0]
 
     def fits(self, rows: int, reserve: int, budget: int) -> bool:
-        """Return whether the cache stays within `budget` bytes with its first `rows` rows and one more of `reserve`
-        positions."""
+        """Return whether `budget` bytes hold `rows` rows and one more of `reserve` positions."""
         return self.cache.fits(rows, reserve, budget, self.position_bytes)
 
     def memory(self) -> Memory:
-        store, shelf = self.prompts.store, self.prompts.shelf
+        """Return the memory of keys and values, and what was saved by reuse."""
+        store = self.prompts.store
+        shelf = self.prompts.shelf
         hits = 0 if store is None else store.hit_tokens
+        read = 0 if shelf is None else shelf.hit_tokens
+        disk = 0 if shelf is None else shelf.folder.bytes
         used = sum(self.cache.lengths) * (self.cache.position_bytes or 0)
-        read, disk = (0, 0) if shelf is None else (shelf.hit_tokens, shelf.folder.bytes)
         return Memory(used, self.cache.allocated_bytes, hits + read, read, disk)
 
     # Prompts.
@@ -162,22 +181,26 @@ class CausalLM(Rows):
         self,
         tokens: Sequence[int],
         chunk: int,
-        salt: str = "",
+        cache_salt: str = "",
         capture: Capture = "",
         on_logits: Callable[[Tensor], None] | None = None,
         reads: int | None = None,
     ) -> Iterator[int]:
-        """Run a prompt, which may be empty, in the prompt cache. Yield the size of each chunk, at most `chunk` tokens.
+        """Run a prompt, which may be empty, in the prompt cache.
 
-        `join` then copies it to rows, or moves a long one to the first. Prefixes that the last prompt or
-        the prefix store holds, under the same salt, are not run again, unless `on_logits` is to get the
-        logits [n, V] of each chunk. Of the captured states those are kept that a head needs which reads
-        the last `reads` positions (`RecentStates`); earlier chunks are run without a capture."""
-        tokens, prompts = list(tokens), self.prompts
+        Yields the size of each chunk, at most `chunk` tokens. `join` then copies the prompt to
+        rows, or moves a long one to the first. A prefix that was run before under the same salt,
+        and that the last prompt, the prefix store or the shelf still holds, is not run again. With
+        `on_logits` all tokens are run, and it gets the logits [n, V] of each chunk.
+
+        Of the captured states those are kept that a head needs which reads the last `reads`
+        positions (`RecentStates`). Earlier chunks are run without a capture.
+        """
+        tokens = list(tokens)
+        prompts = self.prompts
         first = first_kept(len(tokens), reads)
-        for start in range(
-            prompts.begin(tokens, salt, capture, on_logits is None, reads), len(tokens), chunk
-        ):
+        held = prompts.begin(tokens, cache_salt, capture, on_logits is None, reads)
+        for start in range(held, len(tokens), chunk):
             part = tokens[start : start + chunk]
             inputs = Inputs([ROW], [range(len(part))], tokens=[part])
             wanted: Capture = capture if start + len(part) > first else ""
@@ -192,48 +215,57 @@ class CausalLM(Rows):
 
     @property
     def prompt_read(self) -> int:
+        """Return how many tokens of the last prompt are in the prompt cache."""
         return len(self.prompts.tokens)
 
     @property
     def prompt_hidden(self) -> Tensor | None:
-        """Return the captured hidden states [n, d] at the last prompt's last n positions, or None."""
-        capture, hidden = self.prompts.capture, self.prompts.hidden
-        if capture and hidden is None:
-            hidden = self._no_states(capture)
-        return hidden
+        """Return the captured states [n, d] at the last prompt's last n positions, or None."""
+        capture = self.prompts.capture
+        hidden = self.prompts.hidden
+        return self._no_states(capture) if capture and hidden is None else hidden
 
     def _no_states(self, capture: Capture) -> Tensor:
-        """Return hidden states [0, d] as a capture gives them."""
+        """Return hidden states [0, d] of the width and dtype that a capture gives."""
         size = self.config.hidden_size
         size = getattr(self.head, "in_features", size) if capture == "head" else size * len(capture)
         return torch.empty(0, size, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
     def join(self, id: int, reserve: int = 0) -> None:
-        """Add a row for a sequence, with a copy of the prefilled prompt. Several rows may join after one `prefill`."""
+        """Add a row for a sequence, with the prompt. Several rows may join after one `prefill`."""
         self.prompts.copy_to(self.cache, id, reserve)
         if self.hot is not None:
             self.hot.add_context_tokens(id, self.prompts.tokens)
 
     @torch.inference_mode()
-    def park(
+    def save_prefix(
         self,
         id: int,
         tokens: Sequence[int],
         hidden: Tensor | None = None,
-        salt: str = "",
+        cache_salt: str = "",
         capture: Capture = "",
     ) -> None:
-        """Add a sequence's committed positions to the prefix store, if any, for prompts with the same salt. Call it
-        before `drop`. `tokens` may go beyond these positions; `hidden` [n, d] are the states at the last n of them."""
+        """Save a sequence's committed positions for later prompts with the same salt.
+
+        Call it before `drop`.
+
+        Args:
+            id: the sequence.
+            tokens: its text, which may go beyond these positions.
+            hidden: [n, d] the captured states at the last n of these positions, or None.
+            cache_salt: only prompts with this salt find the text.
+            capture: what `hidden` are.
+        """
         committed = self.cache.length(id)
         length = min(committed, len(tokens))  # entries after the end of a text are of no use
-        if self.keeps_prefixes and length:
-            if hidden is not None:
-                hidden = hidden[: max(0, len(hidden) - (committed - length))]
-            self.prompts.remember(
-                tokens[:length], self.cache.view(id, length), hidden, salt, capture
-            )
+        if not self.keeps_prefixes or not length:
+            return
+        if hidden is not None:
+            hidden = hidden[: max(0, len(hidden) - (committed - length))]
+        stored = self.cache.view(id, length)
+        self.prompts.remember(tokens[:length], stored, hidden, cache_salt, capture)
 
     @torch.inference_mode()
     def forget_prompt(self) -> None:
@@ -241,18 +273,21 @@ class CausalLM(Rows):
         self.prompts.forget()
 
     def reset(self) -> None:
+        """Forget all sequences and the last prompt. Buffers stay."""
         super().reset()
         self.forget_prompt()
         if self.hot is not None:
             self.hot.reset()
 
     def crop(self, ids: Sequence[int], lengths: Sequence[int]) -> None:
+        """Shorten each sequence to its first `lengths[r]` positions."""
         for id, length in zip(ids, lengths, strict=True):
             self.prompts.crop(id, length)
         super().crop(ids, lengths)
 
     @torch.inference_mode()
     def drop(self, id: int) -> None:
+        """Forget a sequence, if it has a row."""
         self.prompts.leave(self.cache, id)
         super().drop(id)
         if self.hot is not None:
@@ -262,14 +297,15 @@ class CausalLM(Rows):
 
     @torch.inference_mode()
     def forward(self, ids: Sequence[int], drafts: Sequence[Draft], capture: Capture = "") -> Output:
-        """Return logits and captured hidden states at every node of each sequence's tree. New KV is provisional until
-        `commit`."""
-        masks = (
-            None if all(draft.is_chain for draft in drafts) else [draft.mask() for draft in drafts]
-        )
-        inputs = self._inputs(
-            ids, [draft.depths for draft in drafts], masks, [draft.tokens for draft in drafts]
-        )
+        """Return logits and captured hidden states at every node of each sequence's tree.
+
+        New keys and values are provisional until `commit`.
+        """
+        depths = [draft.depths for draft in drafts]
+        tokens = [draft.tokens for draft in drafts]
+        is_chains = all(draft.is_chain for draft in drafts)
+        masks = None if is_chains else [draft.mask() for draft in drafts]
+        inputs = self._inputs(ids, depths, masks, tokens)
         logits, hidden = self._run(inputs, capture)
         return Output(inputs.split(logits), inputs.split(hidden) if hidden is not None else None)
 
@@ -288,8 +324,16 @@ class CausalLM(Rows):
             assert logits is not None
             return logits, hidden
         ids = [self.cache.ids[row] for row in inputs.rows]
-        for id, own in zip(ids, inputs.tokens or [], strict=True):
-            self.hot.add_context_tokens(id, own)
+        for id, tokens in zip(ids, inputs.tokens or [], strict=True):
+            self.hot.add_context_tokens(id, tokens)
         _, states = self.backend(inputs, self.cache, False, "head")
         assert states is not None
         return self.hot(inputs.split(states), ids), states if capture else None
+
+
+def _sliding_layers(config: PreTrainedConfig) -> list[bool]:
+    """Return whether the attention of each layer has a window."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return [kind == "sliding_attention" for kind in kinds]
+    return [window_of(config) is not None] * config.num_hidden_layers

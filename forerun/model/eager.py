@@ -80,7 +80,8 @@ def capture_hidden_states(
     model: PreTrainedModel, capture: Capture = "head", last_only: bool = False
 ) -> Iterator[list[Tensor]]:
     """Yield a list to which forwards of the model in this thread append hidden states [B, N, d]. Of layers it holds
-    the last forward's, one a layer. With `last_only` the LM head runs at the last position alone."""
+    the last forward's, one a layer. With `last_only` the LM head runs at the last position alone.
+    """
     captured: list[Tensor] = []
     if not capture:
         yield captured

@@ -1,4 +1,4 @@
-"""The last prompt, in a cache of one row, and the prefix store."""
+"""The last prompt, in a cache of one row, and access to earlier texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from forerun.engine.recent_states import RecentStates
 from forerun.engine.target import Capture
 from forerun.model.kv_cache import KVCache, Stored, are_numbers
-from forerun.model.prefix_store import PrefixStore, common
+from forerun.model.prefix_store import Prefix, PrefixStore, common
 from forerun.sampling.threads import one_thread
 
 if TYPE_CHECKING:
@@ -23,90 +23,127 @@ MOVED = 2**24  # bytes of keys and values from which a prompt moves to its row
 
 
 class PromptCache:
-    """Keys, values and hidden states of the last prompt. A prefix of the next one in it or in the store is not run
-    again.
+    """Keys, values and hidden states of the last prompt.
 
-    A short prompt is copied to a sequence's row. A long one moves there, as copies would double what it takes, and is
-    read from there if the next prompt begins like it.
+    If the next prompt shares a prefix with it, or with a text in the prefix store or on the shelf,
+    that prefix is not run again.
+
+    A short prompt is copied to a sequence's row. A long one moves there, because a copy would
+    double its memory, and is read from there if the next prompt begins like it.
 
     Of hidden states only those that a head can need are kept (`RecentStates`): the last ones of a
     prompt, and the last ones of each text in the store and on disk. If a prompt begins like the
     inside of a known text, few or no states are known before the place where the two part. Then the
     head gets those that there are and those of the prompt's new tokens, which may be fewer than it
-    reads: the keys and values are used all the same. Fewer states can cost acceptance for some
-    tokens, until enough new ones have come; they never change greedy or seeded output. The other choice would be
-    to run the last tokens of the common beginning again for their states alone, which the first
-    new token would have to wait for.
+    reads: the keys and values are used all the same. Fewer states can lower acceptance until enough
+    new ones have come; they never change greedy or seeded output. The other choice would be to run
+    the last tokens of the common prefix again for their states alone, for which the first new token
+    would have to wait.
 
     A caller that wants all states (`reads` of None) finds only texts that have them all.
 
     Attributes:
+        cache: a cache with the one row `ROW`.
         tokens: the prompt, as far as it was run.
         capture: the hidden states that are kept.
         store: the prefix store, or None.
         shelf: texts on disk, or None.
     """
 
-    tokens: list[int]
-    capture: Capture
-    _salt: str
-    _states: RecentStates
-    _home: tuple[KVCache, int] | None  # the cache and the sequence to which the prompt has moved
-
     def __init__(self, cache: KVCache, prefix_bytes: int) -> None:
-        """Take over a cache."""
-        self.cache, self.store = cache, PrefixStore(prefix_bytes) if prefix_bytes else None
+        """Take over a cache. `prefix_bytes`: the limit of the prefix store; 0 for no store."""
+        self.cache = cache
+        self.store = PrefixStore(prefix_bytes) if prefix_bytes else None
         self.shelf: Shelf | None = None
-        self.forget()
+        self.tokens: list[int] = []
+        self.capture: Capture = ""
+        self._cache_salt = ""
+        self._states = RecentStates()
+        # The cache and the sequence to which the prompt has moved.
+        self._home: tuple[KVCache, int] | None = None
+        cache.reset()
 
     def forget(self) -> None:
         """Empty the cache. Its buffers and the store stay."""
         self.cache.reset()
-        self.tokens, self.capture, self._salt, self._home = [], "", "", None
+        self.tokens = []
+        self.capture = ""
+        self._cache_salt = ""
         self._states = RecentStates()
+        self._home = None
 
     def begin(
-        self, tokens: list[int], salt: str, capture: Capture, reuse: bool, reads: int | None = None
+        self,
+        tokens: list[int],
+        cache_salt: str,
+        capture: Capture,
+        reuse: bool,
+        reads: int | None = None,
     ) -> int:
-        """Prepare the cache for a prompt; return the number of tokens that need not be run, 0 without `reuse`."""
-        cache = self.cache
-        known = reuse and salt == self._salt and self._serves(capture, reads)
-        held = common(self.tokens, tokens) if known else 0
-        if not held:
-            self.forget()  # its memory goes back
-        if ROW not in cache:
-            cache.add(ROW, len(tokens))
-        if self._home is not None:
-            cache.copy_in(ROW, self._view(held), held)
-            self._home = None
-        # A token that gives NaN spoils those before it in its chunk too.
-        held = held if cache.mend(ROW) else 0
-        stored = (
-            self.store.find(tokens, held, capture, salt, reads)
-            if self.store is not None and reuse
-            else None
-        )
-        states = None
-        if stored is not None:
-            entry, held = stored
-            cache.copy_in(ROW, entry.stored, held)
-            if capture == entry.capture:
-                states = entry.states_before(held)
+        """Prepare the cache for a prompt.
+
+        Args:
+            tokens: the prompt.
+            cache_salt: only texts with this salt are reused.
+            capture: the hidden states that are wanted.
+            reuse: whether known texts may be reused.
+            reads: how many of the last states a head reads; None for all.
+
+        Returns:
+            The number of tokens that need not be run: 0 without `reuse`.
+        """
+        held = self._keep_common(tokens, cache_salt, capture, reuse, reads)
+        prefix: Prefix | None = None
+        if self.store is not None and reuse:
+            match = self.store.find(tokens, held, capture, cache_salt, reads)
+            if match is not None:
+                prefix, held = match
+        states: Tensor | None = None
+        if prefix is not None:
+            self.cache.copy_in(ROW, prefix.stored, held)
+            if capture == prefix.capture:
+                states = prefix.states_before(held)
         else:
-            cache.crop_to([ROW], [held])
+            self.cache.crop_to([ROW], [held])
             if capture == self.capture:
                 self._states.crop(held)
                 states = self._states.joined()
         self._states = RecentStates(reads, held, states if capture else None)
-        self.tokens, self._salt, self.capture = tokens[:held], salt, capture
-        cache.reserve(1, len(tokens))
+        self.tokens = tokens[:held]
+        self._cache_salt = cache_salt
+        self.capture = capture
+        self.cache.reserve(1, len(tokens))
         if self.shelf is not None and reuse:
-            with one_thread(
-                0
-            ):  # because other threads would wait actively between many small copies
-                for entries, hidden in self.shelf.read(tokens, held, capture, salt, reads):
+            # One thread, because others would wait actively between the many small copies.
+            with one_thread(0):
+                pieces = self.shelf.read(tokens, held, capture, cache_salt, reads)
+                for entries, hidden in pieces:
                     self._extend(entries, hidden, tokens)
         return len(self.tokens)
+
+    def _keep_common(
+        self,
+        tokens: list[int],
+        cache_salt: str,
+        capture: Capture,
+        reuse: bool,
+        reads: int | None,
+    ) -> int:
+        """Return how many tokens of the last prompt a new one can reuse.
+
+        Their keys and values are in the row `ROW` afterwards.
+        """
+        is_usable = reuse and cache_salt == self._cache_salt and self._serves(capture, reads)
+        held = common(self.tokens, tokens) if is_usable else 0
+        if not held:
+            self.forget()  # which gives its memory back
+        if ROW not in self.cache:
+            self.cache.add(ROW, len(tokens))
+        if self._home is not None:
+            self.cache.copy_in(ROW, self._view(held), held)
+            self._home = None
+        # A token that gives NaN spoils the tokens before it in its chunk too.
+        return held if self.cache.mend(ROW) else 0
 
     def _serves(self, capture: Capture, reads: int | None) -> bool:
         """Return whether a prompt whose states `capture` are wanted may go on from the last one."""
@@ -116,17 +153,17 @@ class PromptCache:
 
     def _extend(self, stored: Stored, hidden: Tensor | None, tokens: list[int]) -> None:
         """Append keys and values [G, n, D] and states [n, d] of the next n tokens of a prompt."""
-        cache, held = self.cache, len(self.tokens)
+        held = len(self.tokens)
         count = next(pair[0].shape[1] for pair in stored if pair is not None)
         if held:
-            rows = cache.view(ROW, held + count)
+            rows = self.cache.view(ROW, held + count)
             for into, pair in zip(rows, stored, strict=True):
                 if into is not None and pair is not None:
                     into[0][:, held:] = pair[0]
                     into[1][:, held:] = pair[1]
-            cache.commit([ROW], [range(count)])
+            self.cache.commit([ROW], [range(count)])
         else:
-            cache.copy_in(ROW, stored, count)  # there may be no buffers yet
+            self.cache.copy_in(ROW, stored, count)  # there may be no buffers yet
         self.tokens = tokens[: held + count]
         self._add_states(count, hidden)
 
@@ -136,12 +173,13 @@ class PromptCache:
         else:
             self._states.append(hidden)
 
-    def known(self, tokens: list[int], salt: str) -> int:
+    def known(self, tokens: list[int], cache_salt: str) -> int:
         """Return how many tokens of a prompt need not be run."""
-        held = common(self.tokens, tokens) if salt == self._salt else 0
-        stored = self.store.find(tokens, held, "", salt) if self.store is not None else None
-        held = held if stored is None else stored[1]
-        return held if self.shelf is None else max(held, self.shelf.known(tokens, salt))
+        held = common(self.tokens, tokens) if cache_salt == self._cache_salt else 0
+        match = self.store.find(tokens, held, "", cache_salt) if self.store is not None else None
+        if match is not None:
+            held = match[1]
+        return held if self.shelf is None else max(held, self.shelf.known(tokens, cache_salt))
 
     def append(self, tokens: list[int], hidden: Tensor | None) -> None:
         """Commit tokens that were run."""
@@ -159,35 +197,36 @@ class PromptCache:
         if self.tokens:
             stored = self._view(len(self.tokens))
             self.remember(
-                self.tokens, stored, self.hidden, self._salt, self.capture, has_ended=False
+                self.tokens, stored, self.hidden, self._cache_salt, self.capture, has_ended=False
             )
 
     def copy_to(self, cache: KVCache, id: int, reserve: int) -> None:
-        """Add a row for a sequence, with a copy of the prompt, or with the prompt itself if it is long."""
+        """Add a row for a sequence, with the prompt, which moves there if it is long."""
         length = len(self.tokens)
         cache.add(id, max(reserve, length))
         if not length:
             return
-        if (
-            self._home is None
-            and self._bytes >= MOVED
-            and self.cache.is_releasable
-            and cache.is_releasable
-        ):
+        is_long = self._home is None and self._bytes >= MOVED
+        if is_long and self.cache.is_releasable and cache.is_releasable:
             cache.take(id, self.cache, ROW, length)
             self._home = cache, id
         else:
             cache.copy_in(id, self._view(length), length)
 
     def crop(self, id: int, length: int) -> None:
-        """Forget the prompt from a position on if it has moved to this sequence, which forgets it too."""
+        """Forget the prompt from a position on, if it has moved to this sequence.
+
+        The sequence is about to forget these positions too.
+        """
         if self._home is not None and self._home[1] == id and length < len(self.tokens):
             self._states.crop(length)
             self.tokens = self.tokens[:length]
 
     def leave(self, cache: KVCache, id: int) -> None:
-        """Take a prompt back that has moved to this sequence, whose row is to be dropped. Forget it if the prefix store
-        has it."""
+        """Take the prompt back if it has moved to this sequence, whose row is about to be dropped.
+
+        If the prefix store has the prompt, forget it instead.
+        """
         if self._home != (cache, id):
             return
         if self.store is not None and self._bytes <= self.store.limit:
@@ -211,25 +250,26 @@ class PromptCache:
         tokens: Sequence[int],
         stored: Stored,
         hidden: Tensor | None,
-        salt: str,
+        cache_salt: str,
         capture: Capture,
         has_ended: bool = True,
     ) -> None:
-        """Add a text to the store and the shelf, if there are any and all keys, values and states are finite.
+        """Add a text to the store and the shelf, as far as these exist.
 
-        `hidden` [n, d] are the states at its last n positions.
+        Nothing is added unless all keys, values and states are finite. A lack of memory is logged
+        and does not raise, because the request has its answer without it. `hidden` [n, d] are the
+        states at the text's last n positions.
         """
         if self.store is None and self.shelf is None:
             return
         parts = [part for pair in stored if pair is not None for part in pair]
-        if are_numbers(parts if hidden is None else [*parts, hidden]):
-            try:
-                if self.shelf is not None:
-                    with one_thread(0):  # likewise
-                        self.shelf.put(tokens, stored, hidden, salt, capture, has_ended)
-                if self.store is not None:
-                    self.store.put(tokens, stored, hidden, salt, capture)
-            except (MemoryError, RuntimeError) as error:  # including torch.OutOfMemoryError
-                _LOG.warning(
-                    "a text is not kept for later prompts: %r", error
-                )  # not the request's fault
+        if not are_numbers(parts if hidden is None else [*parts, hidden]):
+            return
+        try:
+            if self.shelf is not None:
+                with one_thread(0):  # as in `begin`
+                    self.shelf.put(tokens, stored, hidden, cache_salt, capture, has_ended)
+            if self.store is not None:
+                self.store.put(tokens, stored, hidden, cache_salt, capture)
+        except (MemoryError, RuntimeError) as error:  # including torch.OutOfMemoryError
+            _LOG.warning("a text is not kept for later prompts: %r", error)

@@ -1,8 +1,8 @@
 """Segments of texts, as files in safetensors: tokens with keys and values, or with hidden states.
 
-A text is cut every LENGTH tokens. The key of a segment is a hash of its tokens and of the key of
-the segment before it. So texts share the files of a common beginning, and a text that goes on adds
-files for its new tokens alone.
+A text is cut every SEGMENT_LENGTH tokens. The key of a segment is a hash of its tokens and of the
+key of the segment before it. So texts share the files of a common beginning, and a text that
+continues another one adds files for its new tokens only.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from forerun.engine.recent_states import STATE_BLOCK
 from forerun.engine.target import Capture
 from forerun.failures import UNATTRIBUTABLE
 from forerun.model.kv_cache import Stored
+from forerun.model.prefix_store import Tokens
 
-LENGTH = STATE_BLOCK  # tokens of a segment; the last one of a text may be shorter
-LEAST = 16  # tokens of the shortest segment: with fewer, a file is not worth its name
+SEGMENT_LENGTH = STATE_BLOCK  # tokens of a segment; the last one of a text may be shorter
+MIN_SEGMENT = 16  # tokens of the shortest segment; fewer are not worth a file
 FORMAT = "forerun segment 1"
 STATES = "keys-values"  # the part of a segment with its keys and values
 PART = rf"{STATES}|hidden-[0-9a-f]{{8}}"
-# Of a file: its place (`Segment.place`), its key, its part.
+# The name of a file: the place (`Segment.place`) and the key of its segment, and its part.
 NAME = re.compile(rf"([0-9a-f]{{32}}-[0-9a-f]{{8}})-([0-9a-f]{{32}})\.({PART})\.safetensors")
 
-# Shapes and dtype of tensors by name, for n tokens.
+# The shape and dtype that a file's tensors must have, by name.
 Expected = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class DamagedError(ValueError):
-    """A file is not what its name says."""
+    """A file whose content does not match its name or its checksum."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the keys, or values, [G, n, D] of one layer."""
+    """What the keys, or the values, [G, n, D] of one layer are, whatever n."""
 
-    groups: int
-    size: int
+    groups: int  # G
+    size: int  # D
     dtype: torch.dtype
     device: torch.device
 
@@ -66,33 +67,38 @@ def layout_of(stored: Stored) -> Layout:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Tokens of a text, at most LENGTH.
+    """Tokens of a text, at most SEGMENT_LENGTH.
 
     Attributes:
-        parent: the key of the segment before it, or the root of the texts of one model and salt.
+        parent: the key of the segment before it; of a first segment, the root of the texts of one
+            model and salt (`root_of`).
         start: the position of its first token in the text.
     """
 
     parent: str
-    tokens: np.ndarray  # [n] int64
+    tokens: Tokens
     start: int
 
     @property
     def end(self) -> int:
+        """Return the position after its last token in the text."""
         return self.start + len(self.tokens)
 
     @property
     def key(self) -> str:
+        """Return its key, which stands for its tokens and all before them."""
         return key_of(self.parent, self.tokens)
 
     @property
     def place(self) -> str:
-        """Return the beginning of the names of all segments with its parent and first LEAST
-        tokens."""
-        return f"{self.parent}-{_hash(self.tokens[:LEAST].tobytes(), 4)}"
+        """Return how the names of its files begin.
+
+        All segments with its parent and its first MIN_SEGMENT tokens have the same place.
+        """
+        return f"{self.parent}-{_hash(self.tokens[:MIN_SEGMENT].tobytes(), 4)}"
 
     def file(self, part: str) -> str:
-        """Return the name of the file with a part of it: STATES, or `hidden_part`."""
+        """Return the name of the file with a part of it: STATES, or a `hidden_part`."""
         return file_name(self.place, self.key, part)
 
 
@@ -106,14 +112,16 @@ def hidden_part(capture: Capture) -> str:
     return f"hidden-{_hash(repr(capture).encode(), 4)}"
 
 
-def root_of(model: str, salt: str) -> str:
-    """Return what the first segments of texts have in place of a parent. No salt can be read
-    from it."""
-    texts = f"{FORMAT} {LENGTH} {model}".encode()
-    return _hash(texts + b"\0" + salt.encode("utf-8", "surrogatepass"))
+def root_of(model: str, cache_salt: str) -> str:
+    """Return what the first segments of texts have in place of a parent.
+
+    It is a hash, from which the salt cannot be read.
+    """
+    texts = f"{FORMAT} {SEGMENT_LENGTH} {model}".encode()
+    return _hash(texts + b"\0" + cache_salt.encode("utf-8", "surrogatepass"))
 
 
-def key_of(parent: str, tokens: np.ndarray) -> str:
+def key_of(parent: str, tokens: Tokens) -> str:
     """Return the key of a segment."""
     return _hash(parent.encode() + tokens.astype("<i8").tobytes())
 
@@ -122,13 +130,13 @@ def _hash(data: bytes, size: int = 16) -> str:
     return blake2b(data, digest_size=size).hexdigest()
 
 
-def split(root: str, tokens: Sequence[int] | np.ndarray) -> list[Segment]:
-    """Cut a text into segments. A rest of fewer than LEAST tokens is left out."""
+def split(root: str, tokens: Sequence[int] | Tokens) -> list[Segment]:
+    """Cut a text into segments. A last one of fewer than MIN_SEGMENT tokens is left out."""
     whole = np.asarray(tokens, dtype=np.int64)
     segments: list[Segment] = []
     parent = root
-    for start in range(0, len(whole) - LEAST + 1, LENGTH):
-        segments.append(Segment(parent, whole[start : start + LENGTH], start))
+    for start in range(0, len(whole) - MIN_SEGMENT + 1, SEGMENT_LENGTH):
+        segments.append(Segment(parent, whole[start : start + SEGMENT_LENGTH], start))
         parent = segments[-1].key
     return segments
 
@@ -137,8 +145,8 @@ def split(root: str, tokens: Sequence[int] | np.ndarray) -> list[Segment]:
 
 
 def tensors_of(stored: Stored, start: int, end: int) -> dict[str, Tensor]:
-    """Return copies on the CPU of keys and values of these positions, by name."""
-    named = {}
+    """Return copies on the CPU of the keys and values of positions `start` to `end`, by name."""
+    named: dict[str, Tensor] = {}
     for layer, pair in enumerate(stored):
         if pair is not None:
             for name, part in zip(("keys", "values"), pair, strict=True):
@@ -153,28 +161,28 @@ def copied(part: Tensor) -> Tensor:
 
 def stored_of(named: Mapping[str, Tensor], layout: Layout) -> Stored:
     """Return keys and values as `KVCache.view` has them, on their devices."""
-    return [
-        None
-        if shapes is None
-        else (
-            named[f"{layer}.keys"].to(shapes[0].device),
-            named[f"{layer}.values"].to(shapes[1].device),
-        )
-        for layer, shapes in enumerate(layout)
-    ]
+    stored: Stored = []
+    for layer, shapes in enumerate(layout):
+        if shapes is None:
+            stored.append(None)
+        else:
+            keys = named[f"{layer}.keys"].to(shapes[0].device)
+            values = named[f"{layer}.values"].to(shapes[1].device)
+            stored.append((keys, values))
+    return stored
 
 
 def expected_states(layout: Layout, count: int) -> Expected:
     """Return what a file with keys and values of `count` tokens holds."""
-    return {
-        f"{layer}.{name}": ((shape.groups, count, shape.size), shape.dtype)
-        for layer, shapes in enumerate(layout)
-        if shapes is not None
-        for name, shape in zip(("keys", "values"), shapes, strict=True)
-    }
+    expected: Expected = {}
+    for layer, shapes in enumerate(layout):
+        if shapes is not None:
+            for name, shape in zip(("keys", "values"), shapes, strict=True):
+                expected[f"{layer}.{name}"] = (shape.groups, count, shape.size), shape.dtype
+    return expected
 
 
-def contents(tokens: np.ndarray, named: Mapping[str, Tensor]) -> bytes:
+def contents(tokens: Tokens, named: Mapping[str, Tensor]) -> bytes:
     """Return the bytes of a file."""
     whole = {"tokens": torch.from_numpy(tokens.astype(np.int64)), **named}
     return save(whole, _metadata(whole))
@@ -186,10 +194,10 @@ def _metadata(named: Mapping[str, Tensor]) -> dict[str, str]:
 
 def checksum(named: Mapping[str, Tensor]) -> int:
     """Return the CRC-32 of all tensors' bytes, in the order of their names."""
-    found = 0
+    value = 0
     for name in sorted(named):
-        found = zlib.crc32(bytes_of(named[name]), found)
-    return found
+        value = zlib.crc32(bytes_of(named[name]), value)
+    return value
 
 
 def bytes_of(part: Tensor) -> memoryview:
@@ -197,42 +205,45 @@ def bytes_of(part: Tensor) -> memoryview:
     return part.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def read_tokens(path: Path, parent: str, key: str) -> np.ndarray:
-    """Return the tokens [n] of a file. Raises DamagedError unless the key is theirs, and
-    FileNotFoundError without a file."""
-    tokens = _opened(path, ("tokens",))[0]["tokens"]
-    if tokens.dtype != torch.int64 or tokens.dim() != 1 or not LEAST <= len(tokens) <= LENGTH:
+def read_tokens(path: Path, parent: str, key: str) -> Tokens:
+    """Return the tokens [n] of a file.
+
+    Raises DamagedError unless `key` is their key, and FileNotFoundError without a file.
+    """
+    stored = _opened(path, ("tokens",))[0]["tokens"]
+    is_segment = stored.dtype == torch.int64 and stored.dim() == 1
+    if not is_segment or not MIN_SEGMENT <= len(stored) <= SEGMENT_LENGTH:
         raise DamagedError("its tokens are not those of a segment")
-    found = tokens.numpy().copy()
-    if key_of(parent, found) != key:
-        raise DamagedError("its tokens are not those of its name")
-    return found
+    tokens = stored.numpy().copy()
+    if key_of(parent, tokens) != key:
+        raise DamagedError("its tokens do not match its name")
+    return tokens
 
 
-def read(path: Path, tokens: np.ndarray, expected: Expected) -> dict[str, Tensor]:
-    """Return the tensors of a file, mapped, without the tokens.
+def read(path: Path, tokens: Tokens, expected: Expected) -> dict[str, Tensor]:
+    """Return the tensors of a file except its tokens, mapped into memory.
 
-    Raises DamagedError unless all of it is as it was written: names, shapes, dtypes, tokens, and
-    the checksum. Raises FileNotFoundError without a file.
+    Raises DamagedError unless names, shapes, dtypes, tokens and the checksum are as they were
+    written. Raises FileNotFoundError without a file.
     """
     named, metadata = _opened(path)
     wanted = {"tokens": ((len(tokens),), torch.int64), **expected}
     if {name: (tuple(part.shape), part.dtype) for name, part in named.items()} != wanted:
         raise DamagedError("its names, shapes or dtypes are not those of the model")
     if metadata != _metadata(named):
-        raise DamagedError("its checksum is another")
+        raise DamagedError("its checksum is wrong")
     if not np.array_equal(named.pop("tokens").numpy(), tokens):
-        raise DamagedError("its tokens are others")
+        raise DamagedError("its tokens are not those of the text")
     return named
 
 
 def _opened(path: Path, names: Sequence[str] = ()) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return tensors of a file, all of them without `names`, and its metadata."""
+    """Return the tensors of these names, or all without `names`, and the metadata of a file."""
     try:
         with safe_open(path, "pt") as file:
             chosen = names or list(file.keys())
             return {name: file.get_tensor(name) for name in chosen}, file.metadata() or {}
     except (FileNotFoundError, *UNATTRIBUTABLE):
         raise
-    except BaseException as error:  # the library may raise anything then, even a panic of Rust
+    except BaseException as error:  # a damaged file may raise anything, even a panic of Rust
         raise DamagedError(str(error)) from None

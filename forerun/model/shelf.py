@@ -1,27 +1,26 @@
-"""The texts of one model in the prompt folder: what is there of a text, and what it lacks."""
+"""The texts of one model in the prompt folder: finding them, and adding what is missing."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import time_ns
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
 from torch import Tensor
 
 from forerun.engine.recent_states import first_kept
 from forerun.engine.target import Capture
 from forerun.files import private_folder
 from forerun.model.kv_cache import Stored
-from forerun.model.prefix_store import common
+from forerun.model.prefix_store import Tokens, common
 from forerun.model.segments import (
-    LEAST,
-    LENGTH,
+    MIN_SEGMENT,
     NAME,
+    SEGMENT_LENGTH,
     STATES,
     DamagedError,
     Expected,
@@ -49,7 +48,7 @@ Loaded = TypeVar("Loaded")
 
 @dataclass(frozen=True, eq=False)
 class NewFile:
-    """A file to write: a part of a segment."""
+    """A part of a segment, to be written to a file."""
 
     segment: Segment
     part: str
@@ -57,17 +56,23 @@ class NewFile:
 
     @property
     def name(self) -> str:
+        """Return the name of the file."""
         return self.segment.file(self.part)
 
     @property
     def bytes(self) -> int:
+        """Return the bytes of its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """The files of a text that are not there yet, and the names of all its files, those of its
-    first segment first."""
+    """A text of which some files are to be written.
+
+    Attributes:
+        files: those that are missing.
+        names: of all of its files, beginning with those of its first segment.
+    """
 
     shelf: Shelf
     files: list[NewFile]
@@ -75,6 +80,7 @@ class Job:
 
     @property
     def bytes(self) -> int:
+        """Return the bytes of all tensors to be written."""
         return sum(file.bytes for file in self.files)
 
 
@@ -90,18 +96,21 @@ class Piece:
 
     segment: Segment
     key: str
-    tokens: np.ndarray
+    tokens: Tokens
     count: int
 
     @property
     def start(self) -> int:
+        """Return the position of the segment's first token in the text."""
         return self.segment.start
 
     @property
     def end(self) -> int:
+        """Return the position in the text after the last token that the file holds."""
         return self.segment.start + self.count
 
     def file(self, part: str) -> str:
+        """Return the name of the file with a part of the segment."""
         return file_name(self.segment.place, self.key, part)
 
 
@@ -114,7 +123,9 @@ class Listing:
 
 
 class Shelf:
-    """The texts of one model. One thread at a time may use it, besides the folder's own.
+    """The texts of one model.
+
+    Only one thread at a time may use it, except for the thread of the folder, which writes.
 
     Attributes:
         hit_tokens: number of tokens that were read from files and not run again.
@@ -129,16 +140,20 @@ class Shelf:
         layout: Layout,
         no_states: Callable[[Capture], Tensor],
     ) -> None:
-        self.folder, self.path = folder, private_folder(folder.path / model)
-        self._model, self._layout, self._no_states = model, layout, no_states
-        self._tokens: dict[str, np.ndarray] = {}  # of segments, by key
+        """Open the part of a folder with a model's texts (see `PromptFolder.shelf`)."""
+        self.folder = folder
+        self.path = private_folder(folder.path / model)
         self.hit_tokens = 0
         self.queued: set[str] = set()
         self.damaged: set[str] = set()
+        self._model = model
+        self._layout = layout
+        self._no_states = no_states
+        self._tokens: dict[str, Tokens] = {}  # of segments, by key
 
-    def known(self, tokens: Sequence[int], salt: str) -> int:
-        """Return the length of the longest beginning of a text that files hold with this salt."""
-        pieces = self._pieces(tokens, [STATES], salt)
+    def known(self, tokens: Sequence[int], cache_salt: str) -> int:
+        """Return the length of the longest prefix of a text that files hold under this salt."""
+        pieces = self._pieces(tokens, [STATES], cache_salt)
         return pieces[-1].end if pieces else 0
 
     def read(
@@ -146,22 +161,27 @@ class Shelf:
         tokens: Sequence[int],
         held: int,
         capture: Capture,
-        salt: str,
+        cache_salt: str,
         reads: int | None = None,
     ) -> Iterator[tuple[Stored, Tensor | None]]:
-        """Yield what files hold of a text after its first `held` tokens, piece by piece: keys and
-        values [G, n, D] by layer, and the hidden states [n, d] of `capture` or None.
+        """Yield what files hold of a text after its first `held` tokens, piece by piece.
 
-        Without a number of states in `reads` a piece without hidden states ends it. With a number
-        only the states that a head needs behind the whole text are looked for, and may lack. A file
-        that is damaged ends it with a line in the log, and one that has gone without.
+        A piece is keys and values [G, n, D] by layer, and the hidden states [n, d] of `capture` or
+        None. It ends before a file that is damaged, which is logged, or that another process
+        removed.
+
+        Without a number in `reads` it also ends before a piece without hidden states. With a number
+        only the states that a head needs at the end of the text are looked for, and may be missing.
         """
         needs_all = bool(capture) and reads is None
-        parts = [STATES, *([hidden_part(capture)] if needs_all else [])]
-        pieces = self._pieces(tokens, parts, salt)
-        if not pieces or pieces[-1].end < held + LEAST:
+        parts = [STATES]
+        if needs_all:
+            parts.append(hidden_part(capture))
+        pieces = self._pieces(tokens, parts, cache_salt)
+        if not pieces or pieces[-1].end < held + MIN_SEGMENT:
             return
-        listing, names = self._list(), list[str]()
+        listing = self._list()
+        names: list[str] = []
         for piece in pieces:
             names.append(piece.file(STATES))
             source = None
@@ -173,7 +193,8 @@ class Shelf:
                 source = None
             if piece.end <= held:
                 continue
-            first, end = max(0, held - piece.start), piece.count
+            first = max(0, held - piece.start)
+            end = piece.count
             states = self._part(piece, STATES, expected_states(self._layout, len(piece.tokens)))
             hidden = self._hidden(source, capture) if source is not None else None
             if states is None or (needs_all and hidden is None):
@@ -191,24 +212,35 @@ class Shelf:
         tokens: Sequence[int],
         stored: Stored,
         hidden: Tensor | None,
-        salt: str,
+        cache_salt: str,
         capture: Capture,
         has_ended: bool,
     ) -> None:
-        """Keep a text, of at least LENGTH tokens, with its keys and values [G, n, D] by layer and
-        the hidden states [m, d] at its last m positions. Files are written later, of copies. A
-        segment has a file with hidden states only if those of all of its tokens are given. What
-        comes after the last whole segment is kept only if the text `has_ended`, because more tokens
-        would replace it."""
-        if len(tokens) < LENGTH:
+        """Keep a text of at least SEGMENT_LENGTH tokens; ignore a shorter one.
+
+        Copies are made now, and written to files later. A segment has a file with hidden states
+        only if those of all of its tokens are given.
+
+        Args:
+            tokens: the text.
+            stored: keys and values [G, n, D] by layer.
+            hidden: states [m, d] at its last m positions, or None.
+            cache_salt: only prompts with this salt find the text.
+            capture: what `hidden` are.
+            has_ended: whether no token follows. If one may, the tokens after the last whole
+                segment are not kept, because a longer segment would replace theirs.
+        """
+        if len(tokens) < SEGMENT_LENGTH:
             return
         known_from = len(tokens)  # the first position whose hidden state is given
         if hidden is not None and capture and _are_alike(hidden, self._no_states(capture)):
             known_from -= len(hidden)
-        listing, names, files = self._list(), list[str](), list[NewFile]()
+        listing = self._list()
+        names: list[str] = []
+        files: list[NewFile] = []
         room = self.folder.room()
-        for segment in split(self._root(salt), tokens):
-            if len(segment.tokens) < LENGTH and not has_ended:
+        for segment in split(root_of(self._model, cache_salt), tokens):
+            if len(segment.tokens) < SEGMENT_LENGTH and not has_ended:
                 break
             if room <= 0:  # the text's beginning is kept
                 break
@@ -216,15 +248,15 @@ class Shelf:
             if segment.start >= known_from:
                 parts.append(hidden_part(capture))
             for part in parts:
-                there = self._longest(listing, segment, [part])
-                if there is not None and there.count == len(segment.tokens):
-                    names.append(there.file(part))
+                piece = self._longest(listing, segment, [part])
+                if piece is not None and piece.count == len(segment.tokens):
+                    names.append(piece.file(part))
                     continue
-                names.append(segment.file(part))
-                if names[-1] not in self.queued:
-                    file = NewFile(
-                        segment, part, _copies(segment, part, stored, hidden, known_from)
-                    )
+                name = segment.file(part)
+                names.append(name)
+                if name not in self.queued:
+                    tensors = _copies(segment, part, stored, hidden, known_from)
+                    file = NewFile(segment, part, tensors)
                     files.append(file)
                     room -= file.bytes
         if files:
@@ -233,80 +265,85 @@ class Shelf:
             self.touch(names)
 
     def touch(self, names: Sequence[str]) -> None:
-        """Note that files are used now: the first most recently, because those after it are of
-        no use without it."""
+        """Note that the files of a text are used now.
+
+        The first one counts as the most recently used, because later segments are useless without
+        it, and so must be removed before it.
+        """
         now = time_ns()
         for place, name in enumerate(names):
             with suppress(OSError):
                 os.utime(self.path / name, ns=(now, now - 1000 * place))
 
-    def replaced_by(self, new: NewFile, files: dict[Path, tuple[int, int]]) -> list[Path]:
-        """Return the files with a beginning of a new one, which nobody needs any more."""
-        segment, found = new.segment, list[Path]()
+    def replaced_by(self, new: NewFile, files: Iterable[Path]) -> list[Path]:
+        """Return those of `files` that hold only a prefix of a new file's segment."""
+        segment = new.segment
+        replaced: list[Path] = []
         for path in files:
-            known = NAME.fullmatch(path.name)
-            if path.parent != self.path or known is None:
+            name = NAME.fullmatch(path.name)
+            if path.parent != self.path or name is None:
                 continue
-            if (known[1], known[3]) != (segment.place, new.part):
+            place, key, part = name.groups()
+            if (place, part) != (segment.place, new.part):
                 continue
-            tokens = self._tokens_of(segment.parent, known[1], known[2], path.name)
+            tokens = self._tokens_of(segment.parent, place, key, path.name)
             if tokens is None or len(tokens) == len(segment.tokens):
                 continue
             if common(tokens, segment.tokens) == len(tokens):
-                found.append(path)
-        return found
+                replaced.append(path)
+        return replaced
 
     # Finding.
 
-    def _root(self, salt: str) -> str:
-        return root_of(self._model, salt)
-
     def _list(self) -> Listing:
+        """Return what the folder has now, without damaged files."""
         listing = Listing(set())
         with suppress(OSError):
-            for name in os.listdir(self.path):
-                known = NAME.fullmatch(name)
-                if known is not None and name not in self.damaged:
-                    listing.names.add(name)
-                    listing.keys.setdefault(known[1], set()).add(known[2])
+            for path in self.path.iterdir():
+                name = NAME.fullmatch(path.name)
+                if name is not None and path.name not in self.damaged:
+                    place, key, _ = name.groups()
+                    listing.names.add(path.name)
+                    listing.keys.setdefault(place, set()).add(key)
         return listing
 
-    def _pieces(self, tokens: Sequence[int], parts: list[str], salt: str) -> list[Piece]:
-        """Return the longest beginning of a text that files hold, with all these parts."""
-        if len(tokens) < LEAST:
+    def _pieces(self, tokens: Sequence[int], parts: list[str], cache_salt: str) -> list[Piece]:
+        """Return the longest prefix of a text of which files hold all these parts."""
+        if len(tokens) < MIN_SEGMENT:
             return []
         pieces: list[Piece] = []
         listing = self._list()
-        for segment in split(self._root(salt), tokens):
+        for segment in split(root_of(self._model, cache_salt), tokens):
             piece = self._longest(listing, segment, parts)
             if piece is None:
                 break
             pieces.append(piece)
-            if piece.count < LENGTH:
+            if piece.count < SEGMENT_LENGTH:
                 break
         return pieces
 
     def _longest(self, listing: Listing, segment: Segment, parts: list[str]) -> Piece | None:
         """Return the piece with all these parts that has the most of a segment's first tokens."""
         if all(segment.file(part) in listing.names for part in parts):
-            tokens = segment.tokens
-            return Piece(segment, segment.key, tokens, len(tokens))
+            return Piece(segment, segment.key, segment.tokens, len(segment.tokens))
         best: Piece | None = None
+        best_count = MIN_SEGMENT - 1
         for key in listing.keys.get(segment.place, ()):
-            files = [file_name(segment.place, key, part) for part in parts]
-            if not listing.names.issuperset(files):
+            names = [file_name(segment.place, key, part) for part in parts]
+            if not listing.names.issuperset(names):
                 continue
-            known = self._tokens_of(segment.parent, segment.place, key, files[0])
-            if known is None:
+            tokens = self._tokens_of(segment.parent, segment.place, key, names[0])
+            if tokens is None:
                 continue
-            count = common(known, segment.tokens)
-            if count > (LEAST - 1 if best is None else best.count):
-                best = Piece(segment, key, known, count)
+            count = common(tokens, segment.tokens)
+            if count > best_count:
+                best = Piece(segment, key, tokens, count)
+                best_count = count
         return best
 
     # Files.
 
-    def _tokens_of(self, parent: str, place: str, key: str, name: str) -> np.ndarray | None:
+    def _tokens_of(self, parent: str, place: str, key: str, name: str) -> Tokens | None:
         """Return the tokens of a segment, or None if its file cannot be read."""
         known = self._tokens.get(key)
         if known is None:
@@ -318,10 +355,11 @@ class Shelf:
         return known
 
     def _part(self, piece: Piece, part: str, expected: Expected) -> dict[str, Tensor] | None:
-        """Return the tensors of a file, mapped, or None if it cannot be read."""
+        """Return the tensors of a file, mapped into memory, or None if it cannot be read."""
         return self._try(piece.file(part), lambda path: read(path, piece.tokens, expected))
 
     def _try(self, name: str, load: Callable[[Path], Loaded]) -> Loaded | None:
+        """Return what `load` makes of a file; None if it is damaged, which is logged, or gone."""
         try:
             return load(self.path / name)
         except FileNotFoundError:  # another process has removed it
@@ -333,10 +371,10 @@ class Shelf:
 
     def _hidden(self, piece: Piece, capture: Capture) -> Tensor | None:
         """Return a copy of a segment's hidden states [n, d], or None if they cannot be read."""
-        like, count = self._no_states(capture), len(piece.tokens)
-        expected: Expected = {"hidden": ((count, like.shape[1]), like.dtype)}
-        found = self._part(piece, hidden_part(capture), expected)
-        return None if found is None else found["hidden"].to(like.device, copy=True)
+        like = self._no_states(capture)
+        shape = len(piece.tokens), like.shape[1]
+        tensors = self._part(piece, hidden_part(capture), {"hidden": (shape, like.dtype)})
+        return None if tensors is None else tensors["hidden"].to(like.device, copy=True)
 
 
 def _are_alike(states: Tensor, others: Tensor) -> bool:
@@ -346,7 +384,10 @@ def _are_alike(states: Tensor, others: Tensor) -> bool:
 def _copies(
     segment: Segment, part: str, stored: Stored, hidden: Tensor | None, known_from: int
 ) -> dict[str, Tensor]:
-    """Return copies of the tensors of a part, by name. `hidden` are the states from `known_from` on."""
+    """Return copies of the tensors of a part, by name.
+
+    `hidden` are the states from the position `known_from` on.
+    """
     if part == STATES:
         return tensors_of(stored, segment.start, segment.end)
     assert hidden is not None
