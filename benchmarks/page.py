@@ -1,5 +1,6 @@
-"""Writes docs/results/chat.md, embedded.md and qwen-coder.md from the results that run.py left here, and the README's
-chart.
+"""Write the pages of results, and README's chart.
+
+These are docs/results/chat.md, embedded.md and qwen-coder.md, from the results that run.py left.
 
     python -m benchmarks.page
 
@@ -45,16 +46,18 @@ CHAT = {
 }
 CHAT_FRONT = """# A chat model
 
-SmolLM2-135M-Instruct (30 layers, 49,152 tokens) from its GGUF file of 4 bits, on a CPU, with what comes with forerun
-for it. `test` is prompts that the model wrote itself, and that nothing was trained or tuned on
-(`benchmarks/chat/test.jsonl`). HumanEval's and GSM8K's problems are put as messages. Answers end where the model ends
-them. `python benchmarks/run.py --data DATA --only chat` makes the runs, `page.py` beside it this page.
+SmolLM2-135M-Instruct (30 layers, 49,152 tokens) from its GGUF file of 4 bits, on a CPU, with what
+comes with forerun for it. `test` is prompts that the model wrote itself, and that nothing was
+trained or tuned on (`benchmarks/chat/test.jsonl`). HumanEval's and GSM8K's problems are put as
+messages. Answers end where the model ends them. `python benchmarks/run.py --data DATA --only chat`
+makes the runs, `page.py` beside it this page.
 
-`speedup` is the median over prompts and rounds of tokens/s over those of `ar` on the same prompt in the same round,
-10-90 % its spread; `decoding` is the same ratio without the time of reading prompts. `by place` is the share of drafts
-that reached a place and were accepted there. The last columns are where the time of decoding went. In batches the guard
-is on, as it is wherever else forerun decodes: drafts are left out while they do not pay. In the other tables it is off,
-so that what is slower shows. All else is as in every bench: see [measure.md](../measure.md).
+`speedup` is the median over prompts and rounds of tokens/s over those of `ar` on the same prompt in
+the same round, 10-90 % its spread; `decoding` is the same ratio without the time of reading
+prompts. `by place` is the share of drafts that reached a place and were accepted there. The last
+columns are where the time of decoding went. In batches the guard is on, as it is wherever else
+forerun decodes: drafts are left out while they do not pay. In the other tables it is off, so that
+what is slower shows. All else is as in every bench: see [measure.md](../measure.md).
 """
 
 DRAWN = ("greedy", "temperature-1", "heads", "batch-4")  # runs with pictures
@@ -69,20 +72,21 @@ EMBEDDED = {
 }
 EMBEDDED_FRONT = """# The embedded pair, all methods
 
-The pair that comes with forerun (21.1M and 1.6M parameters, [how it was made](pair.md)) on prompts of standard-library
-code that no training file shares 80 characters with (`stdlib-test`, 128 tokens each) and on HumanEval, in float32, on a
-CPU. Greedy output of a model this small loops, which flatters every method. All methods that ran have a row.
-`python benchmarks/run.py --data DATA --only embedded` makes the runs, `page.py` beside it this page.
+The pair that comes with forerun (21.1M and 1.6M parameters, [how it was made](pair.md)) on prompts
+of standard-library code that no training file shares 80 characters with (`stdlib-test`, 128 tokens
+each) and on HumanEval, in float32, on a CPU. Greedy output of a model this small loops, which
+flatters every method. All methods that ran have a row. `python benchmarks/run.py --data DATA --only
+embedded` makes the runs, `page.py` beside it this page.
 
-`speedup` is the median over prompts and rounds of tokens/s over those of `ar` on the same prompts in the same round,
-10-90 % its spread. The guard is off, so that what is slower shows. `hf-forward/ar` and `hf-forward/sd` are our methods
-on transformers' own forwards: what drafting gains there is not our forwards' doing. All else is as in every bench: see
+`speedup` is the median over prompts and rounds of tokens/s over those of `ar` on the same prompts
+in the same round, 10-90 % its spread. The guard is off, so that what is slower shows.
+`hf-forward/ar` and `hf-forward/sd` are our methods on transformers' own forwards: what drafting
+gains there is not our forwards' doing. All else is as in every bench: see
 [measure.md](../measure.md).
 """
 QWEN = {
     "greedy": "Greedy, 128 new tokens",
-    "rounds": "Greedy on an AMD EPYC (Zen 5), three rounds of the methods that draft with the head",
-    "heads": "Beside an EAGLE-like head of the same size, steps and data, greedy",
+    "rounds": "Greedy, three rounds of the methods that draft with the head",
     "long/1000": "Prompts of 1,000 tokens, 256 new ones",
     "long/4000": "Prompts of 4,000 tokens, 384 new ones",
     "long/16000": "Prompts of 16,000 tokens, 128 new ones",
@@ -90,9 +94,11 @@ QWEN = {
     "long/1000-peers": "Beside llama.cpp's own drafts: prompts of 1,000 tokens",
     "long/4000-peers": "Beside llama.cpp's own drafts: prompts of 4,000 tokens",
     "long/16000-peers": "Beside llama.cpp's own drafts: prompts of 16,000 tokens, 64 new ones",
-    "long/known-peers": "Beside llama.cpp's own drafts: a follow-up in a known text of 4,000 tokens",
+    "long/known-peers": "Beside llama.cpp's own drafts: a follow-up in a known text of 4,000 "
+    "tokens",
     "long/4000-avx2": "Prompts of 4,000 tokens with AVX2 alone (`FORERUN_KERNELS=avx2`)",
     "greedy-avx2": "Greedy with AVX2 alone (`FORERUN_KERNELS=avx2`)",
+    "heads": "Beside an EAGLE-like head of the same size, steps and data, greedy",
     "own-avx2": "Own prompts with AVX2 alone",
     "peers": "Beside llama.cpp's own drafts, with the best settings of validation prompts",
     "temperature-1": "Temperature 1",
@@ -101,33 +107,29 @@ QWEN = {
     "batch-4": "Batches of 4",
     "batch-16": "Batches of 16, 64 new tokens",
     "transformers": "Beside transformers, in float32 what it decodes",
-    "oracle": "Beside a rule that knows what will be rejected (`SeeingOracle`), with the draft model",
-    "epyc/greedy": "Before this head: greedy on an AMD EPYC",
-    "epyc/greedy-avx2": "Before this head: greedy with AVX2 alone on the EPYC",
-    "epyc/peers": "Before this head: llama.cpp's own drafts on the EPYC",
-    "epyc/temperature-1": "Before this head: temperature 1 on the EPYC",
-    "epyc/nucleus": "Before this head: temperature 0.7, top-p 0.9 on the EPYC",
-    "epyc/repeats": "Before this head: tasks that repeat themselves on the EPYC",
-    "epyc/batch-4": "Before this head: batches of 4 on the EPYC",
-    "epyc/batch-16": "Before this head: batches of 16 on the EPYC",
+    "oracle": "Beside a rule that knows what will be rejected (`SeeingOracle`), with the draft "
+    "model",
 }
 QWEN_FRONT = """# Qwen2.5-Coder 1.5B
 
-Qwen's own Q4_K_M files of the 1.5B and of its draft, the 0.5B (`forerun fetch qwen-coder`), on a CPU, with the head
-and the layer that come with forerun. `test` is prompts that the target wrote itself and questions about the standard
-library's code, held out from whatever is trained (`benchmarks/qwen-coder/test.jsonl`). HumanEval's problems are put
-as messages. Answers end where the model ends them. `python benchmarks/run.py --data DATA --only qwen-coder` makes the
-runs, `page.py` beside it this page.
+Qwen's own Q4_K_M files of the 1.5B and of its draft, the 0.5B (`forerun fetch qwen-coder`), on a
+CPU, with the head and the layer that come with forerun. `test` is prompts that the target wrote
+itself and questions about the standard library's code, held out from whatever is trained
+(`benchmarks/qwen-coder/test.jsonl`). HumanEval's problems are put as messages. Answers end where
+the model ends them. `python benchmarks/run.py --data DATA --only qwen-coder` makes the runs,
+`page.py` beside it this page.
 
-`lyanna` and `pacer-lyanna` draft with the head, `hybrid` with suffixes and the head; `sd`, `cumulative`, `pacer` and
-`pacer-ouroboros` draft with the 0.5B. `llama-cpp` is llama.cpp in its best build for the processor, on the same
-files, in the same run. Columns are those of [chat.md](chat.md); `draft`, `stop rule` and `verify` share the time
-after the prompt, `prompt` is the share of the whole call that reading the prompt takes, which every speedup contains.
-In batches the guard is on, elsewhere off, so that slower methods show.
+`lyanna` and `pacer-lyanna` draft with the head, `hybrid` with suffixes and the head; `sd`,
+`cumulative`, `pacer` and `pacer-ouroboros` draft with the 0.5B. `llama-cpp` is llama.cpp in its
+best build for the processor, on the same files, in the same run. Columns are those of
+[chat.md](chat.md); `draft`, `stop rule` and `verify` share the time after the prompt, `prompt` is
+the share of the whole call that reading the prompt takes, which every speedup contains. In batches
+the guard is on, elsewhere off, so that slower methods show.
 
-Each table names its processor: an Intel Xeon (Emerald Rapids) where the title names no other. Those on an AMD EPYC
-(Zen 4) are of the days before this head, when `hybrid` drafted with the 0.5B. These machines are shared: where tau is
-1.00 a method decodes plainly, and what its speedup differs from 1.00 by is the noise of the cell.
+Tables up to that with AVX2 alone are of 28 November 2026 and an AMD EPYC (Zen 5). The others are of
+an Intel Xeon (Emerald Rapids) and of the kernels before; each names its processor. These machines
+are shared: where tau is 1.00 a method decodes plainly, and what its speedup differs from 1.00 by is
+the noise of the cell.
 """
 FRONTS = {
     "chat": (CHAT_FRONT, CHAT),
@@ -149,7 +151,8 @@ def section(page: str, name: str, title: str, found: dict[str, Any]) -> list[str
     }
     lines = [f"## {title}", ""]
     lines += [
-        f"{found['date']}, {versions['cpu']}, {versions['threads']} threads, {told}, {versions['commit']}; "
+        f"{found['date']}, {versions['cpu']}, {versions['threads']} threads, {told}, "
+        f"{versions['commit']}; "
         f"{given['rounds']} rounds; `{name}.json`. Settings: "
         + "; ".join(f"`{method}` {text}" for method, text in settings.items() if text)
         + ".",
@@ -194,17 +197,22 @@ def ablation(found: dict[str, Any]) -> list[str]:
     lines = [
         "## What each part of Lyanna's head brings",
         "",
-        f"`python benchmarks/speed/lyanna_parts.py --target smollm2 --depth {given['depth']} --prompts {given['prompts']} "
-        f"--rounds {given['rounds']}`, validation prompts, greedy, {versions['cpu']}, {versions['threads']} threads, "
-        f"{versions['commit']}; `ablation.json`. Ratios are medians over prompts. The last rows are other heads, "
+        f"`python benchmarks/speed/lyanna_parts.py --target smollm2 --depth {given['depth']} "
+        f"--prompts {given['prompts']} "
+        f"--rounds {given['rounds']}`, validation prompts, greedy, {versions['cpu']}, "
+        f"{versions['threads']} threads, "
+        f"{versions['commit']}; `ablation.json`. Ratios are medians over prompts. The last "
+        f"rows are other heads, "
         "by the names of their trainings, which the notes below tell.",
         "",
-        "| way | tokens/s | over the chain | tau | drafted | draft ms a step | steps that run the head |",
+        "| way | tokens/s | over the chain | tau | drafted | draft ms a step | steps that run "
+        "the head |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name, way in found["ways"].items():
         lines.append(
-            f"| {name} | {way['rate']:.0f} | {way['ratio']:.3f} | {way['tau']:.2f} | {way['drafted']:.1f} | "
+            f"| {name} | {way['rate']:.0f} | {way['ratio']:.3f} | {way['tau']:.2f} | "
+            f"{way['drafted']:.1f} | "
             f"{way['draft_ms']:.2f} | {way['drafting']:.0%} |"
         )
     return [*lines, ""]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,29 +81,19 @@ def rolled(
     return tokens, probs
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Where a draft ends: its length, the least probability of a token and of all, and tokens."""
-
-    most: int = 6
-    least: float = 0.0
-    product: float = 0.0
-    ends: Sequence[int] = ()
-
-
 @torch.inference_mode()
 def at_once(
     model: CausalLM,
     pending: Sequence[int] = (7,),
     how: ChainSampling | None = None,
     id: int = 0,
-    **limits: Any,
+    most: int = 6,
+    **bounds: Any,
 ) -> Drafted:
     """Return a draft of one call of C. It has no distributions if nothing is sampled."""
     assert model.fused_draft is not None
-    limit = Limits(**limits)
-    bounds = ChainBounds(limit.most, limit.least, limit.product, list(limit.ends))
-    drafted = model.fused_draft(model.cache, id, list(pending), bounds, how)
+    limits = ChainBounds(most, **bounds)
+    drafted = model.fused_draft(model.cache, id, list(pending), limits, how)
     assert how is not None or drafted.probs is None
     return drafted
 

@@ -1,4 +1,4 @@
-"""Loads: closed loops, open ones, the servers they are put on, and `benchmarks.serving.engine_load` as a command."""
+"""Loads: closed and open ones, servers under them, and `engine_load` as a command."""
 
 from __future__ import annotations
 

@@ -30,8 +30,13 @@ def columns(datasets: tuple[str, ...], *files: str) -> list[tuple[str, str]]:
 FIGURES = {
     (
         README,
-        "greedy: own prompts | HumanEval as chat | temperature 1: own prompts | HumanEval as chat",
-    ): columns(TALK[:2], "qwen-coder/greedy.json", "qwen-coder/temperature-1.json"),
+        "own prompts | HumanEval as chat | prompts of 4,000 tokens"
+        " | a question about 4,000 known tokens",
+    ): [
+        *columns(TALK[:2], "qwen-coder/greedy.json"),
+        ("qwen-coder/long/4000.json", "long-4000.jsonl.gz"),
+        ("qwen-coder/long/known.json", "long-known.jsonl.gz"),
+    ],
     (
         RESULTS,
         "0.7, top-p 0.9: own prompts | HumanEval | GSM8K | 1: own prompts | HumanEval | GSM8K",
