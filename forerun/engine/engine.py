@@ -169,12 +169,12 @@ class Engine:
         logits, hidden = self.target.forward(ids, drafts, self._capture)
         times.forwarded_at = perf_counter()
         verdicts, scores = judge(seqs, drafts, logits)
-        self.target.commit(ids, [verdict.path for verdict in verdicts])
-        times.verified_at = perf_counter()
         states: abc.Sequence[Tensor | None] = [None] * len(seqs) if hidden is None else hidden
         outcomes = list(map(RowOutcome, seqs, drafts, verdicts, states))
-        growths = [_grow(*row) for row in zip(outcomes, scores, logits, strict=True)]
         spoilt = end_drafting_of_nan(outcomes)
+        self.target.commit(ids, [verdict.path for verdict in verdicts])
+        times.verified_at = perf_counter()
+        growths = [_grow(spoilt, *row) for row in zip(outcomes, scores, logits, strict=True)]
         self._observe(outcomes, proposal.memo)
         ended = [seq for seq in seqs if seq.finish_reason is not None]
         self.scheduler.release(ended)
@@ -209,17 +209,20 @@ class Engine:
                 features.append(outcome.hidden[outcome.verdict.path])
 
 
-def _grow(outcome: RowOutcome, scores: Tensor, logits: Tensor) -> RowGrowth:
+def _grow(
+    spoilt: abc.Sequence[Sequence], outcome: RowOutcome, scores: Tensor, logits: Tensor
+) -> RowGrowth:
     """Append the committed tokens to a sequence, up to its end.
 
     Args:
+        spoilt: the sequences whose step is run again, which do not grow.
         outcome: of a row of the step; its sequence has not grown yet.
         scores: [N, V] the processed scores at the draft's nodes.
         logits: [N, V] the target's logits there.
     """
     seq = outcome.sequence
     verdict = outcome.verdict
-    if seq.error is not None:
+    if seq.error is not None or seq in spoilt:
         return RowGrowth(outcome, 0, ())
     count = seq.extend(committed(outcome.draft, verdict), partial(scores_after, scores, verdict))
     if seq.request.logprobs is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import logits_process as hf
 
 from forerun import Decoder
@@ -22,6 +22,7 @@ from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Proposal
+from forerun.failures import NotNumbersError
 from forerun.methods import METHODS, method
 from forerun.model.causal_lm import CausalLM
 from forerun.model.kv_cache import KVCache
@@ -128,6 +129,25 @@ def test_a_drafted_token_that_is_rejected_spoils_nothing(target: CausalLM) -> No
     prompts = GOOD[:2]
     engine = Engine(target.fresh(), Fixed(GOOD[0][0], [3, POISON, 4]))
     assert outputs(engine, prompts) == solo(target, prompts)
+
+
+@pytest.mark.parametrize("drafted", [[], [3, 4]])
+def test_a_criterion_that_raises_ends_its_sequence_whatever_was_drafted(
+    target: CausalLM, drafted: list[int]
+) -> None:
+    """Its error is the user's, also where it is the one that scores of NaN raise."""
+    calls = []
+
+    def raises(ids: torch.Tensor, scores: torch.Tensor) -> bool:
+        calls.append(ids.shape[1])
+        raise NotNumbersError("of a criterion")
+
+    engine = Engine(target.fresh(), Fixed(GOOD[0][0], drafted))
+    criteria = StoppingCriteriaList([raises])  # type: ignore[list-item]
+    id = engine.add(Request(GOOD[0], 12, criteria=criteria))
+    step = drain(engine)[id][-1]
+    assert step.finish_reason == "error" and str(step.error) == "of a criterion"
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("is_fast", [False, True])
