@@ -6,7 +6,7 @@ tokens would be longer than that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,8 +16,9 @@ from torch import Tensor
 from forerun.backends.panels import PackedMatrix
 from forerun.backends.quantised import Part, QuantisedForward
 from forerun.csrc.library import ChainArgument
-from forerun.model.forward import ChainBounds, Forward
+from forerun.model.forward import Forward
 from forerun.model.kv_cache import KVCache
+from forerun.planning.stop_rules import Bounds
 from forerun.sampling.sampler import ChainSampling, Drafted
 from forerun.sampling.threads import one_thread
 
@@ -55,7 +56,8 @@ class FusedChain:
         cache: KVCache,
         id: int,
         pending: Sequence[int],
-        bounds: ChainBounds,
+        bounds: Bounds,
+        ends: Collection[int],
         sampling: ChainSampling | None,
     ) -> Drafted:
         """Run `pending` tokens of a sequence and draft within `bounds` (see `FusedDraft`)."""
@@ -75,7 +77,7 @@ class FusedChain:
             count=len(pending),
             max_tokens=max_tokens,
             extras=len(extra),
-            ended=len(bounds.ends),
+            ended=len(ends),
             min_probability=bounds.min_probability,
             min_product=bounds.min_product,
             inverse_temperature=1,
@@ -87,7 +89,7 @@ class FusedChain:
             "names": self._names,
             "places": self._places,
             "extra": np.asarray(extra, np.int32),
-            "ends": np.asarray(list(bounds.ends), np.int32),
+            "ends": np.asarray(list(ends), np.int32),
             "drafted": drafted,
             "probabilities": probabilities,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, prod
 from time import perf_counter
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from forerun.engine.draft import Draft
 from forerun.engine.step import Proposal
-from forerun.model.forward import ChainBounds
 from forerun.planning.forecast import PlannedDrafter
 from forerun.planning.length import ChainPlanner
 from forerun.planning.stop_rules import Bounds, DraftState, LengthPolicy, StopRule
@@ -252,8 +251,14 @@ class ChainDrafter(PlannedDrafter):
                 return None
         draft = self.model.fused_draft
         assert draft is not None
-        limits = ChainBounds(count, bounds.min_probability, bounds.min_product, seq.eos)
-        drafted = draft(self.model.cache, seq.id, self._pending(chain), limits, sampling)
+        drafted = draft(
+            self.model.cache,
+            seq.id,
+            self._pending(chain),
+            replace(bounds, max_tokens=count),
+            seq.eos,
+            sampling,
+        )
         if source is not None and state is not None and len(drafted.tokens) < count:
             # Unused random numbers come again.
             source.set_state(state)

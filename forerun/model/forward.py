@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from forerun.engine.target import Capture
 from forerun.model.batch import Inputs
 from forerun.model.kv_cache import KVCache
+from forerun.planning.stop_rules import Bounds
 from forerun.sampling.sampler import ChainSampling, Drafted
 
 
@@ -64,23 +64,6 @@ class DraftHead(Protocol):
         """Return logits [n, V] of the states [N_r, d] of these sequences."""
 
 
-@dataclass(frozen=True)
-class ChainBounds:
-    """Where a fused draft ends.
-
-    Attributes:
-        max_tokens: the most tokens of the draft.
-        min_probability: a token that is less probable is the last one.
-        min_product: a token that brings the product of all probabilities below it is the last one.
-        ends: each of these tokens is the last one.
-    """
-
-    max_tokens: int
-    min_probability: float = 0.0
-    min_product: float = 0.0
-    ends: Collection[int] = ()
-
-
 class FusedDraft(Protocol):
     """A fused draft: a whole chain in one call (`forerun.backends.chain`).
 
@@ -100,11 +83,13 @@ class FusedDraft(Protocol):
         cache: KVCache,
         id: int,
         pending: Sequence[int],
-        bounds: ChainBounds,
+        bounds: Bounds,
+        ends: Collection[int],
         sampling: ChainSampling | None,
     ) -> Drafted:
         """Run the `pending` tokens of a sequence, then draft within `bounds`.
 
-        Tokens are sampled by `sampling`, or are the argmax without it. The draft ends before
-        logits that are not numbers. All tokens but the last are run and committed.
+        Tokens are sampled by `sampling`, or are the argmax without it. Each token of `ends` is the
+        last one of the draft, which also ends before logits that are not numbers. `bounds.floor` is
+        the caller's. All tokens but the last are run and committed.
         """

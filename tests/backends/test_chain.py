@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +26,6 @@ from forerun.engine.sequence import Request
 from forerun.engine.sequence import Sequence as EngineSequence
 from forerun.methods import PacerOuroboros, method
 from forerun.model.causal_lm import CausalLM
-from forerun.model.forward import ChainBounds
 from forerun.planning.stop_rules import Bounds, FixedLength, Within
 from forerun.sampling.sampler import ChainSampling, Drafted, Sampler, SamplingDistribution
 from forerun.sampling.seeded import FLOOR, SeededStream
@@ -88,12 +87,13 @@ def at_once(
     how: ChainSampling | None = None,
     id: int = 0,
     most: int = 6,
+    ends: Collection[int] = (),
     **bounds: Any,
 ) -> Drafted:
     """Return a draft of one call of C. It has no distributions if nothing is sampled."""
     assert model.fused_draft is not None
-    limits = ChainBounds(most, **bounds)
-    drafted = model.fused_draft(model.cache, id, list(pending), limits, how)
+    limits = Bounds(most, **bounds)
+    drafted = model.fused_draft(model.cache, id, list(pending), limits, ends, how)
     assert how is not None or drafted.probs is None
     return drafted
 
