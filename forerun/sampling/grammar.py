@@ -81,7 +81,9 @@ def compiled(
         raise ValueError(f"llguidance cannot read the tokenizer: {_line(error)}") from None
     try:
         quiet = LLParserLimits(verbose_errors=False)  # verbose errors would hold the text so far
-        matcher = LLMatcher(vocabulary, grammar_from(kind, text), log_level=0, limits=quiet)  # type: ignore[arg-type]
+        format_name: Any = kind  # its type is a list of names, of which these are some
+        grammar = grammar_from(format_name, text)
+        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=quiet)
     except Exception as error:
         raise ValueError(f"cannot use response_format.{kind}: {_line(error)}") from None
     if matcher.is_error():
@@ -117,7 +119,8 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase, end: int) -> tuple[LLTokeniz
         if made is None or size != len(tokenizer):
             # Any end token will do, because each request names the tokens that end its text.
             eos_token = min(end_of(tokenizer), default=end)
-            made = llguidance.hf.from_tokenizer(tokenizer, eos_token=eos_token)  # type: ignore[arg-type]
+            fast: Any = tokenizer  # its class is a narrower one in llguidance's types
+            made = llguidance.hf.from_tokenizer(fast, eos_token=eos_token)
             tokens = range(made.vocab_size)
             marked = frozenset(token for token in tokens if made.is_special_token(token))
             _tokenizers[tokenizer] = len(tokenizer), made, marked
