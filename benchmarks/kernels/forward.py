@@ -36,8 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that this che
 
 from forerun.bench.report import provenance
 from forerun.csrc.library import variant
-from forerun.zoo import locate
-from forerun.zoo.gguf_file import find
+from forerun.zoo import ModelSource
 
 Facts = dict[str, Any]
 
@@ -189,9 +188,9 @@ def over(rounds: list[Facts], others: list[Facts], question: Facts) -> Facts:
 
 def measure(model: str, args: argparse.Namespace) -> Facts:
     """Return the figures of a model, by instruction set, checkout and program."""
-    file = find(locate(model, "target"))
+    source = ModelSource.parse(model, "target")
     question = {
-        "model": str(file or locate(model, "target")),
+        "model": str(source.gguf or source.location),
         "contexts": [int(length) for length in args.context.split(",")],
         "tokens": TOKENS,
         "repeats": args.repeats,

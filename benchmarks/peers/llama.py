@@ -21,8 +21,7 @@ from benchmarks.peers.hf import end_tokens
 from benchmarks.peers.runners import is_llama, llama_mode
 from forerun.bench.measure import Loaded, Outcome, Run
 from forerun.sampling.params import SamplingParams
-from forerun.zoo import locate
-from forerun.zoo.gguf_file import find
+from forerun.zoo import ModelSource
 
 SCRIPT = Path(__file__).with_suffix(".mjs")
 PACKAGE = SCRIPT.parents[2] / "node_modules/node-llama-cpp/package.json"
@@ -165,10 +164,10 @@ def load_llama(loaded: Loaded) -> LlamaCpp:
         raise ValueError(
             f"method {names[0]!r} runs on the CPU and the target on {device}: give --device cpu"
         )
-    files = {"target": find(locate(plan.target, "target"))}
+    files = {"target": ModelSource.parse(plan.target, "target").gguf}
     if any("draft" in llama_mode(name) for name in names):
         assert plan.draft is not None  # the plan was checked
-        files["draft"] = find(locate(plan.draft, "draft"))
+        files["draft"] = ModelSource.parse(plan.draft, "draft").gguf
     assert None not in files.values()
     longest = max(
         len(prompt.tokens or ()) for prompts in loaded.datasets.values() for prompt in prompts

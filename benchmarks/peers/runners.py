@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.bench.plan import Plan, Runner
 from forerun.methods import METHODS, Method, is_method
-from forerun.zoo import locate
+from forerun.zoo import ModelSource
 
 if TYPE_CHECKING:
     from forerun.bench.measure import Loaded, Run
@@ -283,9 +283,11 @@ def check_llama(name: str, target: str, draft: str | None, batch: int, device: s
         raise ValueError(
             f"method {name!r} runs on the CPU: leave it out or set --device cpu, not {device}"
         )
-    from forerun.zoo.gguf_file import find
-
-    if find(locate(target, "target")) is None:
-        raise ValueError(f"method {name!r} needs a GGUF file as --target, not {target!r}")
-    if "draft" in llama_mode(name) and (draft is None or find(locate(draft, "draft")) is None):
-        raise ValueError(f"method {name!r} needs a GGUF file as --draft, not {draft!r}")
+    needed = {"target": target}
+    if "draft" in llama_mode(name):
+        needed["draft"] = draft
+    for part, given in needed.items():
+        source = ModelSource.parse(given, part)
+        source.check()
+        if source.gguf is None:
+            raise ValueError(f"method {name!r} needs a GGUF file as --{part}, not {given!r}")

@@ -282,12 +282,16 @@ def llama_session(name: str, turns: list[Turn], target: str) -> list[Turn]:
 
     from benchmarks.peers.llama import LlamaCpp, context_length
     from forerun.sampling.params import SamplingParams
-    from forerun.zoo import locate, own_draft
-    from forerun.zoo.gguf_file import find
+    from forerun.zoo import ModelSource
 
-    models: dict[str, Any] = {"target": str(find(locate(target, "target")))}
+    source = ModelSource.parse(target, "target")
+    source.check()
+    models: dict[str, Any] = {"target": str(source.gguf)}
     if "draft" in llama_mode(name):
-        models["draft"] = str(find(locate(str(own_draft(target)), "draft")))
+        draft = source.own_draft()
+        if draft is None:
+            raise ValueError(f"{name} needs a draft, and {target!r} has none on this machine")
+        models["draft"] = str(draft.gguf)
     models["length"] = context_length(max(turn["context"] for turn in turns) + LLAMA_SPARE)
     models["threads"] = torch.get_num_threads()
     peer = LlamaCpp(models, SamplingParams(), set())

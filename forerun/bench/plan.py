@@ -17,7 +17,7 @@ from forerun.bench.datasets import check_datasets, dataset_name
 from forerun.methods import METHODS, Method, is_method, parse_value
 from forerun.methods import method as make_method
 from forerun.sampling.params import SamplingParams
-from forerun.zoo import EMBEDDED, companion, locate, own_draft
+from forerun.zoo import EMBEDDED, ModelSource, companion, own_draft
 
 if TYPE_CHECKING:
     from forerun.bench.measure import Loaded, Run
@@ -114,7 +114,7 @@ class Plan:
         self._check_folders()
         self._check_layers()
         check_datasets(self.datasets)
-        locate(self.target, "target")
+        ModelSource.parse(self.target, "target").check()
         self._check_draft()
 
     def _check_folders(self) -> None:
@@ -156,7 +156,7 @@ class Plan:
             return
         if self.draft is None:
             raise ValueError(f"method {needy!r} needs a draft model: give --draft")
-        locate(self.draft, "draft")
+        ModelSource.parse(self.draft, "draft").check()
 
     @property
     def ours(self) -> dict[str, Method]:

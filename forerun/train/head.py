@@ -28,7 +28,7 @@ from forerun.train.labels import Labels, cross_entropy, in_parts, label
 from forerun.train.loop import TrainConfig, mixed_precision, product_dtype, save_card, train
 from forerun.train.run import OwnOutput, Run, check_context
 from forerun.train.texts import Texts, load_train_val, split_windows
-from forerun.zoo import hot_folder, own_draft
+from forerun.zoo import ModelSource, own_draft
 
 HEAD_OUTPUT_SEED = 9000  # no draft is distilled with this seed of the output
 HEAD_EVALUATION_TEXTS = 128  # how many texts an evaluation reads while a head is trained
@@ -344,7 +344,7 @@ def _hot(target: str, counts: Tensor, size: int) -> Tensor:
     else the most frequent tokens by `counts` [V].
     """
     draft = own_draft(target)
-    folder = None if draft is None else hot_folder(draft)
+    folder = None if draft is None else ModelSource.parse(draft, "draft").hot_folder
     known = hot_tokens(folder if isinstance(folder, Path) else None, None, len(counts))
     if known is not None and len(known) >= size:
         return known[:size]

@@ -21,7 +21,7 @@ from forerun.zoo.known import (
     own_draft,
     require,
 )
-from forerun.zoo.source import HOT_FILE, ModelSource, hot_folder, locate
+from forerun.zoo.source import HOT_FILE, ModelSource
 
 __all__ = [
     "EMBEDDED",
@@ -38,9 +38,7 @@ __all__ = [
     "check_role",
     "companion",
     "find",
-    "hot_folder",
     "is_eagle3",
-    "locate",
     "own_draft",
     "require",
     "settings_of",

@@ -21,21 +21,11 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, dequantize
 from gguf.gguf_reader import ReaderField, ReaderTensor
 
-from forerun.zoo.source import gguf_in
-
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 _CHUNK = 1 << 22  # the numbers that are dequantised at a time
 # A file that changed less than this many seconds ago may change again without a trace in its times,
 # so what was read of it is not kept.
 _SETTLED_SECONDS = 2
-
-
-def find(source: str | Path) -> Path | None:
-    """Return the GGUF file that a path stands for, or None for other models.
-
-    Raises ValueError as `forerun.zoo.source.gguf_in` does.
-    """
-    return gguf_in(Path(source).expanduser())
 
 
 class _CutShortError(Exception):

@@ -107,19 +107,6 @@ class ModelSource:
         return ModelSource.parse(name, "draft") if name is not None else None
 
 
-def locate(given: str | Path, role: str) -> str | Path:
-    """Return the folder, GGUF file or hub id of a target or draft (`role`) that a user names.
-
-    Raises ValueError as `ModelSource.check` does.
-    """
-    return ModelSource.parse(given, role).location
-
-
-def hot_folder(draft: str | Path) -> Path | None:
-    """Return the folder that lists the hot tokens of a draft (`ModelSource.hot_folder`)."""
-    return ModelSource.parse(draft, "draft").hot_folder
-
-
 def gguf_in(path: Path) -> Path | None:
     """Return the GGUF file that a path stands for, or None for other models.
 

@@ -27,7 +27,8 @@ from forerun.backends.panels import PackedMatrix, RawMatrix
 from forerun.backends.stored import STORED_TYPES, StoredEmbedding, StoredLinear
 from forerun.cli.info import _shown, file_facts
 from forerun.zoo import gguf_file
-from forerun.zoo.gguf_file import find, open_gguf
+from forerun.zoo.gguf_file import open_gguf
+from forerun.zoo.source import ModelSource, gguf_in
 from tests.support import ggufs
 from tests.support.toys import refuses
 
@@ -562,13 +563,14 @@ def test_damaged_files_are_refused_or_run(tmp_path: Path) -> None:
     assert len(found) > 10 and ran > 10
 
 
-def test_find_takes_a_file_or_a_folder_with_one(tmp_path: Path) -> None:
-    assert find("org/name") is None and find(tmp_path) is None
+def test_a_gguf_source_is_a_file_or_a_folder_with_one(tmp_path: Path) -> None:
+    assert gguf_in(Path("org/name")) is None and gguf_in(tmp_path) is None
     file = tmp_path / "a.gguf"
-    refuses(r"there is no file '.*a\.gguf'", find, file)
+    refuses(r"there is no file '.*a\.gguf'", gguf_in, file)
     file.write_bytes(b"GGUF")
-    assert find(file) == find(str(file)) == find(tmp_path) == file
+    assert gguf_in(file) == gguf_in(tmp_path) == file
+    assert ModelSource.parse(str(file), "target").gguf == file
     (tmp_path / "b.GGUF").write_bytes(b"GGUF")
-    refuses(r"holds several GGUF files; give one of a\.gguf, b\.GGUF", find, tmp_path)
+    refuses(r"holds several GGUF files; give one of a\.gguf, b\.GGUF", gguf_in, tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    assert find(tmp_path) is None
+    assert gguf_in(tmp_path) is None

@@ -15,7 +15,7 @@ from forerun.backends.hot import HotHead, hot_tokens, prepare_draft, save_hot
 from forerun.backends.stored import store
 from forerun.methods import method
 from forerun.model.causal_lm import CausalLM
-from forerun.zoo import HOT_FILE, WEIGHTS_FOLDER, hot_folder
+from forerun.zoo import HOT_FILE, WEIGHTS_FOLDER, ModelSource
 from tests.support import families
 from tests.support.toys import (
     COSTS,
@@ -195,10 +195,12 @@ def test_a_folder_that_names_its_hot_tokens(tmp_path: Path) -> None:
 
 
 def test_the_hot_tokens_of_a_fetched_draft_come_with_forerun() -> None:
-    tokens = hot_tokens(Path(hot_folder("qwen-coder-draft")), None, 151_936)
+    folder = ModelSource.parse("qwen-coder-draft", "draft").hot_folder
+    assert folder is not None
+    tokens = hot_tokens(folder, None, 151_936)
     assert tokens is not None and len(tokens) == 16384
     assert (
-        hot_folder("smollm2") == WEIGHTS_FOLDER / "smollm2" / "draft"
+        ModelSource.parse("smollm2", "draft").hot_folder == WEIGHTS_FOLDER / "smollm2" / "draft"
     )  # in few bits, with its own list
 
 

@@ -36,7 +36,7 @@ from forerun.methods import AR, METHODS, SD, Confidence, Cumulative, Hybrid, Met
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.sampler import Sampler
 from forerun.text.vocabularies import Translation, Vocabulary, translate, whole
-from forerun.zoo import SMOLLM2, find, locate
+from forerun.zoo import SMOLLM2, ModelSource, find
 from tests.support import toys
 from tests.support.toys import (
     DRAFT,
@@ -512,7 +512,7 @@ def test_the_chat_model_with_the_embedded_draft(monkeypatch: pytest.MonkeyPatch)
         "The capital of France is",
         "import os\n\nclass Reader:\n",
     ]
-    draft = locate("embedded", "draft")
+    draft = ModelSource.parse("embedded", "draft").location
     decoder = forerun.load(target, draft=draft, method="sd", gamma=4, guard=False)
     found = decoder.generate(prompts, max_new_tokens=12)
     plain = Decoder(decoder.target, decoder.tokenizer, method=AR()).generate(

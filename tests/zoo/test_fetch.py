@@ -33,7 +33,7 @@ from forerun.cli import demo
 from forerun.cli.commands import app
 from forerun.drafters.pools import SuffixMemory
 from forerun.model.causal_lm import CausalLM
-from forerun.zoo import companion, locate, own_draft
+from forerun.zoo import ModelSource, companion, own_draft
 from forerun.zoo import fetch as fetching
 from forerun.zoo.fetch import sha256_of
 from tests.support import commands, ggufs
@@ -299,8 +299,12 @@ def test_parts_are_joined_and_the_draft_comes_too(pair: Path) -> None:
     assert {each.name for each in pair.parent.iterdir()} == {pair.name, "LICENSE", ".lock"}
     shown = CliRunner().invoke(app, ["fetch", "qwen-coder-draft", "qwen-coder", "--path"])
     assert shown.stdout == f"{draft}\n{pair}\n"
-    assert locate("qwen-coder", "target") == locate("qwen-coder", "draft") == pair
-    assert locate("qwen-coder-draft", "draft") == draft
+    assert (
+        ModelSource.parse("qwen-coder", "target").location
+        == ModelSource.parse("qwen-coder", "draft").location
+        == pair
+    )
+    assert ModelSource.parse("qwen-coder-draft", "draft").location == draft
 
 
 KILLED = """
@@ -426,9 +430,12 @@ def test_the_hub_comes_first(
 def test_the_name_says_where_it_is_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
-    for call in (lambda: locate("smollm2", "target"), lambda: forerun.load("smollm2")):
+    for call in (
+        lambda: ModelSource.parse("smollm2", "target").location,
+        lambda: forerun.load("smollm2"),
+    ):
         refuses(r"^the model 'smollm2' is not here: `forerun fetch smollm2` gets it", call)
-    assert locate("./smollm2", "target") == Path("smollm2")
+    assert ModelSource.parse("./smollm2", "target").location == Path("smollm2")
 
 
 def test_installed_packages_are_found(
@@ -442,9 +449,12 @@ def test_installed_packages_are_found(
     monkeypatch.setitem(zoo.MODELS, "smollm2", tiny)
     assert zoo.find("smollm2") is None
     shutil.copy(model, package / FILE)
-    assert locate("smollm2", "target") == package / FILE and fetch() == package / FILE
+    assert (
+        ModelSource.parse("smollm2", "target").location == package / FILE
+        and fetch() == package / FILE
+    )
     shutil.copy(model, home / FILE)
-    assert locate("smollm2", "target") == home / FILE
+    assert ModelSource.parse("smollm2", "target").location == home / FILE
 
 
 def test_companions_are_found_by_name_only(home: Path, model: Path) -> None:

@@ -15,7 +15,7 @@ from benchmarks.training.gpu.data import Data
 from benchmarks.training.gpu.target import Target
 from forerun.backends.hot import hot_tokens
 from forerun.heads.heads import HeadLayer, HiddenConfig, HiddenDrafter
-from forerun.zoo import MODELS, hot_folder
+from forerun.zoo import MODELS, ModelSource
 
 HOT = 16_384  # tokens that a head drafts
 RANK = 64  # numbers of token information
@@ -93,7 +93,8 @@ class Starts:
     def __init__(self, name: str, target: Target, data: Data, batch: int, hot: int) -> None:
         vocabulary = len(target.embed)
         counts = _counts(data, vocabulary)
-        known = hot_tokens(cast(Path, hot_folder(MODELS[name].draft or name)), None, vocabulary)
+        draft = ModelSource.parse(MODELS[name].draft or name, "draft")
+        known = hot_tokens(cast(Path, draft.hot_folder), None, vocabulary)
         assert known is not None
         # The draft's own order decides for rare tokens.
         counts[known] += torch.linspace(2, 0, len(known))
