@@ -106,6 +106,7 @@ def test_many_tokens_have_the_bits_of_single_ones(small: Native) -> None:
     assert np.array_equal(again, found[:9][:, [*range(VOCABULARY), 129, 4, 12]])
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_chunks_neighbours_threads_and_variants_change_no_bit(data: st.DataObject) -> None:

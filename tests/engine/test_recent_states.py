@@ -213,6 +213,7 @@ def states_bytes() -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lyanna", "hybrid"])
 def test_states_of_a_long_prompt_take_little_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -245,6 +246,7 @@ def test_states_of_a_long_prompt_take_little_memory(
         assert entry.hidden is not None and READS <= len(entry.hidden) <= MOST
 
 
+@pytest.mark.slow
 def test_a_sequence_keeps_its_last_states() -> None:
     """However long its output is."""
     target = model()

@@ -177,6 +177,7 @@ def test_an_answer_follows_the_form_that_is_asked_for(
         )
 
 
+@pytest.mark.slow
 def test_too_much_for_the_memory_is_refused_and_less_waits() -> None:
     def make() -> Any:
         decoder = make_decoder()
@@ -211,6 +212,7 @@ def _plain_answers(bodies: str) -> list[str]:
         return [answered(post(server, PLAIN, body)) for body in json.loads(bodies)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", [RuntimeError("broken"), Panic("broken")], ids=["exception", "panic"]
 )
@@ -321,6 +323,7 @@ def test_a_body_that_never_ends_is_refused(limit: int, seconds: float, status: i
     assert send.await_args_list[0].args[0]["status"] == status and not app.called
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_reader_that_goes_ends_its_request(server: Live, stream: bool) -> None:
     body = {"prompt": "a", "max_tokens": 480, "ignore_eos": True, "stream": stream}
