@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint
 INSTALLED := $(VENV)/installed-by-$(or $(notdir $(CONSTRAINTS)),nothing)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header --upgrade pyproject.toml
 
-.PHONY: demo serve test sanitize quality format update clean
+.PHONY: demo serve test test-fast sanitize quality format update clean
 
 demo: $(INSTALLED)
 	$(BIN)/forerun demo
@@ -19,6 +19,10 @@ serve: $(INSTALLED)-serve
 
 test: $(INSTALLED)-dev
 	$(BIN)/pytest -n auto --dist worksteal
+
+# One case of each test that is not marked `slow`.
+test-fast: $(INSTALLED)-dev
+	$(BIN)/pytest -n auto --dist worksteal -m "not slow" --first-cases
 
 # Tests of C under AddressSanitizer and UBSan, which end at the first fault; then half a minute of damaged GGUF files with
 # each variant that this machine runs. The library is built again after them. tests/csrc drives all variants.

@@ -22,7 +22,9 @@ os.environ["FORERUN_HOME"] = _home.name
 # Tests run side by side, and what they start does too.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
-settings.register_profile("suite", deadline=None, derandomize=True, database=None, max_examples=60)
+_same_examples = {"deadline": None, "derandomize": True, "database": None}
+settings.register_profile("suite", **_same_examples, max_examples=60)
+settings.register_profile("fast", **_same_examples, max_examples=10)
 settings.load_profile("suite")
 
 
@@ -33,6 +35,30 @@ def server() -> Iterator[Any]:
 
     with live(max_body=2**21) as found:
         yield found
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of `make test-fast`."""
+    parser.addoption("--first-cases", action="store_true", help="of each test run one case alone")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw fewer examples where only the first cases are run."""
+    if config.getoption("first_cases"):
+        settings.load_profile("fast")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the first case of each test, if that was asked for. Rules of style keep all files."""
+    if not config.getoption("first_cases"):
+        return
+    first: dict[str, pytest.Item] = {}
+    kept = []
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if name.startswith("tests/house/") or first.setdefault(name, item) is item:
+            kept.append(item)
+    items[:] = kept
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

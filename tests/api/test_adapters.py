@@ -85,6 +85,7 @@ def test_custom_generate_answers_through_the_model_that_peft_wraps_around() -> N
         assert plainly(model, LONG, **FAST) == plainly(tiny("llama"), LONG)
 
 
+@pytest.mark.slow
 def test_an_adapted_draft_costs_no_wrong_token() -> None:
     target = tiny("llama")
     model = adapted()
@@ -97,6 +98,7 @@ def test_an_adapted_draft_costs_no_wrong_token() -> None:
             assert plainly(target, prompt, **FAST, draft=draft) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [False, True])
 def test_answers_are_of_the_adapter_that_is_on(drafts: bool) -> None:
     """Those of `custom_generate` and of a decoder, after a stream that was given up."""

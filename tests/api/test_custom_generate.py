@@ -95,6 +95,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "gemma2"])
 def test_greedy_output_equals_transformers(architecture: str, settings: str) -> None:
@@ -153,6 +154,7 @@ def test_pacer_takes_its_layer_or_a_folder(tmp_path: Path, monkeypatch: pytest.M
         fast(model, **GREEDY, draft=tiny("llama", seed=1), method="pacer", pre_verifier=layer())
 
 
+@pytest.mark.slow
 def test_lyanna_takes_its_head_or_a_folder(tmp_path: Path) -> None:
     model = tiny("llama")
     head = random_head(CausalLM(model))
@@ -328,6 +330,7 @@ def test_criteria_are_asked_token_by_token_with_the_padding_in_front() -> None:
     assert output.shape == (1, 8) and stats[0].drafted == 5
 
 
+@pytest.mark.slow
 def test_changed_weights_are_noticed_and_others_are_not_prepared_again() -> None:
     model = tiny("llama", seed=5)
     other = tiny("llama", seed=6)

@@ -128,6 +128,7 @@ def test_sampling_params_stand_alone(target: PreTrainedModel) -> None:
     )
 
 
+@pytest.mark.slow
 def test_without_a_seed_it_follows_torch(decoders: Decoders) -> None:
     params = SamplingParams(max_new_tokens=20, temperature=1.0, ignore_eos=True)
     # Outputs that the others remember, or how often drafts were right, change what is sampled.
@@ -140,6 +141,7 @@ def test_without_a_seed_it_follows_torch(decoders: Decoders) -> None:
         assert decoder.generate("def", params).tokens == first != second
 
 
+@pytest.mark.slow
 def test_the_context_ends_a_sequence(decoders: Decoders) -> None:
     for decoder in decoders.values():
         result = decoder.generate(IDS, max_new_tokens=1000, ignore_eos=True)

@@ -394,6 +394,7 @@ def test_a_seed_drafts_its_streams_tokens(
     assert scale == 1 or sum(low) > len(low) / 2 or (hot and not low)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hot", [False, True])
 def test_output_of_sampled_calls_follows_the_targets_distribution(hot: bool) -> None:
     """Check the law of three tokens.

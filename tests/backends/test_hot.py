@@ -141,6 +141,7 @@ def test_tokens_of_the_text_are_drafted() -> None:
     assert taus[0] > taus[1] == 1.0
 
 
+@pytest.mark.slow
 def test_sampled_output_follows_the_targets_distribution() -> None:
     target = tiny("llama", vocab=6)
     draft = hot(CausalLM(noisy_copy(target, 0.05)), [0, 4])
@@ -172,6 +173,7 @@ def test_which_tokens_are_hot(tmp_path: Path) -> None:
     refuses("holds no hot tokens", hot_tokens, tmp_path, None, 10)
 
 
+@pytest.mark.slow
 def test_a_folder_that_names_its_hot_tokens(tmp_path: Path) -> None:
     save_models(tmp_path, target=tiny("llama", vocab=300), draft=tiny("llama", vocab=300))
     save_hot(tmp_path / "draft", torch.arange(20))

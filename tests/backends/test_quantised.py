@@ -253,6 +253,7 @@ def test_embeddings_are_the_stored_rows() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 def test_every_method_says_what_plain_decoding_says(kind: str) -> None:
     said = {}

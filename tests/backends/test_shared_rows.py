@@ -51,6 +51,7 @@ def model_of(name: str) -> CausalLM:
     return prepare(model if weights == "float32" else store(model, weights))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_have_the_bits_of_single_ones_at_all_lengths(name: str) -> None:
     model = model_of(name)

@@ -78,6 +78,7 @@ def options(folder: Path, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_run_writes_its_records_and_a_summary(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = options(
@@ -142,6 +143,7 @@ def test_a_run_writes_its_records_and_a_summary(folder: Path, tmp_path: Path) ->
     )  # nothing is left to measure
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_and_no_other(folder: Path, tmp_path: Path) -> None:
     """A resumed run has the same cells, those before the stop to the letter.
 
@@ -401,6 +403,7 @@ def test_long_prompts_lose_their_beginning(folder: Path) -> None:
     assert [prompt.cut for prompt in prompts] == [True, False, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "front"), [("E E $A", (0, 0)), ("$A E", ()), ("E $A E", (0,))]
 )

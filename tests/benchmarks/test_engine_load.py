@@ -195,6 +195,7 @@ def batched(
         server.close()
 
 
+@pytest.mark.slow
 def test_transformers_own_continuous_batching_is_served_alike() -> None:
     asked = jobs_of(Load(clients=3), PROMPTS, 4, (3, 9), 1)
     served = batched(asked, 4, 3)
@@ -220,6 +221,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_run_under_load(tmp_path: Path) -> None:
     assert parse_methods(["static", "static/sd"], ["sd.gamma=2"], None, {}, static)[
         "static/sd"
@@ -275,6 +277,7 @@ def test_a_run_under_load(tmp_path: Path) -> None:
     assert again.returncode == 2 and "holds a run already" in again.stderr
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line() -> None:
     for arguments, message in (
         (["--methods", "static/turbo", "--clients", "2"], "unknown method 'static/turbo'"),

@@ -133,6 +133,7 @@ def test_settings_that_are_none() -> None:
         refuses(message, parse_methods, [name], [], None, {}, Peers())
 
 
+@pytest.mark.slow
 def test_the_assistant_drafts_by_its_settings(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     peers = Generate(
         pair[0], noisy_copy(pair[0], 0.0), SamplingParams(max_new_tokens=24, ignore_eos=True)
@@ -164,6 +165,7 @@ def test_peers_sample_with_top_p_and_seeds(name: str, pair: Pair) -> None:
     assert narrow.tokens == greedy.tokens
 
 
+@pytest.mark.slow
 def test_the_command_measures_peers_beside_our_methods(folder: Path) -> None:
     out = folder / "out"
     options = [
@@ -289,6 +291,7 @@ def test_a_schedule_carries_its_own_state_only(pair: Pair) -> None:
     assert seen["heuristic_transient"] == seen["constant"] == [(None, None)] * 3
 
 
+@pytest.mark.slow
 def test_our_methods_run_on_transformers_forwards(folder: Path) -> None:
     names = ["sd", "hf-forward/ar", "hf-forward/sd", "hf-forward/pacer", "hf-forward/lyanna"]
     refuses(

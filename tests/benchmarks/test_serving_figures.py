@@ -94,6 +94,7 @@ def test_the_number_of_a_request_decides_its_question(tmp_path: Path) -> None:
     assert all(run.question_of(request, "slow").stream for request in range(300))
 
 
+@pytest.mark.slow
 def test_a_server_refuses_all_rubbish() -> None:
     count = len(soak_requests.BODIES) + len(soak_requests.RAW)
 
@@ -106,6 +107,7 @@ def test_a_server_refuses_all_rubbish() -> None:
 
 
 # To import locust here would patch sockets.
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("locust") is None, reason="the load needs locust")
 def test_clients_see_whole_answers(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))

@@ -20,6 +20,7 @@ def test_what_ran_at_once_counts_once_and_has_a_kind() -> None:
     assert [*map(kind_of, names)] == ["product"] * 3 + ["attention", "other"]
 
 
+@pytest.mark.slow
 def test_a_step_is_found_and_drawn(tmp_path: Path) -> None:
     target = tiny("llama")
     decoder = Decoder(target, None, noisy_copy(target, 0.02), method("sd", gamma=2), guard=False)

@@ -129,6 +129,7 @@ def test_interrupts_are_one_line_and_exit_130(begin: float) -> None:
     assert (process.returncode, error) == (130, "forerun: interrupted\n")
 
 
+@pytest.mark.slow
 def test_a_prompt_comes_from_an_argument_a_file_or_stdin(tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("def add(a, b):")
@@ -149,6 +150,7 @@ def test_a_prompt_comes_from_an_argument_a_file_or_stdin(tmp_path: Path) -> None
     assert (result["text"], result["method"]) == (wanted, "sd")
 
 
+@pytest.mark.slow
 @pytest.mark.versions
 @pytest.mark.parametrize(
     "options", ["--method sd", "--method suffix", "--method pacer", "--temperature 1"]
@@ -165,6 +167,7 @@ def test_demo_shows_equal_output(options: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_info_and_version_tell_the_facts() -> None:
     facts = json.loads(apart("info", "--json").stdout)
     assert set(facts["methods"]) == {
@@ -185,6 +188,7 @@ def test_info_and_version_tell_the_facts() -> None:
     assert "transformers" in run("info").stdout
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_the_prompt_and_figures() -> None:
     """The prompt is dim, the answer follows, then a line of figures on stderr.
 

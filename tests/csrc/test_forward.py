@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 from forerun.backends import prepare
 from forerun.backends.quantised import QuantisedForward
 from forerun.backends.stored import store
-from forerun.csrc.build import VARIANT_FLAGS
+from forerun.csrc.build import VARIANT_FLAGS, build
 from forerun.csrc.library import BatchArgument, ChainArgument, library, run, variants
 from forerun.model.kv_cache import KVCache
-from tests.support.compiling import CROSS, QEMU, compiled, needs_cross
+from tests.support.compiling import CROSS, QEMU, compiled, needs_cross, shared_library
 from tests.support.families import MODELS, tiny
 from tests.support.native import native_settings
 
@@ -106,6 +106,7 @@ def test_many_tokens_have_the_bits_of_single_ones(small: Native) -> None:
     assert np.array_equal(again, found[:9][:, [*range(VOCABULARY), 129, 4, 12]])
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_chunks_neighbours_threads_and_variants_change_no_bit(data: st.DataObject) -> None:
@@ -261,20 +262,18 @@ def test_a_fork_starts_threads_of_its_own(small: Native) -> None:
     assert np.array_equal(small.forward(text, [0] * 30, range(30)), wanted)
 
 
-def driven(
-    folder: Path, compiler: str, machine: str, flags: Sequence[str], start: Sequence[str] = ()
-) -> set[bytes]:
+def driven(program: str, machine: str = "", start: Sequence[str] = ()) -> set[bytes]:
     """What the driver writes for each variant, by 1 and by 3 threads."""
-    program = compiled(folder, "forward", compiler, machine, flags)
-    found = set()
+    written = set()
+    environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}  # the driver frees nothing
     for variant in VARIANT_FLAGS.get(machine or platform.machine(), ["plain"]):
         for threads in ("1", "3"):
-            own = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}  # the driver frees nothing
-            done = subprocess.run([*start, program, variant, threads], capture_output=True, env=own)
+            command = [*start, program, variant, threads]
+            done = subprocess.run(command, capture_output=True, env=environment)
             if done.returncode != 3:  # this processor has the variant
                 assert not done.returncode and not done.stderr, done.stderr.decode()
-                found.add(done.stdout)
-    return found
+                written.add(done.stdout)
+    return written
 
 
 @pytest.mark.slow
@@ -282,11 +281,17 @@ def driven(
 def test_sanitizers_find_nothing_and_every_variant_gives_the_same_bits(
     tmp_path: Path, flags: str
 ) -> None:
-    assert len(driven(tmp_path, "cc", "", [flags, "-O1", "-g", "-w"])) == 1
+    every = (flags, "-O0", "-g", "-w")  # because an optimised build takes a minute
+    library = build(tmp_path / "libforerun.so", "cc", extra=every)
+    assert len(driven(compiled(tmp_path, "forward", "cc", library, every))) == 1
 
 
 @pytest.mark.slow
 @needs_cross
-def test_aarch64_gives_the_same_bits(tmp_path: Path) -> None:
+def test_aarch64_gives_the_same_bits(tmp_path: Path, shared_folder: Path) -> None:
     (tmp_path / "own").mkdir()
-    assert driven(tmp_path, CROSS, "aarch64", [], QEMU) == driven(tmp_path / "own", "cc", "", [])
+    library = shared_library(shared_folder, CROSS, "aarch64")
+    program = compiled(tmp_path, "forward", CROSS, library)
+    own_library = shared_library(shared_folder, "cc", "")
+    own_program = compiled(tmp_path / "own", "forward", "cc", own_library)
+    assert driven(program, "aarch64", QEMU) == driven(own_program)

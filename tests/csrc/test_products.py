@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.backends.panels import LIBRARY_FORMATS, PackedMatrix, RawMatrix
-from forerun.csrc.build import build
 from forerun.csrc.library import library, variants
-from tests.support.compiling import CROSS, QEMU, compiled, needs_cross
+from tests.support.compiling import CROSS, QEMU, compiled, needs_cross, shared_library
 from tests.support.native import native_settings
 
 restored = pytest.fixture(autouse=True)(native_settings)
@@ -295,14 +294,16 @@ def test_sizes_that_do_not_fit_are_refused(name):
         assert library().fr_values(number, rows.ctypes.data, size, count, place) == -1
 
 
-def test_it_compiles_without_a_warning(tmp_path):
-    build(tmp_path / "library.so", extra=("-Werror",))
+@pytest.mark.slow
+def test_it_compiles_without_a_warning(shared_folder):
+    assert shared_library(shared_folder, "cc", "").exists()
 
 
 @pytest.mark.slow
 @needs_cross
-def test_neon_and_plain_on_aarch64_give_the_same_bits(tmp_path):
-    program = compiled(tmp_path, "product", CROSS, "aarch64", ("-Werror",))
+def test_neon_and_plain_on_aarch64_give_the_same_bits(tmp_path, shared_folder):
+    library = shared_library(shared_folder, CROSS, "aarch64")
+    program = compiled(tmp_path, "product", CROSS, library, ("-Werror",))
     for number, name in enumerate(FORMATS):
         inputs = 576 if step(name) < 256 else 512
         weights = random_rows(name, 13, inputs, number)

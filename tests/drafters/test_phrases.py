@@ -218,6 +218,7 @@ def drafter(pacer: bool = False, pool: PhrasePool | None = None, **settings) -> 
     return OuroborosDrafter(chosen, TableLM(DRAFT), policy, len(DRAFT), pool)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pacer", [False, True])
 @pytest.mark.parametrize("batch", [1, 5])
 def test_sampling_follows_the_targets_distribution(batch: int, pacer: bool) -> None:
@@ -292,6 +293,7 @@ def test_the_targets_verdict_becomes_phrases() -> None:
     )  # the phrase was rejected, not the chain
 
 
+@pytest.mark.slow
 def test_tokens_that_the_draft_lacks() -> None:
     """Phrases with such are not for it, after the chain they may be."""
     target = random_table(6, 3, 1.3)

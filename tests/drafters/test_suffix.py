@@ -289,6 +289,7 @@ def greedy(chosen, draft=None, **options) -> list[list[int]]:
     return [row.tokens for row in rows]
 
 
+@pytest.mark.slow
 def test_greedy_output_is_that_of_plain_decoding() -> None:
     wanted = greedy(AR())
     assert greedy(Suffix()) == wanted

@@ -502,6 +502,7 @@ def test_errors_name_both(folders: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
+@pytest.mark.slow
 def test_the_chat_model_with_the_embedded_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORERUN_HOME")  # the suite's own, in which there is none
     target = find(SMOLLM2)

@@ -245,6 +245,7 @@ def test_a_broken_rule_is_seen(mutation: str, monkeypatch: pytest.MonkeyPatch) -
     assert any(fit(DRAFTS[kind], trials) < BROKEN for trials in (TRIALS // 4, TRIALS))
 
 
+@pytest.mark.slow
 def test_a_draft_that_lies_about_its_distributions_is_seen() -> None:
     assert fit(partial(tree, tell="first"), trials=3 * TRIALS) < BROKEN
 

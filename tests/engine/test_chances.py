@@ -40,6 +40,7 @@ METHODS: list[Method] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "smollm3"])
 def test_outputs_are_those_of_decoding_one_by_one(family: str) -> None:
     counts = run_by_chance(parts_of(family), METHODS, 120)

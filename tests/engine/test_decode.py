@@ -56,6 +56,7 @@ def fits(
     return fit(sampled(lambda: drafter, 2000, 1, processors, TableLM(table)), processors=processors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_sampling_follows_the_targets_distribution(drafter: str, processors: str) -> None:
@@ -135,6 +136,7 @@ def test_a_policy_that_stops_after_a_token_keeps_the_distribution(points: str | 
     assert fits(drafter) > FITS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("points", ["none", "lost"])
 def test_dropping_a_token_that_was_looked_at_breaks_the_distribution(points: str) -> None:
     # "lost" is no cure: drafts that keep their q were selected by their tokens, which no longer

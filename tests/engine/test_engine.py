@@ -89,6 +89,24 @@ def alone(name: str, request: Request) -> list[int]:
     return tokens_of(drain(engine)[id])
 
 
+# Requests that several tests make beside others.
+PAIR = (Request(PROMPTS[0], 20), Request(PROMPTS[2], 25, Sampler(False), seed=2))
+FOUR = (
+    Request(PROMPTS[0], 12),
+    Request(PROMPTS[2], 14, Sampler(False), seed=3),
+    Request(PROMPTS[3], 10),
+    Request(PROMPTS[1], 9, Sampler(False, PROCESSORS[1]), seed=4, stream=1),
+)
+FIVE = tuple(Request(PROMPTS[i], 20) for i in (0, 2, 3, 4, 1))
+BESIDE = {"pair": PAIR, "four": FOUR, "five": FIVE}
+
+
+@cache
+def all_alone(name: str, requests: str) -> list[list[int]]:
+    """What requests of BESIDE are given alone."""
+    return [alone(name, request) for request in BESIDE[requests]]
+
+
 def assert_empty(engine: Engine) -> None:
     assert not engine.target.cache.ids and not leftovers(engine.drafter)
 
@@ -217,16 +235,15 @@ FAILURES += [("sd", "panic in a processor"), ("sd", "panic in a criterion")]
 
 @pytest.mark.parametrize(("name", "how"), FAILURES)
 def test_an_exception_of_a_user_ends_that_request_alone(name: str, how: str) -> None:
-    good = [Request(PROMPTS[0], 20), Request(PROMPTS[2], 25, Sampler(False), seed=2)]
-    wanted = [alone(name, request) for request in good]
+    wanted = all_alone(name, "pair")
     engine = engine_of(name)
-    first = engine.add(good[0])
+    first = engine.add(PAIR[0])
     bad = [engine.add(failing(PROMPTS[4], how, False))]
     if (
         how != "nothing to sample"
     ):  # greedy decoding takes a token all the same, as transformers does
         bad.append(engine.add(failing(PROMPTS[3], how)))
-    second = engine.add(good[1])
+    second = engine.add(PAIR[1])
     steps = drain(engine)
     kind = Panic if "panic" in how else ValueError if "nothing" in how else ZeroDivisionError
     for id in bad:
@@ -236,6 +253,7 @@ def test_an_exception_of_a_user_ends_that_request_alone(name: str, how: str) -> 
     assert_empty(engine)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=10)
 @pytest.mark.parametrize("name", NAMES)
@@ -246,20 +264,14 @@ def test_what_goes_wrong_once_undoes_the_step_and_costs_nobody_anything(
 
     Interrupts and failures come anywhere, beside aborts, a processor that raises and sampled rows.
     """
-    requests = [
-        Request(PROMPTS[0], 12),
-        Request(PROMPTS[2], 14, Sampler(False), seed=3),
-        Request(PROMPTS[3], 10),
-        Request(PROMPTS[1], 9, Sampler(False, PROCESSORS[1]), seed=4, stream=1),
-    ]
-    wanted = [alone(name, request) for request in requests]
+    wanted = all_alone(name, "four")
     engine = engine_of(name)
     engine.limits.max_rows = data.draw(st.integers(1, 6))
     steps: dict[int, list[Step]] = {}
-    ids = [engine.add(request) for request in requests[:2]]
+    ids = [engine.add(request) for request in FOUR[:2]]
     aborted = engine.add(Request(PROMPTS[4], 20))
     bad = engine.add(failing(PROMPTS[3]))
-    ids += [engine.add(request) for request in requests[2:]]
+    ids += [engine.add(request) for request in FOUR[2:]]
     error = data.draw(st.sampled_from([None, RuntimeError(), Panic()]))
     after = data.draw(st.integers(0, 5))
     place = data.draw(st.sampled_from(CALLS if error else [*CALLS, *OTHER_CALLS]))
@@ -276,7 +288,7 @@ def test_what_goes_wrong_once_undoes_the_step_and_costs_nobody_anything(
             take_step(engine, steps)
     # Drafters begin anew, so sampled tokens may use other random numbers where drafts depend on the
     # past.
-    for id, request, tokens in zip(ids, requests, wanted, strict=True):
+    for id, request, tokens in zip(ids, FOUR, wanted, strict=True):
         found = tokens_of(steps[id])
         assert (
             found == tokens if request.sampler.greedy or name == "ar" else len(found) == len(tokens)
@@ -362,11 +374,10 @@ class Breaking:
 def test_who_makes_steps_fail_is_found_and_ended_alone(
     name: str, place: str, error: BaseException
 ) -> None:
-    requests = [Request(PROMPTS[i], 20) for i in (0, 2, 3, 4, 1)]  # the last one waits for a row
-    wanted = [alone(name, request) for request in requests]
+    wanted = all_alone(name, "five")
     engine = engine_of(name)
-    engine.limits.max_rows = 4
-    ids = [engine.add(request) for request in requests]
+    engine.limits.max_rows = 4  # so that the last one waits for a row
+    ids = [engine.add(request) for request in FIVE]
     bad = ids[2]
     steps: dict[int, list[Step]] = {}
     while bad not in steps:
@@ -525,6 +536,7 @@ def test_a_stream_that_is_let_go_frees_its_rows_and_others_go_on() -> None:
     assert made.engine is engine and not engine.target.cache.ids and not engine.busy
 
 
+@pytest.mark.slow
 def test_a_prefix_that_requests_share_is_computed_once() -> None:
     target = tiny("llama", context=1024)
     shared = torch.randint(2, VOCAB, (600,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -558,6 +570,7 @@ def test_a_prefix_that_requests_share_is_computed_once() -> None:
     assert of_target <= 4 and of_draft < 15
 
 
+@pytest.mark.slow
 def test_the_kv_budget_holds_and_a_request_that_can_never_fit_is_refused() -> None:
     target = tiny("llama", context=2048)
     wanted = [

@@ -61,6 +61,7 @@ def test_penalties_are_part_of_the_law(name: str) -> None:
     assert found.tokens == plain.tokens != drafted.generate(PROMPT, max_new_tokens=40).tokens
 
 
+@pytest.mark.slow
 def test_sampling_with_penalties_follows_their_law() -> None:
     decoder = made(vocab=6, max_rows=250)
     law = LogitsProcessorList(

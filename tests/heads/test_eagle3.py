@@ -464,6 +464,7 @@ def test_other_drafters_are_refused_before_the_target_is_loaded(tmp_path: Path) 
         refuses(f"--{part} '.*right': this is a head: --head", load_model, tmp_path / "right", part)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["speculators", "original"])
 def test_a_head_alone_names_its_method(layout: str, tmp_path: Path) -> None:
     save_models(tmp_path, target=tiny("llama", vocab=len(tiny_tokenizer())))

@@ -214,6 +214,7 @@ def table_draft(policy: LengthPolicy) -> ChainDrafter:
     return ChainDrafter(TableLM(DRAFT), policy)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("block", [1, 2, 4])
 def test_sampling_follows_the_targets_distribution(rule: str, block: int) -> None:

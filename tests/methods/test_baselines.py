@@ -161,6 +161,7 @@ def test_a_method_from_outside_decodes(outside: str) -> None:
     assert found.tokens == plain.tokens
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_it(outside: str) -> None:
     assert parse_value(outside, "count", "5") == 5
     chosen = parse_methods([outside, "suffix"], [f"{outside}.count=5"], None, {})

@@ -70,6 +70,7 @@ def joint(config: str) -> Tensor:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", METHOD_SETTINGS)
 def test_sampled_tokens_follow_the_targets_distribution(name: str, config: str) -> None:

@@ -245,6 +245,7 @@ def test_hidden_states_are_what_the_head_was_given(architecture: str, in_c: bool
     torch.testing.assert_close(logits[0], whole[7:], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
 def test_a_long_prompt_makes_no_logits_of_all_its_tokens(architecture: str, hidden: bool) -> None:

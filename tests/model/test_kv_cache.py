@@ -124,6 +124,7 @@ class Calls:
         prompt.check()
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=300)
 def test_any_order_of_calls_equals_lists(data: st.DataObject) -> None:
@@ -423,6 +424,7 @@ def answers(engine: Engine, wanted: list[tuple[list[int], int]]) -> list[list[in
     return [None if error else tokens_of(steps[id]) for id, error in zip(ids, errors, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 def test_a_failed_allocation_harms_no_other_request(kind: str) -> None:
     with memory() as taken:

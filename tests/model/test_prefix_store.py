@@ -235,6 +235,7 @@ def test_a_moved_prompt_that_is_not_finite_is_run_again() -> None:
         assert not lm.cache.layers[0].values.isnan().any()
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=40)
 def test_rows_that_join_and_leave_in_any_order_have_the_logits_of_a_run_alone(

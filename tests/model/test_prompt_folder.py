@@ -414,6 +414,7 @@ PARTS = st.lists(
 TEXTS = PARTS.map(lambda parts: [token for token, count in parts for _ in range(count)])
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(TEXTS, st.sampled_from(["", "salt"])), min_size=1, max_size=8))
 def test_what_is_found_is_what_a_dictionary_has(
@@ -510,6 +511,7 @@ for turn in range(12):
 """
 
 
+@pytest.mark.slow
 def test_two_processes_may_share_a_folder(tmp_path: Path) -> None:
     put(shelf_in(tmp_path), random_text(2 * SEGMENT_LENGTH))
     size = files(tmp_path)[0].stat().st_size
@@ -537,6 +539,7 @@ print(json.dumps([decoder.generate([{text!r}], max_new_tokens=12, ignore_eos=Tru
 """
 
 
+@pytest.mark.slow
 def test_another_process_says_the_same_and_reads_only_new_tokens(tmp_path: Path) -> None:
     target = str(save_models(tmp_path, target=families.tiny("llama", **LONG)) / "target")
     text = random_text(600)

@@ -136,6 +136,7 @@ def test_a_useless_draft_is_soon_left_out() -> None:
     assert 3 <= sum(not step.drafted for step in steps) < 0.04 * len(steps)
 
 
+@pytest.mark.slow
 def test_never_slower_by_much_than_plain_decoding() -> None:
     for each in (0.01, 0.1, 0.25, 1.0):
         for draft in (NEVER, random_table(8, 77), TARGET + 2.0 * random_table(8, 6)):
@@ -519,6 +520,7 @@ def test_sampling_with_pauses_keeps_the_targets_distribution(method: Method) -> 
     assert fit(rows) > 1e-4
 
 
+@pytest.mark.slow
 def test_sampling_with_a_pace_that_follows_acceptance_keeps_the_targets_distribution() -> None:
     # Whether the next step drafts depends on what was accepted, as it does under a real clock.
     pace = Guard(clock := Clock())
@@ -549,6 +551,7 @@ def test_when_the_guard_is_on() -> None:
         )
 
 
+@pytest.mark.slow
 def test_greedy_and_seeded_output_is_the_same_whatever_the_clock_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -186,6 +186,7 @@ class RootOnly(Sampler):
         return found
 
 
+@pytest.mark.slow
 def test_a_mask_at_the_root_alone_is_seen() -> None:
     assert toys.p_value(outcomes(DRAFTERS["sd"](), RootOnly, stops=False), expected()) == 0
     with pytest.raises(AssertionError, match="the response_format cannot be kept after"):

@@ -95,6 +95,7 @@ def asked(rows: int, processors: str, seed: int = 5) -> list[Request]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processors", PROCESSORS)
 def test_output_follows_the_targets_distribution(processors: str) -> None:
     rows = decode(TableLM(TARGET), PlainDrafter(), asked(3000, processors))

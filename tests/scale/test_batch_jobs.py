@@ -211,6 +211,7 @@ def breaking(*how: Any) -> Decoder:
     return decoder
 
 
+@pytest.mark.slow
 def test_what_failed_is_asked_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any
 ) -> None:
@@ -265,6 +266,7 @@ def test_a_full_disk_is_one_line_and_the_job_goes_on_later(tmp_path: Path) -> No
     assert folder.ended and [each["line"] for each in records(out)] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_a_killed_job_goes_on(model: Path, tmp_path: Path) -> None:
     """There is one record a prompt, with what the model alone says, greedily."""

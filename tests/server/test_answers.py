@@ -361,6 +361,7 @@ def spent(server: Live, path: str, body: dict[str, Any]) -> list[int]:
     return [now - then for now, then in zip(ran(server.worker.engine), before, strict=True)]
 
 
+@pytest.mark.slow
 def test_requests_share_with_those_of_their_salt_only() -> None:
     chat = {"messages": [{"role": "user", "content": "the cat sat on the mat " * 5}]}
     bodies: dict[str, dict[str, Any]] = {PLAIN: {"prompt": PROMPT}, CHAT: chat}

@@ -91,6 +91,7 @@ def test_a_model_that_cannot_be_used(message: str) -> None:
     asyncio.run(ask())
 
 
+@pytest.mark.slow
 def test_a_silent_answer_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "KEEP_ALIVE", 0.05)
     with live(idle=1) as server:

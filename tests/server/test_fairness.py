@@ -60,6 +60,7 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     found.go.set()
 
 
+@pytest.mark.slow
 def test_a_body_that_takes_long_to_read_holds_up_no_other(server: Live, reading: Any) -> None:
     readers = server.service.readers
     with ThreadPoolExecutor(READERS) as pool:
@@ -84,6 +85,7 @@ def test_a_body_that_takes_long_to_read_holds_up_no_other(server: Live, reading:
     assert "gone" not in reading.read and not server.service.open
 
 
+@pytest.mark.slow
 def test_times_and_their_limit_count_from_when_a_request_came(server: Live, reading: Any) -> None:
     with live(max_seconds=0.3) as hasty:
         for stream in (False, True):
@@ -216,6 +218,7 @@ def ended(server: Live) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 def test_answers_are_counted_by_how_they_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True, "n": 2}
     steps = answers._steps

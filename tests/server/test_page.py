@@ -221,6 +221,7 @@ def ask(page: Any, text: str, until: str | None = "done") -> Any:
     return answer
 
 
+@pytest.mark.slow
 def test_an_answer_comes_in_pieces_that_are_marked_and_counted(page: Any, stub: Stub) -> None:
     """The legend hides an origin, and arrows walk the steps."""
     answer = ask(page, "hello")
@@ -296,6 +297,7 @@ def test_an_answer_comes_in_pieces_that_are_marked_and_counted(page: Any, stub: 
     expect(line).to_contain_text("Step 2 of 4")
 
 
+@pytest.mark.slow
 def test_the_conversation_and_the_settings_go_along(page: Any, stub: Stub) -> None:
     ask(page, "hello")
     page.click("summary")
@@ -342,6 +344,7 @@ def test_the_conversation_and_the_settings_go_along(page: Any, stub: Stub) -> No
     assert len(stub.bodies) == 2 and page.locator("article").count() == 0
 
 
+@pytest.mark.slow
 def test_side_by_side_says_whether_the_texts_are_equal(page: Any, stub: Stub) -> None:
     page.check("#both")
     ask(page, "hello")
@@ -371,6 +374,7 @@ def test_side_by_side_says_whether_the_texts_are_equal(page: Any, stub: Stub) ->
     assert page.locator("#legend b").all_text_contents() == ["\u2013"] * 6 + ["3"]
 
 
+@pytest.mark.slow
 def test_escape_stops_and_the_question_can_be_sent_again(page: Any, stub: Stub) -> None:
     answer = ask(page, "slow", until="running")
     expect(answer.locator(".text")).to_contain_text("0 1 2 ")
@@ -391,6 +395,7 @@ def test_escape_stops_and_the_question_can_be_sent_again(page: Any, stub: Stub) 
     assert stub.bodies[2]["messages"][1]["content"].startswith("0 1 2 ")  # what was written stays
 
 
+@pytest.mark.slow
 def test_steps_that_come_faster_than_frames_are_shown_together(page: Any) -> None:
     """Long answers leave the page responsive.
 
@@ -407,6 +412,7 @@ def test_steps_that_come_faster_than_frames_are_shown_together(page: Any) -> Non
     assert page.evaluate("draws") < 1000
 
 
+@pytest.mark.slow
 def test_errors_and_what_the_model_writes_are_shown_as_text(page: Any, stub: Stub) -> None:
     for script, shown in {
         "refused": "400: top_p is <b>bad</b> (top_p).",
@@ -435,6 +441,7 @@ def test_errors_and_what_the_model_writes_are_shown_as_text(page: Any, stub: Stu
     assert page.title() == "forerun"
 
 
+@pytest.mark.slow
 def test_it_waits_for_the_model_and_for_a_key(page: Any, stub: Stub) -> None:
     stub.not_ready, stub.key = 2, "secret"
     page.reload()
@@ -455,6 +462,7 @@ LOOKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look", LOOKS)
 def test_every_look_is_accessible_and_fits_its_window(
     browser: Any, stub: Stub, look: str, tmp_path: Path
@@ -499,6 +507,7 @@ def test_every_look_is_accessible_and_fits_its_window(
         pytest.skip("the rest needs axe-core: npm install axe-core, or AXE_CORE=axe.min.js")
 
 
+@pytest.mark.slow
 def test_the_real_server_is_understood(browser: Any) -> None:
     with live() as server:
         page = opened(browser, server.url)

@@ -153,6 +153,7 @@ def test_a_stream_tells_items_as_they_come(server: Live) -> None:
     assert last["metrics"]["speculative_decoding"] == whole["metrics"]["speculative_decoding"]
 
 
+@pytest.mark.slow
 def test_calls_are_items(caller: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are items, and so is text beside them.
 

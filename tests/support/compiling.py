@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from forerun.csrc.build import HERE, build
 
@@ -20,14 +21,25 @@ needs_cross = pytest.mark.skipif(
 )
 
 
+def shared_library(folder: Path, compiler: str, machine: str) -> Path:
+    """Return a library without warnings, which the first test that asks for it builds.
+
+    `folder` is the same for all processes of a run, because a build takes seconds.
+    """
+    target = folder / f"library-{machine or 'own'}" / "libforerun.so"
+    target.parent.mkdir(exist_ok=True)
+    with FileLock(target.with_suffix(".lock")):
+        if not target.exists():
+            build(target, compiler, machine, ("-Werror",))
+    return target
+
+
 def compiled(
-    folder: Path, driver: str, compiler: str, machine: str, flags: Sequence[str] = ()
+    folder: Path, driver: str, compiler: str, library: Path, flags: Sequence[str] = ()
 ) -> str:
-    build(folder / "libforerun.so", compiler, machine, tuple(flags))
-    source = DRIVERS / f"{driver}.c"
+    """Compile a driver and link it with a library. Return the path of the program."""
     program = folder / "driver"
-    link = [str(folder / "libforerun.so"), "-Wl,-rpath,$ORIGIN"]
-    subprocess.run(
-        [compiler, "-O1", *flags, f"-I{HERE}", str(source), "-o", str(program), *link], check=True
-    )
+    source = str(DRIVERS / f"{driver}.c")
+    command = [compiler, "-O1", *flags, f"-I{HERE}", source, "-o", str(program), str(library)]
+    subprocess.run(command, check=True)
     return str(program)

@@ -337,6 +337,7 @@ def test_lines_go_on_after_a_backslash(monkeypatch: pytest.MonkeyPatch) -> None:
             assert ask() == wanted
 
 
+@pytest.mark.slow
 def test_a_conversation_runs_in_a_terminal(file: Path) -> None:
     pid, terminal = pty.fork()
     if not pid:

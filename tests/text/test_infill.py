@@ -136,6 +136,7 @@ def test_what_has_no_gap_is_refused(editor: Live, server: Live) -> None:
     assert refusal(post(server, PLAIN, {"prompt": "a", "suffix": "b"}))["param"] == "suffix"
 
 
+@pytest.mark.slow
 def test_an_editor_cancels_at_each_key_stroke(editor: Live) -> None:
     """Cancelled answers leave nothing, and the last key stroke gets its usual answer.
 

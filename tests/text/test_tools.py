@@ -257,6 +257,7 @@ def test_grammars_allow_calls_that_fit_their_tools_alone(name: str, are_tokens: 
         assert allows(name, use, text, decoder) == allowed, (choice, parallel, text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_500_sampled_calls_follow_their_schema(name: str) -> None:
     pytest.importorskip("llguidance")
@@ -313,6 +314,7 @@ def letters() -> PreTrainedTokenizerFast:
 DRAFTERS = {"ar": AR(), "sd": SD(3), "suffix": Suffix(), "hybrid": Hybrid(threshold=2.0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_sampled_calls_follow_the_models_distribution_restricted_to_the_grammar(name: str) -> None:
     pytest.importorskip("llguidance")

@@ -42,6 +42,7 @@ def conversation(question: str, split: str, text: str = "") -> Conversation:
     return Conversation(question, [1, 2, 3], [4, 5], text, 0.0, "own", split)
 
 
+@pytest.mark.slow
 def test_conversations_are_the_models_own(target: str, chats: Path) -> None:
     """Each answer is the model's own after the rendered question; half of them are greedy."""
     decoder = load(target, method="ar")
@@ -60,6 +61,7 @@ def test_conversations_are_the_models_own(target: str, chats: Path) -> None:
         assert decoder.generate([each.prompt], max_new_tokens=12)[0].tokens == each.answer
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on(
     target: str, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +150,7 @@ def test_batches_are_of_a_length() -> None:
     assert len({int(each) for step in range(200) for each in texts.batch(0, step, 8)}) > 95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])
 def test_heads_learn_from_conversations(
     kind: str, target: str, chats: Path, tmp_path: Path
@@ -165,6 +168,7 @@ def test_heads_learn_from_conversations(
         refuses(message, train_head, replace(given, data=["text"] if given.chats else []), recipe)
 
 
+@pytest.mark.slow
 def test_a_draft_learns_from_conversations(target: str, chats: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     run = make_run(target, tmp_path / "draft", chats, say=lines.append)

@@ -199,6 +199,7 @@ def test_a_layer_learns_resumes_and_loads(
         train(pair, tmp_path / "third", given, replace(RECIPE, sequences=14), work=work)
 
 
+@pytest.mark.slow
 def test_conversations_that_cannot_be_used_are_refused(
     pair: tuple[str, str], chats: Path, tmp_path: Path
 ) -> None:

@@ -366,6 +366,7 @@ def same(one: HiddenDrafter, other: HiddenDrafter) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_a_head_learns_and_decodes(form: dict[str, Any], target: str, tmp_path: Path) -> None:
     recipe = replace(RECIPE, **form)
@@ -390,6 +391,7 @@ def test_a_head_learns_and_decodes(form: dict[str, Any], target: str, tmp_path: 
         assert done.tokens == wanted.tokens and done.stats.drafted > 0
 
 
+@pytest.mark.slow
 def test_a_copied_head_begins_as_the_targets_last_layer(target: str, tmp_path: Path) -> None:
     """A copied head begins as the target's last layer.
 
@@ -418,6 +420,7 @@ def test_a_copied_head_begins_as_the_targets_last_layer(target: str, tmp_path: P
     assert len(set(places)) == 20 and torch.equal(up, last.mlp.up_proj.weight[places])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 8])
 def test_heads_of_both_kinds_are_of_one_size(rank: int, target: str, tmp_path: Path) -> None:
     def size(kind: str) -> int:
@@ -443,6 +446,7 @@ def test_training_refuses_at_once(target: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])
 def test_training_goes_on_from_a_head(kind: str, target: str, tmp_path: Path) -> None:
     recipe = replace(RECIPE, sequences=128, steps=4, unroll=2, held=0.5, kind=kind, rank=8, hot=0.5)

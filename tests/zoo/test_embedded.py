@@ -56,6 +56,7 @@ def test_source_files_skips_tables_broken_files_and_other_packages(tmp_path: Pat
     assert found == ["a.py"]
 
 
+@pytest.mark.slow
 def test_held_out_prompts_come_from_test_files_only(pair: Decoder) -> None:
     prompts = held_out_prompts(pair.tokenizer, "test", count=40)
     assert len(prompts) == 40
@@ -188,6 +189,7 @@ def test_every_way_to_reuse_states_gives_the_targets_output(
     assert "reused" in origins or way not in ("add", "own pass", "tree")
 
 
+@pytest.mark.slow
 def test_the_draft_is_worth_having(pair: Decoder) -> None:
     results = pair.generate(held_out_prompts(pair.tokenizer, "test", count=8), max_new_tokens=48)
     assert sum(r.stats.accepted for r in results) / sum(r.stats.tested for r in results) > 0.6

