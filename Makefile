@@ -21,18 +21,18 @@ test: $(INSTALLED)-dev
 	$(BIN)/pytest -n auto --dist worksteal
 
 # Tests of C under AddressSanitizer and UBSan, which end at the first fault; then half a minute of damaged GGUF files with
-# each variant that this machine runs. The library is built again after them. tests/test_csrc_*.py drive all variants.
-SANITIZED := $(addprefix tests/test_,quantised.py fused_chain.py quantised_heads.py cache.py shared.py)
+# each variant that this machine runs. The library is built again after them. tests/csrc drives all variants.
+SANITIZED := $(addprefix tests/,$(addprefix backends/test_,quantised.py chain.py quantised_heads.py) model/test_kv_cache.py csrc/test_shared.py)
 SANITIZERS := LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
 	PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1
 sanitize: $(INSTALLED)-dev
 	CC=gcc CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g -O1" $(BIN)/python forerun/csrc/build.py
 	( $(SANITIZERS) $(BIN)/pytest -n auto --dist worksteal -vv $(SANITIZED) && \
 	$(SANITIZERS) $(BIN)/python -c "from forerun.csrc.library import variants; print(*variants(), sep='\n')" | \
-	xargs -P 2 -I % env FORERUN_KERNELS=% FORERUN_FUZZ=30 $(SANITIZERS) $(BIN)/pytest tests/test_gguf.py -k damaged_files ); \
+	xargs -P 2 -I % env FORERUN_KERNELS=% FORERUN_FUZZ=30 $(SANITIZERS) $(BIN)/pytest tests/backends/test_gguf.py -k damaged_files ); \
 	found=$$?; $(BIN)/python forerun/csrc/build.py && exit $$found
 
-C_FILES := $(wildcard forerun/csrc/*.[ch] tests/drivers/*.c)
+C_FILES := $(wildcard forerun/csrc/*.[ch] tests/csrc/drivers/*.c)
 quality: $(INSTALLED)-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -1,4 +1,8 @@
-"""Settings of the whole suite: a thread a process, the same examples in every run, nothing from or for a home."""
+"""Settings of the whole suite.
+
+Each process computes in one thread, Hypothesis draws the same examples in every run, and nothing is
+read from or written to the user's home folder.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ settings.load_profile("suite")
 @pytest.fixture(scope="module")
 def server() -> Iterator[Any]:
     """A server with a tiny model, for the tests of a module."""
-    from serving import live
+    from tests.support.serving import live
 
     with live(max_body=2**21) as found:
         yield found

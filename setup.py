@@ -1,4 +1,7 @@
-"""Build the C library beside the package: no Python ABI, so that one wheel a platform serves every Python."""
+"""Build the C library beside the package.
+
+It has no Python ABI, so that one wheel per platform serves every Python.
+"""
 
 import os
 import runpy
@@ -18,9 +21,11 @@ class Library(build_ext):
     """Compile each file with its own flags; a machine that cannot goes on without."""
 
     def get_ext_filename(self, fullname: str) -> str:
+        """Return the library's path, which has no tag of a Python."""
         return str(Path(*fullname.split(".")[:-1], build["LIBRARY"]))
 
     def build_extension(self, ext: Extension) -> None:
+        """Compile the library, or go on without it."""
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -31,8 +36,10 @@ class Library(build_ext):
             ) from error
 
     def copy_file(self, infile: str, outfile: str, *given: Any, **named: Any) -> tuple[str, bool]:
-        """Copy the library beside its sources, for an editable install. Processes may run the old
-        one, so the copy has another name until it is complete."""
+        """Copy the library beside its sources, for an editable install.
+
+        Processes may run the old one, so the copy has another name until it is complete.
+        """
         temporary = f"{outfile}.{os.getpid()}.tmp"
         super().copy_file(infile, temporary, *given, **named)
         build["install"](Path(temporary), Path(outfile))
@@ -40,7 +47,10 @@ class Library(build_ext):
 
 
 class AnyPython(bdist_wheel):
+    """A wheel for every Python of a platform."""
+
     def get_tag(self) -> tuple[str, str, str]:
+        """Return the tags of Python, ABI and platform."""
         return "py3", "none", super().get_tag()[2]
 
 

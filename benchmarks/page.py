@@ -86,8 +86,7 @@ not come from our forwards. For the rest see [measure.md](../measure.md).
 """
 QWEN_TITLES = {
     "greedy": "Greedy, 128 new tokens",
-    "rounds": "Greedy on an AMD EPYC (Zen 5), three rounds of the methods that draft with the head",
-    "heads": "Beside an EAGLE-like head of the same size, steps and data, greedy",
+    "rounds": "Greedy, three rounds of the methods that draft with the head",
     "long/1000": "Prompts of 1,000 tokens, 256 new ones",
     "long/4000": "Prompts of 4,000 tokens, 384 new ones",
     "long/16000": "Prompts of 16,000 tokens, 128 new ones",
@@ -100,6 +99,7 @@ QWEN_TITLES = {
     ),
     "long/4000-avx2": "Prompts of 4,000 tokens with AVX2 alone (`FORERUN_KERNELS=avx2`)",
     "greedy-avx2": "Greedy with AVX2 alone (`FORERUN_KERNELS=avx2`)",
+    "heads": "Beside an EAGLE-like head of the same size, steps and data, greedy",
     "own-avx2": "Own prompts with AVX2 alone",
     "peers": "Beside llama.cpp's own drafts, with the best settings of validation prompts",
     "temperature-1": "Temperature 1",
@@ -111,14 +111,6 @@ QWEN_TITLES = {
     "oracle": (
         "Beside a rule that knows what will be rejected (`SeeingOracle`), with the draft model"
     ),
-    "epyc/greedy": "Before this head: greedy on an AMD EPYC",
-    "epyc/greedy-avx2": "Before this head: greedy with AVX2 alone on the EPYC",
-    "epyc/peers": "Before this head: llama.cpp's own drafts on the EPYC",
-    "epyc/temperature-1": "Before this head: temperature 1 on the EPYC",
-    "epyc/nucleus": "Before this head: temperature 0.7, top-p 0.9 on the EPYC",
-    "epyc/repeats": "Before this head: tasks that repeat themselves on the EPYC",
-    "epyc/batch-4": "Before this head: batches of 4 on the EPYC",
-    "epyc/batch-16": "Before this head: batches of 16 on the EPYC",
 }
 QWEN_FRONT = """# Qwen2.5-Coder 1.5B
 
@@ -136,10 +128,10 @@ best build for the processor, on the same files, in the same run. Columns are th
 the share of the whole call that reading the prompt takes, which every speedup contains. In batches
 the guard is on, elsewhere off, so that slower methods show.
 
-Each table names its processor: an Intel Xeon (Emerald Rapids) where the title names no other. Those
-on an AMD EPYC (Zen 4) are of the days before this head, when `hybrid` drafted with the 0.5B. These
-machines are shared: where tau is 1.00 a method decodes plainly, and the difference of its speedup
-from 1.00 is noise.
+Tables up to that with AVX2 alone are of 28 November 2026 and an AMD EPYC (Zen 5). The others are of
+an Intel Xeon (Emerald Rapids) and of the kernels before; each names its processor. These machines
+are shared: where tau is 1.00 a method decodes plainly, and the difference of its speedup from 1.00
+is noise.
 """
 
 

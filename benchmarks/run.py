@@ -1,10 +1,11 @@
-"""Runs the benches behind docs/results/chat.md, embedded.md and qwen-coder.md in turn, and keeps their results here.
+"""Run the benches behind docs/results/chat.md, embedded.md and qwen-coder.md, and keep the results.
 
-    python benchmarks/run.py --data DATA [--only chat/greedy,embedded/batch-4,qwen-coder/long] [--runs runs]
+    python benchmarks/run.py --data DATA [--only chat/greedy,qwen-coder/long] [--runs runs]
 
-A run that is done is not made again; one that was stopped goes on, or is refused if its code or options have changed:
-delete its folder in `runs` then. Settings were chosen from the validation runs,
-of ours (`tuned.json` in forerun/zoo/weights) and of peers (below). Leave the machine alone.
+A run that is done is not repeated. One that was stopped goes on, or is refused if its code or
+options have changed: then delete its folder in `runs`. The settings of ours (`tuned.json` in
+forerun/zoo/weights) and of peers (below) were chosen from the validation runs. Leave the machine
+alone meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ HUMANEVAL, GSM8K = "HumanEval.jsonl.gz", "gsm8k_test.jsonl"
 TEST = f"{{here}}/chat/test.jsonl,{{data}}/{HUMANEVAL},{{data}}/{GSM8K}"
 REPEATS = "{here}/speed/repeats/agent.jsonl,{here}/speed/repeats/edits.jsonl"
 VALIDATION = "--dataset {here}/chat/validation.jsonl --limit 24 --rounds 1"
-# What forerun/zoo/weights/smollm2/tuned.json was chosen from, by median speedup; where that is noise, in the middle.
+# What forerun/zoo/weights/smollm2/tuned.json was chosen from, by median speedup; where that is
+# noise, in the middle.
 KNOBS = {
     "sd.gamma": "2,3,4,5,6",
     "cumulative.threshold": "0.2,0.3,0.4,0.5,0.6",
@@ -58,39 +60,50 @@ CHAT = {
         f"validation-1-{knob}": f"{VALIDATION} --temperature 1 --tune {knob}={values}"
         for knob, values in SAMPLED_KNOBS.items()
     },
-    "validation-hybrid.other-heads": f"{VALIDATION} --tune hybrid.other=cumulative:threshold=0.4,pacer-lyanna:block=3,"
+    "validation-hybrid.other-heads": f"{VALIDATION} --tune "
+    f"hybrid.other=cumulative:threshold=0.4,pacer-lyanna:block=3,"
     "lyanna:depth=2,pacer-lyanna:block=2",
     # transformers decodes in float32, at a tenth of our speed: few prompts.
     "validation-peers": "--dataset {here}/chat/validation.jsonl --limit 8 --rounds 1 --methods "
     "ar,hf-lookup/2/3,hf-lookup/3/3,hf-lookup/5/3,hf-assisted/2/0.4,hf-assisted/3/0.4,hf-assisted/heuristic/3",
     # What the default methods were chosen from, with these settings.
     "validation-default": f"{VALIDATION} --methods ar,sd,cumulative,pacer,suffix,hybrid",
-    "validation-1-default": f"{VALIDATION} --methods ar,sd,cumulative,pacer,suffix,hybrid --temperature 1",
+    "validation-1-default": f"{VALIDATION} --methods ar,sd,cumulative,pacer,suffix,hybrid "
+    f"--temperature 1",
     "greedy": f"--dataset {TEST} --limit 12 --rounds 3 --methods {OURS},{LLAMA}",
-    "greedy-xeon": f"--dataset {TEST} --limit 12 --rounds 1 --methods ar,sd,cumulative,pacer,suffix,hybrid,llama-cpp",
-    "greedy-avx2": f"--dataset {TEST} --limit 12 --rounds 1 --methods ar,sd,cumulative,pacer,suffix,hybrid",
+    "greedy-xeon": f"--dataset {TEST} --limit 12 --rounds 1 --methods "
+    f"ar,sd,cumulative,pacer,suffix,hybrid,llama-cpp",
+    "greedy-avx2": f"--dataset {TEST} --limit 12 --rounds 1 --methods "
+    f"ar,sd,cumulative,pacer,suffix,hybrid",
     "greedy-512": f"--dataset {TEST} --limit 8 --rounds 1 --max-new-tokens 512 --methods {OURS}",
-    "nucleus": f"--dataset {TEST} --limit 12 --rounds 3 --methods {SAMPLED} --temperature 0.7 --top-p 0.9",
+    "nucleus": f"--dataset {TEST} --limit 12 --rounds 3 --methods {SAMPLED} --temperature 0.7 "
+    f"--top-p 0.9",
     "temperature-1": f"--dataset {TEST} --limit 12 --rounds 3 --methods {SAMPLED} --temperature 1",
     "heads": f"--dataset {TEST} --limit 12 --rounds 2 --methods {HEADS}",
-    # Batches with the guard, as everything but `forerun bench` decodes: many rows leave little to gain on a CPU.
+    # Batches with the guard, as everything but `forerun bench` decodes: many rows leave
+    # little to gain on a CPU.
     "batch-4": f"--dataset {TEST} --limit 12 --rounds 3 --batch 4 --guard --methods {OURS}",
     "batch-8": f"--dataset {TEST} --limit 16 --rounds 4 --batch 8 --guard --methods {OURS}",
-    "batch-8-1": f"--dataset {TEST} --limit 16 --rounds 4 --batch 8 --guard --methods {SAMPLED} --temperature 1",
+    "batch-8-1": f"--dataset {TEST} --limit 16 --rounds 4 --batch 8 --guard --methods "
+    f"{SAMPLED} --temperature 1",
     "repeats": f"--dataset {REPEATS} --limit 50 --rounds 1 --methods {OURS}",
     "repeats-1": f"--dataset {REPEATS} --limit 50 --rounds 1 --methods {SAMPLED} --temperature 1",
     "repeats-8": f"--dataset {REPEATS} --limit 50 --rounds 2 --batch 8 --guard --methods {OURS}",
-    "repeats-8-1": f"--dataset {REPEATS} --limit 50 --rounds 2 --batch 8 --guard --methods {SAMPLED} --temperature 1",
+    "repeats-8-1": f"--dataset {REPEATS} --limit 50 --rounds 2 --batch 8 --guard --methods "
+    f"{SAMPLED} --temperature 1",
     "batch-16": f"--dataset {TEST} --limit 32 --rounds 4 --batch 16 --guard --methods {OURS}",
     # Slow ones, so on the model's own prompts alone.
-    "transformers": f"--dataset {{here}}/chat/test.jsonl --limit 8 --rounds 1 --methods ar,sd,{THEIRS}",
-    "float32": f"--dataset {{here}}/chat/test.jsonl --limit 8 --rounds 1 --weights float32 --methods {OURS}",
+    "transformers": f"--dataset {{here}}/chat/test.jsonl --limit 8 --rounds 1 --methods "
+    f"ar,sd,{THEIRS}",
+    "float32": f"--dataset {{here}}/chat/test.jsonl --limit 8 --rounds 1 --weights float32 "
+    f"--methods {OURS}",
 }
 
 CODE = f"stdlib-test,{{data}}/{HUMANEVAL}"
 OWN = f"{OURS},pacer-ouroboros,lyanna,pacer-lyanna"
 FORWARDS = "hf-ar,hf-forward/ar,hf-forward/sd"
-# The best on validation prompts, of ours and of theirs, where runs need others than come with the pair.
+# The best on validation prompts, of ours and of theirs, where runs need others than come with the
+# pair.
 FOUND = (
     "--method-arg sd.gamma=8 --method-arg cumulative.threshold=0.05 --method-arg ouroboros.gamma=8"
 )
@@ -126,14 +139,16 @@ EMBEDDED = {
     "validation-peers": f"{SEARCH} --methods ar,{LOOKUPS},{ASSISTED}",
     "validation-1-peers": f"{SEARCH} --temperature 1 --methods ar,{LOOKUPS},{ASSISTED}",
     "greedy": f"--dataset {CODE} --limit 12 --rounds 1 --methods {OWN},{FORWARDS},{PEERS} {FOUND}",
-    "greedy-512": f"--dataset {CODE} --limit 8 --rounds 1 --max-new-tokens 512 --methods {OWN} {FOUND_512}",
+    "greedy-512": f"--dataset {CODE} --limit 8 --rounds 1 --max-new-tokens 512 --methods {OWN} "
+    f"{FOUND_512}",
     "temperature-1": f"--dataset {CODE} --limit 10 --rounds 1 --temperature 1 "
     f"--methods {OWN},{FORWARDS},{PEERS_1} {FOUND_1}",
     "batch-4": f"--dataset {CODE} --limit 32 --rounds 1 --batch 4 --methods {OWN}",
     "batch-16": f"--dataset {CODE} --limit 32 --rounds 4 --batch 16 --methods {OWN}",
 }
 
-# Qwen2.5-Coder 1.5B with its 0.5B: a step takes ten times as long as smollm2's, so prompts are fewer.
+# Qwen2.5-Coder 1.5B with its 0.5B: a step takes ten times as long as smollm2's, so prompts are
+# fewer.
 QWEN_SEARCH = "--dataset {here}/qwen-coder/validation.jsonl --limit 8 --rounds 1"
 QWEN_TEST = f"{{here}}/qwen-coder/test.jsonl,{{data}}/{HUMANEVAL}"
 QWEN_OURS = "ar,sd,cumulative,pacer,pacer-ouroboros,lyanna,pacer-lyanna,suffix,hybrid"
@@ -149,7 +164,8 @@ QWEN_KNOBS = {
     "pacer-lyanna.block": "1,2,3,6",
     "pacer-lyanna.reuse": "off,free",
 }
-# llama.cpp's drafts: the draft model's tokens and least probability, and the prompt lookup's tokens and suffix.
+# llama.cpp's drafts: the draft model's tokens and least probability, and the prompt lookup's
+# tokens and suffix.
 QWEN_LLAMA = ",".join(
     [
         "llama-cpp",
@@ -157,8 +173,10 @@ QWEN_LLAMA = ",".join(
     ]
     + [f"llama-cpp-lookup/{most}/{ngram}" for most in (2, 3, 5) for ngram in (2, 3)]
 )
-QWEN_PEERS = "llama-cpp,llama-cpp-draft/1/0.6,llama-cpp-lookup/2/2"  # the best of each kind on validation prompts
-# By length of the prompt (`speed/long_prompts.py`). llama.cpp's drafts run in fewer rounds, as each reads the prompt anew.
+# The best of each kind on validation prompts.
+QWEN_PEERS = "llama-cpp,llama-cpp-draft/1/0.6,llama-cpp-lookup/2/2"
+# By length of the prompt (`speed/long_prompts.py`). llama.cpp's drafts run in fewer rounds, as
+# each reads the prompt anew.
 LONG_OURS = "ar,suffix,lyanna,hybrid,llama-cpp"
 LONG_PEERS = "ar,hybrid,llama-cpp,llama-cpp-draft/3/0.75,llama-cpp-draft/3/0,llama-cpp-lookup/2/2"
 LONG_SEARCH = ",".join(
@@ -209,17 +227,23 @@ QWEN = {
     "validation-hot": f"{QWEN_SEARCH} --limit 6 --draft-vocabulary 0 --tune sd.gamma=2,3,4",
     "validation-peers": f"{QWEN_SEARCH} --limit 3 --max-new-tokens 64 --methods ar,{QWEN_LLAMA}",
     "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS},llama-cpp",
-    "rounds": f"--dataset {{data}}/{HUMANEVAL} --limit 8 --rounds 3 --methods ar,lyanna,pacer-lyanna,hybrid",
+    "rounds": f"--dataset {{data}}/{HUMANEVAL} --limit 8 --rounds 3 --methods "
+    f"ar,lyanna,pacer-lyanna,hybrid",
     "greedy-avx2": f"--dataset {{data}}/{HUMANEVAL} --limit 8 --rounds 1 --methods "
     "ar,sd,pacer,pacer-lyanna,suffix,hybrid",
     "own-avx2": "--dataset {here}/qwen-coder/test.jsonl --limit 8 --rounds 1 "
     "--methods ar,pacer,pacer-lyanna,suffix,hybrid",
-    "peers": f"--dataset {{data}}/{HUMANEVAL} --limit 4 --rounds 1 --methods ar,suffix,hybrid,{QWEN_PEERS}",
-    "nucleus": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 0.7 --top-p 0.9",
-    "temperature-1": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} --temperature 1",
+    "peers": f"--dataset {{data}}/{HUMANEVAL} --limit 4 --rounds 1 --methods "
+    f"ar,suffix,hybrid,{QWEN_PEERS}",
+    "nucleus": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} "
+    f"--temperature 0.7 --top-p 0.9",
+    "temperature-1": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} "
+    f"--temperature 1",
     "repeats": f"--dataset {REPEATS} --limit 8 --rounds 1 --methods {QWEN_SAMPLED}",
-    "batch-4": f"--dataset {{data}}/{HUMANEVAL} --limit 32 --rounds 1 --batch 4 --guard --methods {QWEN_BATCHES}",
-    "batch-16": f"--dataset {{data}}/{HUMANEVAL} --limit 64 --rounds 1 --batch 16 --guard --max-new-tokens 64 "
+    "batch-4": f"--dataset {{data}}/{HUMANEVAL} --limit 32 --rounds 1 --batch 4 --guard "
+    f"--methods {QWEN_BATCHES}",
+    "batch-16": f"--dataset {{data}}/{HUMANEVAL} --limit 64 --rounds 1 --batch 16 --guard "
+    f"--max-new-tokens 64 "
     f"--methods {QWEN_BATCHES}",
     "transformers": f"--dataset {{data}}/{HUMANEVAL} --limit 2 --rounds 1 --max-new-tokens 64 "
     "--methods ar,sd,hf-ar,hf-assisted/heuristic/5,hf-assisted/constant/3/0.4",
@@ -250,7 +274,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         default="chat,embedded,qwen-coder",
-        help="runs, as in chat/greedy; a beginning stands for all below it, as in chat or qwen-coder/long",
+        help="runs, for example chat/greedy; chat or qwen-coder/long stands for all below it",
     )
     parser.add_argument(
         "--runs", type=Path, default=Path("runs"), help="folder of the runs' records"

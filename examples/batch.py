@@ -1,4 +1,4 @@
-"""A batch of prompts, padded on the left; each row says what it would say alone and ends on its own."""
+"""A batch of prompts, padded on the left; each row says what it would say alone."""
 
 import argparse
 

@@ -30,6 +30,5 @@ plain = model.generate(**inputs, **settings)
 
 print(tokenizer.decode(ids[0], skip_special_tokens=True))
 print(f"\nsame tokens as plain generate: {ids.tolist() == plain.tolist()}")
-print(
-    f"{stats[0].tau:.2f} tokens a target forward, {stats[0].alpha:.0%} of the tested draft tokens accepted"
-)
+accepted = f"{stats[0].alpha:.0%} of the tested draft tokens accepted"
+print(f"{stats[0].tau:.2f} tokens per target forward, {accepted}")

@@ -38,6 +38,5 @@ draws = model.generate(
 )
 for ids, row in zip(draws, stats, strict=True):
     print(tokenizer.decode(ids, skip_special_tokens=True))
-    print(
-        f"--- {row.tau:.2f} tokens a target forward, {row.alpha:.0%} of the tested draft tokens accepted\n"
-    )
+    accepted = f"{row.alpha:.0%} of the tested draft tokens accepted"
+    print(f"--- {row.tau:.2f} tokens per target forward, {accepted}\n")

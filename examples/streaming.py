@@ -23,7 +23,7 @@ tokenizer = load_tokenizer(args.target)
 model, draft = load_model(args.target, "target"), load_model(args.draft, "draft")
 inputs = tokenizer(args.prompt, return_tensors="pt").to(model.device)
 
-# generate() passes neither `streamer` nor `stop_strings` on to a custom loop; these take their places.
+# generate() passes neither `streamer` nor `stop_strings` on to a custom loop; these replace them.
 stats = []
 model.generate(
     **inputs,

@@ -32,8 +32,6 @@ for chunk in stream:
         print(f"\n\n{chunk.usage.completion_tokens} tokens", end="")
         if details and details.accepted_prediction_tokens is not None:
             rejected = details.rejected_prediction_tokens
-            print(
-                f": {details.accepted_prediction_tokens} were drafted and accepted, {rejected} rejected",
-                end="",
-            )
+            accepted = details.accepted_prediction_tokens
+            print(f": {accepted} were drafted and accepted, {rejected} rejected", end="")
 print()

@@ -6,7 +6,7 @@ tokens would be longer than that.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor
 from forerun.backends.panels import PackedMatrix
 from forerun.backends.quantised import Part, QuantisedForward
 from forerun.csrc.library import ChainArgument
-from forerun.model.forward import Forward
+from forerun.model.forward import ChainBounds, Forward
 from forerun.model.kv_cache import KVCache
 from forerun.sampling.sampler import ChainSampling, Drafted
 from forerun.sampling.threads import one_thread
@@ -55,32 +55,30 @@ class FusedChain:
         cache: KVCache,
         id: int,
         pending: Sequence[int],
-        most: int,
-        least: float,
-        product: float,
-        ends: Collection[int],
+        bounds: ChainBounds,
         sampling: ChainSampling | None,
     ) -> Drafted:
-        """Run `pending` tokens of a sequence and draft up to `most` (see `FusedDraft`)."""
+        """Run `pending` tokens of a sequence and draft within `bounds` (see `FusedDraft`)."""
+        max_tokens = bounds.max_tokens
         row = cache.row(id)
         length = cache.lengths[row]
-        cache.reserve(row + 1, length + len(pending) + most - 1)  # the last token is not run
+        cache.reserve(row + 1, length + len(pending) + max_tokens - 1)  # the last token is not run
         extra: list[int] = []
         if self.hot is not None:
             self.hot.add_context_tokens(id, pending)
             extra = self.hot.context_tokens(id)
-        drafted = np.empty(most, np.int32)
-        probabilities = np.empty(most, np.float32)
+        drafted = np.empty(max_tokens, np.int32)
+        probabilities = np.empty(max_tokens, np.float32)
         chain = ChainArgument(
             row=row,
             length=length,
             count=len(pending),
-            most=most,
+            max_tokens=max_tokens,
             extras=len(extra),
-            ended=len(ends),
-            least=least,
-            product=product,
-            turn=1,
+            ended=len(bounds.ends),
+            min_probability=bounds.min_probability,
+            min_product=bounds.min_product,
+            inverse_temperature=1,
             top_p=1,
         )
         parts: dict[str, Part] = {
@@ -89,32 +87,32 @@ class FusedChain:
             "names": self._names,
             "places": self._places,
             "extra": np.asarray(extra, np.int32),
-            "ends": np.asarray(list(ends), np.int32),
+            "ends": np.asarray(list(bounds.ends), np.int32),
             "drafted": drafted,
             "probabilities": probabilities,
         }
         by_numbers: Tensor | None = None  # the distributions that tokens are sampled from
         if sampling is not None:
             is_by_numbers = sampling.numbers is not None
-            probs = torch.empty(most if is_by_numbers else 1, self._head.out + len(extra))
+            probs = torch.empty(max_tokens if is_by_numbers else 1, self._head.out + len(extra))
             by_numbers = probs if is_by_numbers else None
             parts["probs"] = probs
-            parts |= self._sampling_parts(chain, sampling, most)
+            parts |= self._sampling_parts(chain, sampling, max_tokens)
         count = self._forward.layers.run("fr_chain", cache, chain, **parts)
         cache.lengths[row] = length + len(pending) + max(count, 1) - 1
         whole = None if by_numbers is None else self._whole(by_numbers[:count], extra)
         return Drafted(drafted[:count].tolist(), whole, probabilities[:count].tolist())
 
     def _sampling_parts(
-        self, chain: ChainArgument, sampling: ChainSampling, most: int
+        self, chain: ChainArgument, sampling: ChainSampling, max_tokens: int
     ) -> dict[str, Part]:
         """Set how tokens are sampled; return the parts that they are sampled by."""
-        chain.turn = 1 / sampling.distribution.temperature
+        chain.inverse_temperature = 1 / sampling.distribution.temperature
         chain.top_p = sampling.distribution.top_p
         if sampling.numbers is not None:
             return {"numbers": np.ascontiguousarray(sampling.numbers.numpy(), np.float64)}
-        chain.among = sampling.size or self._forward.head.out
-        return {"keys": np.asarray(sampling.keys[:most], np.uint64)}
+        chain.sampler_vocabulary = sampling.size or self._forward.head.out
+        return {"keys": np.asarray(sampling.keys[:max_tokens], np.uint64)}
 
     def _whole(self, probs: Tensor, extra: Sequence[int]) -> Tensor:
         """Return distributions [n, V] over the whole vocabulary.

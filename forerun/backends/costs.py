@@ -31,6 +31,7 @@ from forerun.heads.echo import SIZES
 from forerun.heads.pre_verifier import MIN_PROBABILITY, PreVerifier
 from forerun.heads.quick import quick
 from forerun.model.causal_lm import CausalLM
+from forerun.model.forward import ChainBounds
 from forerun.planning.cost_model import Costs, convex, costs_of
 from forerun.sampling.probabilities import last_probabilities, probabilities_of
 from forerun.sampling.sampler import ChainSampling, Sampler, SamplingDistribution, next_tokens
@@ -254,10 +255,11 @@ def _chained_cost(draft: CausalLM, context: int, sampling: ChainSampling | None)
         return 0.0
     draft = after(draft, context)
     assert draft.fused_draft is not None
+    bounds = ChainBounds(CHAIN_TOKENS)
     seconds = []
     for _ in _rounds():
         started_at = perf_counter()
-        drafted = draft.fused_draft(draft.cache, 0, [0], CHAIN_TOKENS, 0.0, 0.0, (), sampling)
+        drafted = draft.fused_draft(draft.cache, 0, [0], bounds, sampling)
         seconds.append((perf_counter() - started_at) / CHAIN_TOKENS)
         if not drafted.tokens:
             return 0.0

@@ -397,8 +397,8 @@ def _fill_layer(
     argument.q_bias = pointers.floats(attention.q_proj.bias)
     argument.k_bias = pointers.floats(attention.k_proj.bias)
     argument.v_bias = pointers.floats(attention.v_proj.bias)
-    argument.first = pointers.floats(layer.input_layernorm.weight)
-    argument.second = pointers.floats(layer.post_attention_layernorm.weight)
+    argument.attention_norm = pointers.floats(layer.input_layernorm.weight)
+    argument.mlp_norm = pointers.floats(layer.post_attention_layernorm.weight)
     for name in ("q_norm", "k_norm"):
         norm = getattr(attention, name, None)  # only Qwen3's attention has these
         setattr(argument, name, None if norm is None else pointers.floats(norm.weight))

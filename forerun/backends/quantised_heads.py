@@ -207,7 +207,7 @@ class QuantisedHead:
             rows=len(ids),
             n=sum(counts),
             start=start,
-            most=most,
+            depth=most,
             width=beams.tokens.shape[1],
             nodes=beams.nodes,
             context=self.context,
@@ -276,8 +276,8 @@ def _fill_layer(argument: LayerArgument, layer: HeadLayer, pointers: Pointers) -
     argument.o = _matrix(layer.out.weight, pointers)
     argument.down = _matrix(layer.down.weight, pointers)
     argument.rotary_dims = layer.size
-    argument.first = pointers.floats(layer.before_attention.weight)
-    argument.second = pointers.floats(layer.before_mlp.weight)
+    argument.attention_norm = pointers.floats(layer.before_attention.weight)
+    argument.mlp_norm = pointers.floats(layer.before_mlp.weight)
 
 
 def _matrix(weight: Tensor, pointers: Pointers) -> MatrixArgument:

@@ -588,14 +588,14 @@ FR_INLINE void mix_columns(const query_list *list, int is_half, const value_rows
                            spread_prefetch next, int64_t first, int64_t end, column_range columns) {
     int64_t calls = (list->count + REGISTER_QUERIES - 1) / REGISTER_QUERIES;
     int64_t start = is_half ? 0 : columns.from; /* column of a tile's first number */
-    int64_t wide = COLUMN_PARTS * PART_COLUMNS;
+    int64_t step = COLUMN_PARTS * PART_COLUMNS;
     for (int q = 0; q < list->count; q += REGISTER_QUERIES) {
         int count = (int)fr_min(REGISTER_QUERIES, list->count - q);
         const float *const *weights = (const float *const *)(list->scores + q);
         float *const *out = list->out + q;
         int64_t column = columns.from;
         if (!is_half) prefetch_share(&next, calls);
-        for (; column + wide <= columns.to; column += wide) {
+        for (; column + step <= columns.to; column += step) {
             mix_by_count(count, COLUMN_PARTS, is_half, weights, first, end, values, column - start,
                          out, column);
         }

@@ -36,8 +36,8 @@ def _fields(kind: type[Any], *names: str) -> tuple[tuple[str, type[Any]], ...]:
     return tuple((name, kind) for name in names)
 
 
-# The structures have the order and the types of those in forerun.h and forward.h, which say what
-# the fields mean. A pointer of None is NULL.
+# The structures have the order and the types of those in forerun.h, forward.h, chains.h and
+# trees.h, which say what the fields mean. A pointer of None is NULL.
 
 
 class MatrixArgument(ctypes.Structure):
@@ -51,7 +51,8 @@ class LayerArgument(ctypes.Structure):
 
     _fields_ = (
         *_fields(MatrixArgument, "q", "k", "v", "o", "gate", "up", "down"),
-        *_fields(_POINTER, "first", "second", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm"),
+        *_fields(_POINTER, "attention_norm", "mlp_norm", "q_bias", "k_bias", "v_bias"),
+        *_fields(_POINTER, "q_norm", "k_norm"),
         *_fields(_INT, "window", "rotary_dims"),
     )
 
@@ -95,11 +96,11 @@ class ChainArgument(ctypes.Structure):
     """A fused draft of one row (`fr_chain_request`)."""
 
     _fields_ = (
-        *_fields(_INT, "row", "length", "count", "most"),
+        *_fields(_INT, "row", "length", "count", "max_tokens"),
         *_fields(_POINTER, "pending", "head", "names", "places", "extra", "ends"),
         *_fields(_POINTER, "numbers", "keys", "probs", "drafted", "probabilities"),
-        *_fields(_INT, "extras", "ended", "among"),
-        *_fields(_FLOAT, "least", "product", "turn", "top_p"),
+        *_fields(_INT, "extras", "ended", "sampler_vocabulary"),
+        *_fields(_FLOAT, "min_probability", "min_product", "inverse_temperature", "top_p"),
     )
 
 
@@ -107,7 +108,7 @@ class GrowthArgument(ctypes.Structure):
     """Drafts of several rows by a head over hidden states (`fr_growth`)."""
 
     _fields_ = (
-        *_fields(_INT, "rows", "n", "start", "most", "width", "nodes", "context"),
+        *_fields(_INT, "rows", "n", "start", "depth", "width", "nodes", "context"),
         *_fields(_POINTER, "row", "length", "count", "limit", "pending", "features", "states"),
         *_fields(_POINTER, "head", "names", "logits", "information", "token_states"),
         *_fields(_POINTER, "old", "olds", "curves", "beams", "values"),

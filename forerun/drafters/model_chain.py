@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forerun.engine.draft import Draft
 from forerun.engine.step import Proposal
+from forerun.model.forward import ChainBounds
 from forerun.planning.forecast import PlannedDrafter
 from forerun.planning.length import ChainPlanner
 from forerun.planning.stop_rules import Bounds, DraftState, LengthPolicy, StopRule
@@ -251,9 +252,8 @@ class ChainDrafter(PlannedDrafter):
                 return None
         draft = self.model.fused_draft
         assert draft is not None
-        limits = bounds.min_probability, bounds.min_product
-        pending = self._pending(chain)
-        drafted = draft(self.model.cache, seq.id, pending, count, *limits, seq.eos, sampling)
+        limits = ChainBounds(count, bounds.min_probability, bounds.min_product, seq.eos)
+        drafted = draft(self.model.cache, seq.id, self._pending(chain), limits, sampling)
         if source is not None and state is not None and len(drafted.tokens) < count:
             # Unused random numbers come again.
             source.set_state(state)

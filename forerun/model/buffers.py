@@ -1,4 +1,7 @@
-"""Memory for keys and values, which on a CPU is taken from the system page by page as it is written."""
+"""Memory for keys and values.
+
+On a CPU it is taken from the system page by page, as it is written.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ from torch import Tensor
 
 MAPPED = 2**20  # bytes of a buffer, addresses included, from which it is a mapping
 PAGE = mmap.PAGESIZE
-COUNTED = "2\n"  # of overcommit_memory: addresses count as memory, used or not
-# Python 3.13 has this constant's name. The number is that of the machines for which addresses are reserved.
+COUNTED = "2\n"  # the content of overcommit_memory if addresses count as memory, used or not
+# Python 3.13 has a name for this flag. The number holds for the MACHINES.
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-MACHINES = ("x86_64", "aarch64")
+MACHINES = ("x86_64", "aarch64")  # for which addresses are reserved
 
 Shape = tuple[int, int, int, int]
 
@@ -29,8 +32,8 @@ class Buffer:
     """Keys, values, or both of one layer.
 
     Attributes:
-        whole: [rows, groups, positions, D], with all that is reserved.
-        pages: the mapping behind it, or None.
+        whole: [rows, groups, positions, D], including all that is reserved.
+        pages: the mapping that holds `whole`, or None.
     """
 
     whole: Tensor
@@ -46,25 +49,31 @@ class Buffer:
 
     @property
     def is_releasable(self) -> bool:
-        """Return whether `release` can be called: rows are whole pages, and Linux reads released ones as zeros."""
+        """Return whether `release` can be called.
+
+        Rows must be whole pages, and the system must read released pages as zeros, as Linux does.
+        """
         return self.pages is not None and can_reserve() and self._row_bytes % PAGE == 0
 
     def release(self, row: int) -> None:
         """Give a row's memory back to the system. Its entries are zeros afterwards."""
         self._release(row * self._row_bytes, self._row_bytes)
 
-    def take(self, row: int, source: Buffer, other: int, length: int) -> None:
-        """Copy the first `length` positions of another buffer's row, of which nothing is left there if it can be
-        released. Where groups are whole pages, only one group's entries take memory twice at a time.
+    def take(self, row: int, source: Buffer, source_row: int, length: int) -> None:
+        """Copy the first `length` positions of another buffer's row, and release that row.
+
+        The source stays as it is if it is not releasable. If its groups are whole pages, each is
+        released once it is copied, so that only one group's entries take memory twice at a time.
         """
-        size = source.whole.stride(1) * source.whole.element_size()
-        by_group = source.is_releasable and size % PAGE == 0
+        group_bytes = source.whole.stride(1) * source.whole.element_size()
+        by_group = source.is_releasable and group_bytes % PAGE == 0
         for group in range(self.whole.shape[1]):
-            self.whole[row, group, :length] = source.whole[other, group, :length]
+            self.whole[row, group, :length] = source.whole[source_row, group, :length]
             if by_group:
-                source._release(other * source._row_bytes + group * size, size)
+                start = source_row * source._row_bytes + group * group_bytes
+                source._release(start, group_bytes)
         if source.is_releasable and not by_group:
-            source.release(other)
+            source.release(source_row)
 
     def _release(self, start: int, size: int) -> None:
         assert self.pages is not None
@@ -76,11 +85,18 @@ class Buffer:
 
 
 def new_buffer(like: Tensor, shape: Shape, reserved: Shape) -> Buffer:
-    """Return zeros [rows, groups, positions, D] of the dtype and device of `like`. Where addresses cost nothing, they
-    have the shape `reserved`, within which they can grow, else `shape`. Raises MemoryError or torch.OutOfMemoryError.
+    """Return a buffer of zeros.
+
+    Raises MemoryError or torch.OutOfMemoryError.
+
+    Args:
+        like: has the dtype and device.
+        shape: [rows, groups, positions, D] that are needed.
+        reserved: the shape, at least as large, that the buffer has where unused addresses cost
+            nothing.
     """
     if like.device.type == "cpu" and can_reserve() and _bytes(like, reserved) >= MAPPED:
-        with suppress(MemoryError):  # not so many addresses: the smaller shape may do
+        with suppress(MemoryError):  # too many addresses: the smaller shape may fit
             return _mapped(like, reserved)
     # torch.zeros would write every page. The system zeroes these pages when they are first used.
     if like.device.type == "cpu" and hasattr(mmap, "MAP_PRIVATE") and _bytes(like, shape) >= MAPPED:
@@ -90,29 +106,32 @@ def new_buffer(like: Tensor, shape: Shape, reserved: Shape) -> Buffer:
 
 @cache
 def can_reserve() -> bool:
-    """Return whether addresses cost nothing as long as nothing is written there."""
+    """Return whether addresses cost nothing until something is written there."""
     if sys.platform != "linux" or platform.machine() not in MACHINES:
         return False
     with suppress(OSError):
         if Path("/proc/sys/vm/overcommit_memory").read_text() == COUNTED:
             return False
-    import resource  # of Unix alone
+    import resource  # which Windows lacks
 
     limits = (resource.getrlimit(each)[0] for each in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
     return all(limit == resource.RLIM_INFINITY for limit in limits)
 
 
 def _mapped(like: Tensor, shape: Shape) -> Buffer:
+    """Return a buffer that is a private mapping. Raises MemoryError."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if can_reserve():
         flags |= NO_RESERVE
     try:
         pages = mmap.mmap(-1, _bytes(like, shape), flags=flags)
     except (OSError, OverflowError) as error:
-        raise MemoryError(f"no {_bytes(like, shape)} bytes for keys and values: {error}") from error
+        size = _bytes(like, shape)
+        raise MemoryError(f"cannot get {size} bytes for keys and values: {error}") from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with suppress(OSError):  # a system without huge pages
-            # A huge page would take 2 MiB for the first entry of each row and group.
+        # Because a huge page would take 2 MiB for the first entry of each row and group. A system
+        # without huge pages raises OSError.
+        with suppress(OSError):
             pages.madvise(mmap.MADV_NOHUGEPAGE)
     return Buffer(torch.frombuffer(pages, dtype=like.dtype).view(shape), pages)
 

@@ -143,12 +143,13 @@ class CausalLM(Rows):
     def processors(self, config: GenerationConfig, prompt_length: int) -> LogitsProcessorList:
         """Return the logits processors that Hugging Face's `generate` would use, in its order."""
         self.model._prepare_special_tokens(config, True, device=self.device)
-        return self.model._get_logits_processor(
+        processors: LogitsProcessorList = self.model._get_logits_processor(
             config,
             input_ids_seq_length=prompt_length,
             logits_processor=LogitsProcessorList(),
             device=self.device,
         )
+        return processors
 
     # Memory.
 

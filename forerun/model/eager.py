@@ -1,4 +1,7 @@
-"""The forward of transformers' own model, with hidden states captured by hooks. Only this module calls its code."""
+"""The forward of transformers' own model, with hidden states captured by hooks.
+
+No other module calls the model's code.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +29,25 @@ class EagerForward:
     exact: Literal["rounding"] = "rounding"
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.device, self.dtype = model, model.device, model.dtype
+        self.model = model
+        self.device = model.device
+        self.dtype = model.dtype
         config = model.config.get_text_config(decoder=True)
         kinds = getattr(config, "layer_types", None) or []
         self.window = window_of(config)
         # With layer types the model takes a mask for each type, without them one for all layers.
         self._mask_kinds = sorted(set(kinds)) if "sliding_attention" in kinds else None
         self._cache_name = cache_argument(model.forward) or ""
-        keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._last_logits = {"logits_to_keep": 1} if keeps else {}
+        can_choose = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._last_logits = {"logits_to_keep": 1} if can_choose else {}
 
     def __call__(
         self, inputs: Inputs, cache: KVCache, logits: bool, capture: Capture
     ) -> tuple[Tensor | None, Tensor | None]:
+        """Run new entries; return logits [n, V], if wanted, and captured states [n, d]."""
         batch = pad(inputs, cache, self.device, self.dtype, self.window, self._mask_kinds)
+        # With a capture, a hook cuts the LM head's inputs instead.
+        options = {} if logits or capture else self._last_logits
         with capture_hidden_states(self.model, capture, last_only=not logits) as captured:
             output = self.model(
                 input_ids=batch.ids,
@@ -47,25 +55,25 @@ class EagerForward:
                 attention_mask=batch.mask,
                 use_cache=True,
                 **{self._cache_name: cache},
-                **({} if logits or capture else self._last_logits),
+                **options,
             )
-        found = inputs.unpad(output.logits) if logits else None
-        states = [inputs.unpad(each.to(self.device)) for each in captured]
-        return found, None if not states else states[0] if len(states) == 1 else torch.cat(
-            states, -1
-        )
+        chosen = inputs.unpad(output.logits) if logits else None
+        states = [inputs.unpad(state.to(self.device)) for state in captured]
+        if not states:
+            return chosen, None
+        return chosen, states[0] if len(states) == 1 else torch.cat(states, -1)
 
 
 def lm_head(model: PreTrainedModel) -> nn.Module:
     """Return the LM head. Raises ValueError for a model that names none."""
-    head = model.get_output_embeddings()
+    head: nn.Module | None = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__} has no readable features: it names no LM head")
     return head
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the decoder layers. Raises ValueError for a model in which they cannot be told."""
+    """Return the decoder layers. Raises ValueError for a model in which they cannot be found."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -79,14 +87,21 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 def capture_hidden_states(
     model: PreTrainedModel, capture: Capture = "head", last_only: bool = False
 ) -> Iterator[list[Tensor]]:
-    """Yield a list to which forwards of the model in this thread append hidden states [B, N, d]. Of layers it holds
-    the last forward's, one a layer. With `last_only` the LM head runs at the last position alone.
+    """Yield a list that receives the hidden states [B, N, d] of forwards in this thread.
+
+    Args:
+        model: the model.
+        capture: "head": each forward appends the LM head's inputs. Numbers of layers: the list
+            holds the states of the last forward only, one item per number.
+        last_only: whether the LM head runs at the last position only.
     """
     captured: list[Tensor] = []
     if not capture:
         yield captured
         return
     thread = threading.get_ident()
+
+    # Hooks of a module run in all threads that use it.
 
     def at_head(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if threading.get_ident() != thread:
@@ -110,7 +125,7 @@ def capture_hidden_states(
             hooks.callback(lm_head(model).register_forward_pre_hook(at_head).remove)
         for place, after in enumerate(() if capture == "head" else capture):
             layers = decoder_layers(model)
-            captured.append(torch.empty(0))
+            captured.append(torch.empty(0))  # which a forward replaces
             if after < len(layers):
                 hook = layers[after].register_forward_pre_hook(
                     partial(before_layer, place), with_kwargs=True

@@ -9,7 +9,10 @@ from transformers import PreTrainedModel
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """Return a model's sizes and a few of its weights. A weight that is quantised or cannot be read is None."""
+    """Return a model's sizes and a number from each of a few of its weights.
+
+    The number is None for a weight that is quantised or cannot be read.
+    """
     config = model.config.get_text_config(decoder=True)
     shape = {
         name: getattr(config, name, None)
@@ -21,27 +24,30 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _weights(model: PreTrainedModel) -> dict[str, Tensor | None]:
-    """Return {name: weight}; None for linear layers and embeddings that store theirs in another form."""
-    found: dict[str, Tensor | None] = {
+    """Return {name: weight}; None for a layer that stores its weight in another form.
+
+    Such layers are linear or embeddings.
+    """
+    weights: dict[str, Tensor | None] = {
         name: weight
         for name, weight in model.named_parameters()
         if weight.numel() and not weight.is_meta
     }
-    tied = (
-        model.get_output_embeddings() if model.config.tie_word_embeddings else None
-    )  # its embeddings have the same weight
+    # A tied LM head has the weight of the embeddings, which are among the modules already.
+    tied = model.get_output_embeddings() if model.config.tie_word_embeddings else None
     for path, module in model.named_modules():
-        plain = isinstance(getattr(module, "weight", None), nn.Parameter)
-        stored = hasattr(module, "in_features") or hasattr(module, "num_embeddings")
-        if stored and not plain and module is not tied:
-            found[f"{path}.weight"] = None
+        is_plain = isinstance(getattr(module, "weight", None), nn.Parameter)
+        has_weight = hasattr(module, "in_features") or hasattr(module, "num_embeddings")
+        if has_weight and not is_plain and module is not tied:
+            weights[f"{path}.weight"] = None
             bias = getattr(module, "bias", None)
-            if isinstance(bias, Tensor) and f"{path}.bias" not in found:
-                found[f"{path}.bias"] = bias
-    return found
+            if isinstance(bias, Tensor) and f"{path}.bias" not in weights:
+                weights[f"{path}.bias"] = bias
+    return weights
 
 
 def _number(weight: Tensor | None) -> float | None:
+    """Return one rounded element of a weight, or None if it cannot be read."""
     if weight is None or not weight.is_floating_point() or type(weight.data) is not Tensor:
         return None
     try:
@@ -51,10 +57,13 @@ def _number(weight: Tensor | None) -> float | None:
 
 
 def same_model(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two fingerprints are of one model, perhaps in two dtypes. Weights that one lacks are ignored."""
-    if {**one, "weights": None} != {**other, "weights": None} or len(one["weights"]) != len(
-        other["weights"]
-    ):
+    """Return whether two fingerprints are of one model, whose dtypes may differ.
+
+    Weights of which one fingerprint has no number are ignored.
+    """
+    if {**one, "weights": None} != {**other, "weights": None}:
+        return False
+    if len(one["weights"]) != len(other["weights"]):
         return False
     pairs = zip(one["weights"], other["weights"], strict=True)
     return all(

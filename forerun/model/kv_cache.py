@@ -412,7 +412,7 @@ class KVLayer(CacheLayerMixin):
     _row_values: Tensor
 
     def __init__(self, cache: KVCache, is_sliding: bool) -> None:
-        super().__init__()
+        CacheLayerMixin.__init__(self)
         self.cache = cache
         self.is_sliding = is_sliding
         self.both: Tensor | None = None
@@ -502,7 +502,7 @@ class KVLayer(CacheLayerMixin):
 
     def release(self) -> None:
         """Free the buffers."""
-        super().__init__()  # which removes `keys` and `values`
+        CacheLayerMixin.__init__(self)  # which removes `keys` and `values`
         self.both = None
         self._storage = ()
         del self._row_keys, self._row_values

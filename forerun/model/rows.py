@@ -15,7 +15,7 @@ class Rows:
     """Sequences in a cache, one a row, by their ids."""
 
     device: torch.device  # of the model
-    dtype: torch.dtype  # likewise
+    dtype: torch.dtype  # of hidden states, keys and values
     cache: KVCache
 
     def __contains__(self, id: object) -> bool:
@@ -36,7 +36,7 @@ class Rows:
         self.cache.drop(id)
 
     def commit(self, ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Keep a path of nodes of each sequence's last draft."""
+        """Keep the keys and values on a path of each sequence's last draft."""
         self.cache.commit(ids, paths)
 
     def crop(self, ids: Sequence[int], lengths: Sequence[int]) -> None:
@@ -56,4 +56,5 @@ class Rows:
         tokens: Sequence[Sequence[int]] | None = None,
         given: Tensor | None = None,
     ) -> Inputs:
+        """Return new entries of these sequences."""
         return Inputs([self.cache.row(id) for id in ids], depths, masks, tokens, given)

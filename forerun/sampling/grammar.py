@@ -1,4 +1,4 @@
-"""Output that follows a JSON schema, a regular expression or a grammar, by llguidance.
+"""Output that follows a JSON schema, a regular expression or a grammar, checked by llguidance.
 
 A grammar changes the target's distribution and nothing else: after each text only the tokens that
 may follow are left. It is a logits processor, so it processes the draft model's distribution and
@@ -31,10 +31,12 @@ from forerun.sampling.sampler import Constraint
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_STATES = 64  # remembered texts of a request: more than a draft has nodes
+# Per request, the allowed tokens after this many texts are remembered. A draft has fewer nodes.
+MAX_STATES = 64
 _INSTALL = "response_format needs the package llguidance: pip install '.[grammar]' in the clone"
 
 _Stop = Callable[[Sequence[int]], bool]
+# For each tokenizer: its length, llguidance's form of it, and the tokens that are special to it.
 _tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, LLTokenizer, frozenset[int]]] = (
     WeakKeyDictionary()
 )
@@ -42,7 +44,7 @@ _lock = Lock()
 
 
 class FormError(ValueError):
-    """A format that the output cannot keep, which shows only during decoding."""
+    """The output cannot keep the response format, which shows only during decoding."""
 
 
 def compiled(
@@ -75,10 +77,10 @@ def compiled(
     kind, text = form
     try:
         vocabulary, marked = _vocabulary(tokenizer, min(ends))
-    except Exception as error:  # tokenizers of other kinds raise anything
+    except Exception as error:  # unsupported tokenizers raise errors of any type
         raise ValueError(f"llguidance cannot read the tokenizer: {_line(error)}") from None
     try:
-        quiet = LLParserLimits(verbose_errors=False)  # else errors hold the text so far
+        quiet = LLParserLimits(verbose_errors=False)  # verbose errors would hold the text so far
         matcher = LLMatcher(vocabulary, grammar_from(kind, text), log_level=0, limits=quiet)  # type: ignore[arg-type]
     except Exception as error:
         raise ValueError(f"cannot use response_format.{kind}: {_line(error)}") from None
@@ -91,9 +93,9 @@ def compiled(
         named = {int(token) for token in re.findall(r"<\[(\d{1,9})\]>", text)}
         special -= named - {end}
     tokens = _Tokens(size, end, ends, special)
-    wrong = Grammar(matcher, tokens, 0)._state([]).wrong
-    if wrong is not None:
-        raise ValueError(f"cannot use response_format.{kind}: it allows no text: {wrong}")
+    reason = Grammar(matcher, tokens, 0)._state([]).error
+    if reason is not None:
+        raise ValueError(f"cannot use response_format.{kind}: it allows no text: {reason}")
     return lambda start: Grammar(matcher, tokens, start)
 
 
@@ -113,7 +115,7 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase, end: int) -> tuple[LLTokeniz
     with _lock:
         size, made, marked = _tokenizers.get(tokenizer, (-1, None, frozenset()))
         if made is None or size != len(tokenizer):
-            # A request says which tokens end its text, so any of them does here.
+            # Any end token will do, because each request names the tokens that end its text.
             eos_token = min(end_of(tokenizer), default=end)
             made = llguidance.hf.from_tokenizer(tokenizer, eos_token=eos_token)  # type: ignore[arg-type]
             tokens = range(made.vocab_size)
@@ -145,21 +147,21 @@ class _State:
 
     Attributes:
         allowed: the tokens, one bit each; None if the text itself is not allowed or has ended.
-        last: whether only an end token may follow.
-        wrong: why the text cannot go on; None if it can.
+        is_complete: whether only an end token may follow.
+        error: why the text cannot be continued, or None.
     """
 
     allowed: np.ndarray | None = None
-    last: bool = False
-    wrong: str | None = None
+    is_complete: bool = False
+    error: str | None = None
 
 
 class Grammar(Constraint):
     """The constraint of a grammar on the output of one prompt.
 
-    Scores depend on the arguments alone. llguidance's state at the last text and what may follow
-    the last `MAX_STATES` texts are kept, so that a node of a draft takes one step and not the whole
-    text again.
+    Scores depend only on the arguments. Two things are kept to save time: llguidance's state after
+    the last text, and the allowed tokens after the last `MAX_STATES` texts. With them a node of a
+    draft takes one step instead of the whole text again.
 
     After a text that the grammar forbids scores stay as they are. Such a node of a draft is never
     reached, because its token has the probability 0. `complete` checks that after each token of the
@@ -198,7 +200,7 @@ class Grammar(Constraint):
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> int:
         """Return how many of a chain's first tokens are allowed after `tokens`.
 
-        Tokens after an end token are not.
+        No token is allowed after an end token.
         """
         text = list(tokens[self._start :])
         for count, token in enumerate(chain):
@@ -213,21 +215,21 @@ class Grammar(Constraint):
     def complete(self, ids: Sequence[int]) -> bool:
         """Return whether the output is complete, so that only an end token may follow.
 
-        Raises FormError for output that the grammar forbids or that cannot go on. Drafts are never
-        the cause, but a grammar may lead into a dead end or become too large for llguidance.
+        Raises FormError for output that the grammar forbids or that cannot be continued. Drafts
+        never cause this, but a grammar may lead to a dead end or become too large for llguidance.
         """
         state = self._state(list(ids[self._start :]))
-        if state.wrong is not None:
+        if state.error is not None:
             count = len(ids) - self._start
             raise FormError(
-                f"the response_format cannot be kept after {count} tokens: {state.wrong}"
+                f"the response_format cannot be kept after {count} tokens: {state.error}"
             )
-        return state.last
+        return state.is_complete
 
     def stop(self, other: _Stop | None) -> _Stop:
         """Return a rule that ends a sequence when its output is complete, or when `other` says so.
 
-        So no forward is spent on the end token.
+        The end token is then not generated, which saves its forward.
         """
         return lambda ids: self.complete(ids) or (other is not None and other(ids))
 
@@ -237,7 +239,8 @@ class Grammar(Constraint):
             if key in self._states:
                 return self._states[key]
             state = self._read(key)
-            if self._matcher is None:  # other texts may have been what reached a limit
+            if self._matcher is None:
+                # Once more with a new matcher, because earlier texts may have used up a limit.
                 state = self._read(key)
             if len(self._states) == MAX_STATES:
                 del self._states[next(iter(self._states))]
@@ -247,18 +250,18 @@ class Grammar(Constraint):
     def _read(self, text: tuple[int, ...]) -> _State:
         """Return what may follow a text. After an error or an interrupt the matcher is replaced."""
         if not self._tokens.ends.isdisjoint(text):
-            return _State(last=True)
+            return _State(is_complete=True)
         matcher = self._matcher
-        self._matcher = None  # until it has read the text without an error
+        self._matcher = None  # it comes back if it has read the text without an error
         if matcher is None:
             matcher = self._beginning.deep_copy()
             self._read_tokens = []
         if self._moves_to(matcher, text):
             state = self._state_after(matcher)
         else:
-            state = _State(wrong="the grammar forbids that text")
+            state = _State(error="the grammar forbids that text")
         if matcher.is_error():
-            return _State(wrong=_line(matcher.get_error()))
+            return _State(error=_line(matcher.get_error()))
         self._matcher = matcher
         return state
 
@@ -274,8 +277,7 @@ class Grammar(Constraint):
         for token in text[same:]:
             if token in self._tokens.special or token >= self._tokens.size:
                 return False
-            # One at a time, because of several tokens llguidance checks some limits for the first
-            # only.
+            # One at a time, because llguidance checks some limits only for the first of a list.
             if matcher.validate_tokens([token]) != 1 or not matcher.consume_token(token):
                 return False
             self._read_tokens.append(token)
@@ -286,14 +288,14 @@ class Grammar(Constraint):
         ends = list(tokens.ends)
         raw = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         bits = np.unpackbits(raw, count=max(tokens.size, *ends, 0) + 1, bitorder="little")
-        whole = bool(bits[tokens.eos])
+        may_end = bool(bits[tokens.eos])
         bits[list(tokens.special)] = 0
         bits[ends] = 0
-        more = bool(bits.any())
-        bits[ends] = whole
-        if not whole and not more:
-            return _State(wrong="no token of the vocabulary may follow")
-        return _State(np.packbits(bits, bitorder="little"), last=not more)
+        may_continue = bool(bits.any())
+        bits[ends] = may_end
+        if not may_end and not may_continue:
+            return _State(error="no token of the vocabulary may follow")
+        return _State(np.packbits(bits, bitorder="little"), is_complete=not may_continue)
 
 
 def _line(error: object) -> str:

@@ -1,4 +1,7 @@
-"""What the user asks of a generation. Needs no torch, so that bad values are refused at once."""
+"""What the user asks of a generation.
+
+It needs no torch, so that bad values are refused before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check("max_new_tokens", self.max_new_tokens, Integral, lambda n: n >= 1, "at least 1")
-        # Between 0 and 0.001 sampling would be greedy but for rounding, which overflows.
+        # Below 0.001 sampling would nearly be greedy, and scores over the temperature may overflow.
         _check(
             "temperature",
             self.temperature,

@@ -1,4 +1,4 @@
-"""What scores [.., V] say: the best token, and how probable tokens are."""
+"""Figures computed from scores [.., V]: the best token, and how probable tokens are."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ FloatArray = NDArray[np.floating[Any]]
 
 
 def _is_numpy(scores: Tensor) -> bool:
+    """Return whether NumPy reads the scores without a copy."""
     return scores.device.type == "cpu" and scores.dtype == torch.float32
 
 
 def argmax_of(scores: Tensor) -> Tensor:
     """Return the argmax [..] of scores [.., V], the first of equal ones.
 
-    On a CPU numpy's argmax takes a tenth of torch's time.
+    On a CPU, NumPy's argmax takes a tenth of the time of torch's.
     """
     if not _is_numpy(scores):
         return scores.argmax(-1)
@@ -34,7 +35,7 @@ def best_of(scores: Sequence[Tensor]) -> tuple[list[int], list[float]]:
     Args:
         scores: one or more tensors [N, V]. A GPU is waited for once, however many there are.
     """
-    # Few different calls, because the processor reads their code from memory after every forward.
+    # With few calls, because after every forward their code has to be read from memory again.
     if all(map(_is_numpy, scores)):
         rows = [row for part in scores for row in part.detach().numpy()]
         best = [int(row.argmax()) for row in rows]
@@ -81,8 +82,8 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[Logprob
     if not tokens:
         return []
     logprobs = logits.float().log_softmax(-1)
-    places = torch.tensor(tokens, device=logprobs.device)[:, None]
-    of_tokens = logprobs.gather(1, places)[:, 0].tolist()
+    token_ids = torch.tensor(tokens, device=logprobs.device)
+    of_tokens = logprobs.gather(1, token_ids[:, None])[:, 0].tolist()
     best, ids = logprobs.topk(min(top, logprobs.shape[-1]), -1)
     rows = zip(tokens, of_tokens, ids.tolist(), best.tolist(), strict=True)
     return [

@@ -1,4 +1,4 @@
-"""The form of output, as OpenAI's `response_format` describes it. Needs no torch."""
+"""The form of output, as OpenAI's `response_format` describes it. It needs no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 TYPES = ("text", "json_object", "json_schema", "regex", "grammar")
-MAX_CHARACTERS = 2**16  # of a schema, an expression or a grammar
+MAX_CHARACTERS = 2**16  # of a schema, a regular expression or a grammar
 
 
 def form_of(response_format: Any) -> tuple[str, str] | None:

@@ -1,4 +1,4 @@
-"""How a token follows from logits: processors, then argmax or sampling."""
+"""How a token follows from logits: logits processors, then argmax or sampling."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class LogitBias(LogitsProcessor):
         return scores.index_add(1, ids, values.expand(len(scores), -1))
 
 
-# These read the scores without knowing which tokens they belong to.
+# These compare scores and do not know which token a score belongs to.
 _INDEX_FREE = (
     logits_process.TemperatureLogitsWarper,
     logits_process.TopKLogitsWarper,
@@ -118,14 +118,14 @@ _INDEX_FREE = (
     logits_process.EtaLogitsWarper,
     QuickTopP,
 )
-# These do not read the text, so they process all nodes of a draft in one call.
+# These do not read the tokens before, so they process all nodes of a draft in one call.
 _PREFIX_FREE = (*_INDEX_FREE, logits_process.SuppressTokensLogitsProcessor, LogitBias)
 
 
 class Constraint(LogitsProcessor):
-    """A processor that forbids tokens by the text before them (`forerun.sampling.grammar`).
+    """A processor that can tell before a forward which tokens it forbids after a text.
 
-    It can say so before a forward.
+    The package has one: `forerun.sampling.grammar.Grammar`.
     """
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> int:
@@ -134,6 +134,7 @@ class Constraint(LogitsProcessor):
 
 
 def _quickened(processor: LogitsProcessor) -> LogitsProcessor:
+    """Return QuickTopP in place of transformers' top-p, and other processors as they are."""
     if type(processor) is not logits_process.TopPLogitsWarper:
         return processor
     return QuickTopP(processor.top_p, processor.filter_value, processor.min_tokens_to_keep)
@@ -141,11 +142,11 @@ def _quickened(processor: LogitsProcessor) -> LogitsProcessor:
 
 @dataclass(frozen=True)
 class SamplingDistribution:
-    """What tokens are sampled from, where temperature and top-p say all of it.
+    """A distribution that a temperature and top-p describe.
 
     Attributes:
-        temperature: of the logits.
-        top_p: the probability that the most probable tokens have together, which alone are sampled.
+        temperature: divides the logits.
+        top_p: tokens are sampled from the smallest set that has this probability.
     """
 
     temperature: float = 1.0
@@ -159,8 +160,8 @@ class ChainSampling:
     Attributes:
         distribution: what its tokens are sampled from.
         numbers: [n] random numbers in [0, 1), float64, one per token; None for seeded samplers.
-        keys: those of the seeded samplers, one for each position.
-        size: tokens of the vocabulary of the seeded samplers.
+        keys: the key of the seeded sampler at each position.
+        size: how many tokens the seeded samplers choose from.
     """
 
     distribution: SamplingDistribution
@@ -174,7 +175,8 @@ class Drafted(NamedTuple):
 
     Attributes:
         tokens: the n drafted tokens.
-        probs: [n, V] that the tokens were sampled from, if random numbers were given; else None.
+        probs: [n, V] the distributions that the tokens were sampled from, if random numbers were
+            given; else None.
         probabilities: the probability of each token.
     """
 
@@ -236,14 +238,14 @@ class Sampler:
     def scores(self, logits: Tensor, prefix: Callable[[int], list[int]]) -> Tensor:
         """Return processed float32 scores [N, V] of logits [N, V].
 
-        `prefix(i)` returns the tokens before the i-th choice. Processors that read the prefix are
-        called for rows of one length at a time, so that there is no padding.
+        `prefix(i)` returns the tokens before row i. Processors that read them are called with rows
+        of equal length, so that there is no padding.
         """
         scores = logits.float()
         if not self.processors:
             return scores
         if not self.index_free:
-            scores = scores.clone()  # some of the other processors write in place
+            scores = scores.clone()  # because some of the other processors write in place
         if self.prefix_free:
             return self._processed(None, scores)
         prefixes = [prefix(i) for i in range(len(scores))]
@@ -276,46 +278,39 @@ class Sampler:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether its tokens are the argmax of the logits themselves."""
+        """Whether the next token is the argmax of the logits themselves."""
         return self.greedy and not self.processors
 
     @cached_property
     def distribution(self) -> SamplingDistribution | None:
-        """What tokens are sampled from; None for argmax.
+        """The distribution that tokens are sampled from.
 
-        None also if processors do more than temperature and then top-p.
+        None for greedy decoding, and if there are processors besides a temperature and then top-p.
         """
         distribution = SamplingDistribution()
-        has_temperature = False
-        has_top_p = False
-        for processor in self.processors or ():
-            is_temperature = type(processor) is logits_process.TemperatureLogitsWarper
-            if is_temperature and not has_temperature and not has_top_p:
-                distribution = replace(distribution, temperature=float(processor.temperature))
-                has_temperature = True
-            elif _is_plain_top_p(processor) and not has_top_p:
-                distribution = replace(distribution, top_p=float(processor.top_p))
-                has_top_p = True
-            else:
-                return None
-        return None if self.greedy else distribution
+        left = list(self.processors or ())
+        if left and type(left[0]) is logits_process.TemperatureLogitsWarper:
+            distribution = replace(distribution, temperature=float(left.pop(0).temperature))
+        if left and type(left[0]) is QuickTopP and left[0].min_tokens_to_keep == 1:
+            distribution = replace(distribution, top_p=float(left.pop(0).top_p))
+        return None if self.greedy or left else distribution
 
     @property
     def prefix_free(self) -> bool:
-        """Whether its processors look at the scores alone."""
+        """Whether no processor reads the tokens before."""
         return all(type(processor) in _PREFIX_FREE for processor in self.processors or ())
 
     @property
     def index_free(self) -> bool:
-        """Whether its processors do not know which tokens the scores belong to.
+        """Whether no processor knows which tokens the scores belong to.
 
-        Then they can process the scores of a part of the vocabulary.
+        The processors can then work on the scores of a part of the vocabulary.
         """
         return all(type(processor) in _INDEX_FREE for processor in self.processors or ())
 
 
 def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
-    """Return the processors that narrow what is sampled, in the order of `generate`."""
+    """Return temperature, top-k, top-p and min-p, in the order of `generate`."""
     warpers: list[LogitsProcessor] = []
     if params.temperature != 1.0:
         warpers.append(logits_process.TemperatureLogitsWarper(float(params.temperature)))
@@ -328,12 +323,8 @@ def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
     return warpers
 
 
-def _is_plain_top_p(processor: LogitsProcessor) -> bool:
-    return type(processor) is QuickTopP and processor.min_tokens_to_keep == 1
-
-
 class RowError(Exception):
-    """A user's processor raised for one row; `__cause__` is what it raised."""
+    """A user's processor raised an error for one row; `__cause__` is that error."""
 
     def __init__(self, row: int) -> None:
         super().__init__(f"a logits processor failed for row {row}")
@@ -384,7 +375,10 @@ def next_tokens(
 def _scores_by_row(
     samplers: Sequence[Sampler], logits: Tensor, prefix: Callable[[int], list[int]]
 ) -> Tensor:
-    """Return the processed scores [R, V] of rows with different processors."""
+    """Return the processed scores [R, V] of rows with different processors.
+
+    Raises RowError if a row's processor raised.
+    """
     scores = logits.float().clone()
     for row, sampler in enumerate(samplers):
         if not sampler.processors:
@@ -406,8 +400,8 @@ def sample(probabilities: Tensor, source: Source) -> int:
     """Return a token sampled from a distribution [V].
 
     A seeded sampler needs it normalised. A generator's random number goes through the inverse of
-    the distribution function. That takes a tenth of the time of torch.multinomial, which needs a
-    random number for every entry.
+    the cumulative distribution function. That takes a tenth of the time of torch.multinomial, which
+    needs a random number for every entry.
 
     Raises ValueError for a distribution of NaN, or if no token has a probability.
     """
@@ -417,32 +411,32 @@ def sample(probabilities: Tensor, source: Source) -> int:
     dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS lacks float64
     number = torch.rand((), dtype=dtype, generator=source, device=device)
     if device.type == "cpu":
-        return _at(float(number), probabilities.numpy())
+        return _token_at(float(number), probabilities.numpy())
     below = probabilities.cumsum(-1, dtype=dtype)
-    # `right` passes over tokens without probability.
+    # `right` passes over tokens whose probability is 0.
     index = int(torch.searchsorted(below, number * below[-1], right=True))
-    return index if index < len(probabilities) else _last(probabilities.cpu().numpy())
+    return index if index < len(probabilities) else _last_possible(probabilities.cpu().numpy())
 
 
-def _at(number: float, p: FloatArray) -> int:
-    """Return the token of p [V] at a number in [0, 1) of the distribution function.
+def _token_at(number: float, p: FloatArray) -> int:
+    """Return the token at which the cumulative distribution of p [V] passes a number in [0, 1).
 
     Blocks are summed first, which takes a sixth of the time of a sum up to every token.
     """
     starts = np.arange(0, len(p), _BLOCK_TOKENS)
     below = np.add.reduceat(p, starts, dtype=np.float64).cumsum()
-    at = number * below[-1]
-    block = int(below.searchsorted(at, "right"))
+    target = number * below[-1]
+    block = int(below.searchsorted(target, "right"))
     if block == len(below):
-        return _last(p)
+        return _last_possible(p)
     first = block * _BLOCK_TOKENS
     tokens = p[first : first + _BLOCK_TOKENS]
-    rest = at - (below[block - 1] if block else 0.0)
+    rest = target - (below[block - 1] if block else 0.0)
     index = int(tokens.cumsum(dtype=np.float64).searchsorted(rest, "right"))
-    return first + (index if index < len(tokens) else _last(tokens))
+    return first + (index if index < len(tokens) else _last_possible(tokens))
 
 
-def _last(p: FloatArray) -> int:
+def _last_possible(p: FloatArray) -> int:
     """Return the last token that has a probability, for a number that was rounded up to the end."""
     if not p.sum() > 0:
         raise NotNumbersError(

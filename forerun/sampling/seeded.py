@@ -1,10 +1,10 @@
-"""Sampling that depends on a seed, a position and a distribution, and on nothing else.
+"""Sampling that depends only on a seed, a position and a distribution.
 
 Each token gets the time e / p, where p is its probability and e an exponential random number. The
 token with the least time is sampled, which happens with its probability. The numbers e follow from
-the seed, the sequence's position and the token, so draft and target have the same ones. If their
-distributions are alike, both sample the same token, and it is accepted. So what is sampled is the
-target's choice alone, whatever was drafted, in whatever steps and beside whatever rows (Daliri et
+the seed, the position in the sequence and the token, so draft and target use the same ones. If
+their distributions are alike, both sample the same token, and it is accepted. So the target alone
+decides what is sampled, whatever was drafted, in whatever steps and beside whatever rows (Daliri et
 al., arXiv 2408.07978). The price is that sampled drafts are accepted less often than by the rule of
 `forerun.engine.acceptance.accept`. For point masses there is no difference.
 """
@@ -21,11 +21,11 @@ from torch import Tensor
 from forerun.failures import NotNumbersError
 from forerun.sampling.probabilities import FloatArray
 
-# Only the part of a token's probability beyond this has a time for itself. The parts of all tokens
-# up to it share one time. If that is the least, one of the tokens is sampled by these parts. So the
-# many improbable tokens take little time.
+# Only the part of a token's probability above this floor has its own time. The parts below it, of
+# all tokens, are added up and have one time together. If that is the smallest, one token is sampled
+# by these parts. So the many improbable tokens cost little.
 FLOOR = 2.0**-12
-_REST = 2**32  # beyond the numbers of all tokens
+_REST = 2**32  # the number of the parts below the floor; those of tokens are smaller
 
 IntArray = NDArray[np.int64]
 
@@ -42,7 +42,7 @@ class SeededSampler:
 
     def uniforms(self, tokens: IntArray) -> FloatArray:
         """Return a number in (0, 1) for each token."""
-        # SplitMix64, which a token advances by as many steps as its number says.
+        # SplitMix64, advanced by token + 1 steps from the key.
         steps = tokens.astype(np.uint64) + np.uint64(1)
         bits = np.uint64(self.key) + steps * np.uint64(0x9E3779B97F4A7C15)
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

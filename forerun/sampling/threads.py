@@ -1,4 +1,4 @@
-"""Keep torch's threads from disturbing ours."""
+"""Keeps torch's threads off the cores that our threads need."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-# For so many numbers one thread takes no longer than several, with the time to wake them.
+# Up to this many numbers, one thread takes no longer than several, which must be waited for.
 MAX_NUMBERS_OF_ONE_THREAD = 1 << 21
 
-# Without OpenMP this stays `int`, which does nothing, because no thread of torch waits then.
+# Without OpenMP this stays `int`, which does nothing, because torch then has no waiting threads.
 _set_threads: Any = int
 with suppress(AttributeError, OSError, TypeError):  # TypeError: on Windows
     # torch's build brings OpenMP's functions into the process.
@@ -21,11 +21,11 @@ with suppress(AttributeError, OSError, TypeError):  # TypeError: on Windows
 
 @contextmanager
 def one_thread(numbers: int) -> Iterator[None]:
-    """Run torch's operations of a block in the calling thread alone, if their numbers are few.
+    """Run torch's operations in this block in the calling thread alone, if they are small.
 
-    Otherwise torch's other threads wait actively for a next operation, on cores that the next
-    forward in C needs. A step with sampled drafts takes 94 ms so, and 106 without (Qwen2.5-Coder
-    1.5B, two cores of a Zen 4). Only the calling thread is affected.
+    After an operation torch's other threads wait actively for the next one, on cores that the next
+    forward in C needs. A step with sampled drafts takes 94 ms with one thread, and 106 ms without
+    this (Qwen2.5-Coder 1.5B, two cores of a Zen 4). Only the calling thread is affected.
 
     Args:
         numbers: how many numbers the operations read.

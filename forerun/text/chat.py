@@ -1,4 +1,4 @@
-"""Conversations as prompts, by the chat template of a tokenizer. Needs no torch."""
+"""Conversations as prompts, by the chat template of a tokenizer. It needs no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "user", "assistant", "tool")
 _EXTRA_KEYS = {"assistant": "tool_calls", "tool": "tool_call_id"}  # beside role and content
-# They stand for a call and an answer, to see what a template writes about them.
+# Placeholders for a call and an answer, which show what a template writes around them.
 _CALL = "forerunCall"
 _ANSWER = "forerunAnswer"
 
@@ -78,7 +78,7 @@ def chat_prompt(
     }
     try:
         ids: Any = tokenizer.apply_chat_template(conversation, **options, **template_args)
-    except Exception as error:  # templates may raise anything
+    except Exception as error:  # templates may raise errors of any type
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"the chat template refuses these messages: {reason}") from None
     return [int(token) for token in ids]
@@ -114,7 +114,7 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """
     if tokenizer is None or not has_template(tokenizer):
         return frozenset()
-    # Empty if the template refuses this conversation; then the model has its own end tokens only.
+    # Empty if the template refuses this conversation; then only the model's end tokens are used.
     conversation = _rendered(tokenizer, [{"role": "assistant", "content": _ANSWER}])
     after = conversation.rpartition(_ANSWER)[2].lstrip()
     special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
@@ -136,6 +136,7 @@ def renders_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _renders_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template writes tool calls and their results."""
     call = {"id": "abcdefghi", "type": "function", "function": {"name": _CALL, "arguments": {}}}
     result = {"role": "tool", "content": _ANSWER, "name": _CALL, "tool_call_id": "abcdefghi"}
     calling = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -146,15 +147,16 @@ def _renders_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
 def _rendered(
     tokenizer: PreTrainedTokenizerBase, messages: list[Any], tools: list[Any] | None = None
 ) -> str:
-    """Return a conversation as the template writes it; nothing if the template refuses it."""
+    """Return a conversation as the template writes it; "" if the template refuses it."""
     conversation = [{"role": "user", "content": "x"}, *messages]
     try:
         return str(tokenizer.apply_chat_template(conversation, tools=tools, tokenize=False))
-    except Exception:  # templates may raise anything
+    except Exception:  # templates may raise errors of any type
         return ""
 
 
 def _message(number: int, message: Any, names: dict[str, str]) -> dict[str, Any]:
+    """Return a message as `checked` does; `names` has the called functions by the calls' ids."""
     if not isinstance(message, dict):
         raise ValueError(
             f"message {number} must be {{role, content}}, not {type(message).__name__}"

@@ -1,4 +1,4 @@
-"""Prompts with a gap, as models for code were trained to fill it. Needs no torch."""
+"""Prompts with a gap, as models for code were trained to fill it. It needs no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The tokens before the text before the gap, before the text after it, and before what fills it.
+# Each form has three tokens. They mark the text that precedes the gap, the text that follows it,
+# and the text that fills it; each token comes before its text.
 _FORMS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
@@ -30,12 +31,12 @@ class InfillForm:
     """How a tokenizer's model is asked to fill a gap.
 
     Attributes:
-        before: the token before the text before the gap.
-        after: the token before the text after the gap.
-        middle: the token before what fills the gap.
-        ends: the tokens that end what fills the gap.
-        is_sentencepiece: whether the tokenizer puts a space before every text. It does not belong
-            after the gap.
+        before: the token that marks the text that precedes the gap.
+        after: the token that marks the text that follows the gap.
+        middle: the token that marks the text that fills the gap.
+        ends: the tokens that end the text that fills the gap.
+        is_sentencepiece: whether the tokenizer puts a space before every text. The text that
+            follows the gap is encoded without this space.
     """
 
     before: int

@@ -1,4 +1,4 @@
-"""Tokens to text as they come, without incomplete characters and parts of stop strings."""
+"""Turns tokens into text as they come, without incomplete characters and stop strings."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 PROMPT_TOKENS = 4  # decoded with the first output tokens, so that a first word keeps its space
-# After so many tokens without new text no more are gathered, because each further token decodes
-# all of them again.
+# At most this many tokens without new text are gathered, because with each further token all of
+# them are decoded again.
 MAX_GATHERED = 16
 HALF = "\ufffd"  # what an incomplete character is decoded to
 # The characters with which byte-level vocabularies spell bytes.
@@ -19,11 +19,12 @@ _BYTES = {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 class StopStrings:
-    """Whether the last of some tokens completes a stop string, as in StopStringCriteria.
+    """Tells whether the last token completes a stop string.
 
-    That is transformers' class. A stop string may begin in the prompt or inside a token, and has to
-    end in the last token. Bytes are compared, so characters may be split over tokens. The bytes of
-    a token are computed when it first occurs, not for the whole vocabulary.
+    The rule is that of transformers' StopStringCriteria: a stop string may begin in the prompt or
+    inside a token, and has to end in the last token. Bytes are compared, so characters may be split
+    over tokens. The bytes of a token are computed when it first occurs, not for the whole
+    vocabulary.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
@@ -31,7 +32,7 @@ class StopStrings:
         self.strings = [text.encode() for text in strings]
         self._longest = max(map(len, self.strings), default=0)
         self._bytes: dict[int, bytes] = {}
-        # Tokens are decoded after this text, so that decoders neither add nor strip a space.
+        # Tokens are decoded behind this text, so that decoders neither add nor strip a space.
         base = tokenizer.encode("abcdef", add_special_tokens=False)
         self._base = list(tokenizer.convert_ids_to_tokens(base))
         self._skip = len(tokenizer.convert_tokens_to_string(self._base))
@@ -59,7 +60,7 @@ class StopStrings:
         if token is None:  # padding of the embedding; this byte is in no text
             return b"\xff"
         text = self.tokenizer.convert_tokens_to_string([*self._base, token])[self._skip :]
-        if HALF in text:  # there are incomplete characters; the token's name says which bytes
+        if HALF in text:  # a character is incomplete, so the bytes are read from the token's name
             if re.fullmatch("<0x[0-9a-fA-F]{2}>", token):
                 return bytes.fromhex(token[3:5])
             if all(char in _BYTES for char in token):
@@ -179,10 +180,12 @@ class TextStream:
             self._ids = self._ids[self._read :]
             self._read = len(self._ids)
             self._known = self._decode(self._ids)
-            if certain is not whole:  # because the last incomplete one may still become a character
+            if certain is not whole:
+                # The incomplete character at the end may still be completed.
                 self._known = self._known[:-1]
             return
-        if is_late:  # special tokens, for example, which change no later text either
+        if is_late:
+            # Such tokens, special ones for example, do not change later text either.
             del self._ids[self._read :]
         if self.stop:
             self._held.append((self._decode([token], special=True), None))

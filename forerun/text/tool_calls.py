@@ -1,4 +1,4 @@
-"""Tool calls in a model's text: the forms of models, and how they are read. Needs no torch."""
+"""Tool calls in a model's text: the forms of models, and how they are read. It needs no torch."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ FORMS = {
     "mistral": ToolForm("[TOOL_CALLS]", "[", ",", "]", id=("", 9)),
 }
 
-# Words of chat templates that show which form their models write, and words of other forms, which
-# are not JSON.
+# Words in chat templates that show which form the model writes, and words that show another form,
+# which is not JSON.
 _SIGNS = {
     "hermes": ["<tool_call>"],
     "mistral": ["[TOOL_CALLS]"],
@@ -81,12 +81,14 @@ class ToolCall:
 
 
 class _MoreTextError(Exception):
-    """The text that comes next decides."""
+    """More text is needed to decide."""
 
 
 _DECODER = json.JSONDecoder()
 _NAMED = '{"name":"'  # how a call without a marker begins, without spaces
-_UNSURE = 12  # in so many characters after an error more text may mend JSON, as in "nul"
+# If fewer characters than this follow an error in JSON, more text may still mend it. For example,
+# "nul" may become "null".
+_UNSURE = 12
 
 
 class ToolStream:
@@ -103,20 +105,22 @@ class ToolStream:
         broken: how many calls were begun and could not be read.
     """
 
-    def __init__(self, form: ToolForm, names: Collection[str], most: int | None = None) -> None:
+    def __init__(
+        self, form: ToolForm, names: Collection[str], max_calls: int | None = None
+    ) -> None:
         """Begin an answer.
 
         Args:
             form: how the model writes calls.
             names: those of the functions.
-            most: how many calls are returned, or None for all. Those after them are dropped.
+            max_calls: how many calls are returned, or None for all. Further calls are dropped.
         """
         self.form = form
         self.text = ""
         self.calls: list[ToolCall] = []
         self.broken = 0
         self._names = names
-        self._most = most
+        self._max_calls = max_calls
         self._is_bare = form.is_bare
         self._markers = {form.begin: form.close}
         if form.is_fenced:
@@ -160,12 +164,12 @@ class ToolStream:
             raise _MoreTextError
 
     def _read(self, at: int, is_bare: bool, close: str) -> None:
-        """Take the calls after a marker, with what closes them; without calls, the marker as text.
+        """Take the calls after a marker and what closes them, or the marker as text without calls.
 
         Args:
             at: where the marker ends in the rest.
-            is_bare: whether calls must name a known function, because there is no marker, or it is
-                that of a block of JSON.
+            is_bare: whether calls must name a known function, because there is no marker, or the
+                marker only begins a block of JSON.
             close: what closes the calls.
         """
         calls: list[ToolCall] = []
@@ -186,8 +190,8 @@ class ToolStream:
             self._say(at)
             return
         self._rest = self._rest[max(end, self._after(end, close) if close else end) :]
-        if self._most is not None:
-            calls = calls[: max(0, self._most - len(self.calls))]
+        if self._max_calls is not None:
+            calls = calls[: max(0, self._max_calls - len(self.calls))]
         self.calls += calls
         self._given += calls
 
@@ -208,7 +212,10 @@ class ToolStream:
             written = json_object(self._rest[at:end] + "}") or {}
             if not any(key in written for key in _KEYS):
                 written = {}
-        except (ValueError, RecursionError):  # a number of too many digits, or too many brackets
+        except (
+            ValueError,
+            RecursionError,
+        ):  # a number has too many digits, or the nesting is too deep
             return None, at
         name = written.get("name")
         arguments: Any = next((written[key] for key in _KEYS if key in written), {})
@@ -217,6 +224,7 @@ class ToolStream:
         return ToolCall(name, json.dumps(arguments, ensure_ascii=False)), end
 
     def _names_function(self, at: int) -> bool:
+        """Return whether a call of a known function begins at a place."""
         flat = re.sub(r"\s", "", self._rest[at:])
         if not flat.startswith(_NAMED[: len(flat)]):
             return False
@@ -226,7 +234,7 @@ class ToolStream:
         return name in self._names
 
     def _after(self, at: int, literal: str) -> int:
-        """Return where a literal ends that comes next after whitespace; -1 if it does not."""
+        """Return where a literal ends that follows `at` and any whitespace; -1 for another text."""
         body = self._rest[at:].lstrip(_SPACE)
         if body.startswith(literal):
             if not body and not self._finished:
@@ -237,6 +245,7 @@ class ToolStream:
         return -1
 
     def _say(self, length: int) -> None:
+        """Give out the first characters of the rest as text."""
         if length:
             self.text += self._rest[:length]
             self._given.append(self._rest[:length])

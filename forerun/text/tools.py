@@ -1,6 +1,6 @@
 """The tools of a request in the form of OpenAI's API, and the grammar of forced calls.
 
-Needs no torch.
+It needs no torch.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Tools:
     Attributes:
         tools: all of them.
         form: how the model writes calls; None if no calls are read.
-        most: the largest number of calls of an answer, or None.
+        max_calls: the most calls of an answer, or None for any number.
         shown: the texts of special tokens that are part of calls.
         grammar: a `response_format` that the answer follows, or None.
     """
 
     tools: Sequence[Tool] = ()
     form: ToolForm | None = None
-    most: int | None = None
+    max_calls: int | None = None
     shown: dict[int, str] = field(default_factory=dict)
     grammar: dict[str, str] | None = None
 
@@ -65,10 +65,10 @@ class Tools:
         return [tool.given for tool in self.tools]
 
     def stream(self) -> ToolStream | None:
-        """Return what reads an answer, if there is a form."""
+        """Return a reader of the answer's calls; None if no calls are read."""
         if self.form is None:
             return None
-        return ToolStream(self.form, {tool.name for tool in self.tools}, self.most)
+        return ToolStream(self.form, {tool.name for tool in self.tools}, self.max_calls)
 
 
 NO_TOOLS = Tools()
@@ -209,8 +209,8 @@ def _grammar(
         tools: the tools of a request.
         choice: as `checked_choice` returns it.
         is_single: whether an answer has at most one call.
-        tokens: Lark's names of the markers that are tokens. Such a marker must be that token,
-            because the tokenizer would not write it otherwise.
+        tokens: Lark's names of the markers that are tokens. The grammar takes only the token for
+            such a marker, because the tokenizer writes the marker as this token.
     """
     is_forced = choice != "auto"
     if not is_forced and not any(tool.strict for tool in tools):
@@ -255,8 +255,8 @@ def _call_rules(form: ToolForm, tools: Sequence[Tool], is_forced: bool) -> list[
 def _text_rules(form: ToolForm, marker: str, is_token: bool) -> tuple[list[str], list[str]]:
     """Return the rules of text between calls, and the alternatives of text with a call after it.
 
-    Text has no beginning of a call in it. It does not begin with an object where that would be a
-    call.
+    Text does not contain the beginning of a call. In a bare form it does not begin with an object
+    either, because that would be a call.
     """
     text = rf"\s*([^{{\s]{_ANYTHING})?" if form.is_bare else _ANYTHING
     sign = re.escape(form.begin)

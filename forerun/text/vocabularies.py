@@ -15,7 +15,7 @@ from forerun.text.stop_strings import StopStrings
 
 MIN_OVERLAP = 0.5  # with a smaller share of common tokens drafts seldom pay
 
-# SentencePiece spells a byte so, if no other token has it.
+# How SentencePiece names a token for one byte, which it uses if no other token has that byte.
 _BYTE = re.compile("<0x[0-9a-fA-F]{2}>")
 
 # The texts in which common tokens are counted.
@@ -47,20 +47,20 @@ class Vocabulary:
         names = {id: name for name, id in tokenizer.get_vocab().items()}
         added = tokenizer.added_tokens_decoder
         hidden = {*tokenizer.all_special_ids, *(id for id, token in added.items() if token.special)}
-        spelling = StopStrings(tokenizer, ())
+        speller = StopStrings(tokenizer, ())
         self.spelled: list[bytes | None] = [None] * (max(names, default=-1) + 1)
         for id in names:
             if id not in hidden:
-                self.spelled[id] = str(added[id]).encode() if id in added else spelling.bytes_of(id)
+                self.spelled[id] = str(added[id]).encode() if id in added else speller.bytes_of(id)
         self.special = {names[id]: id for id in hidden if id in names}
         self.end: int | None = tokenizer.eos_token_id
         self.front: list[int] = tokenizer("")["input_ids"]
         if self.front and self.front[-1] == self.end:  # some put an end after every text
             self.front = self.front[:-1]
-        # Of tokens with the same bytes tokenizers prefer an added one, and use one that spells a
-        # byte only where there is no other.
+        # Of several tokens with the same bytes, tokenizers prefer an added token. A token that only
+        # spells a byte is their last choice.
         pairs = reversed(list(enumerate(self.spelled)))
-        self.ids = {spelling: id for id, spelling in pairs if spelling}
+        self.ids = {text: id for id, text in pairs if text}
         for id in sorted(names):
             text = self.spelled[id]
             if text and (id in added or self._is_byte(text, names)):
@@ -68,7 +68,7 @@ class Vocabulary:
         self._bases = [(base, self._encode(base)) for base in ("\n", "a")]
 
     def _is_byte(self, text: bytes, names: dict[int, str]) -> bool:
-        """Return whether the token that is kept for a text only spells a byte."""
+        """Return whether the token in `ids` for a text only spells a byte."""
         return len(text) == 1 and _BYTE.fullmatch(names[self.ids[text]]) is not None
 
     def spell(self, tokens: Sequence[int]) -> bytes:
@@ -82,7 +82,7 @@ class Vocabulary:
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text in the middle of another one.
 
-        So the space that some tokenizers put before a text is left out.
+        The space that some tokenizers put before a text is left out.
         """
         wanted = text.encode()
         others = []
@@ -130,8 +130,8 @@ class Translation:
     def shared(self) -> dict[int, int]:
         """The draft's token for each of the target's tokens that both have.
 
-        They have the same bytes, or both end a text. Of several tokens with the same bytes one
-        counts.
+        The two tokens have the same bytes, or both end a text. Of several tokens with the same
+        bytes one counts.
         """
         ids = self.draft.ids
         shared = {id: ids[text] for text, id in self.target.ids.items() if text in ids}

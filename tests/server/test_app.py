@@ -1,0 +1,183 @@
+"""The server before its model is loaded, at its end, and with readers that misbehave.
+
+Nothing that a client may send leads to a 5xx, or to an answer that /openapi.json does not promise.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, Mock
+
+import httpx
+import pytest
+
+from forerun.server import answers, run
+from forerun.server.app import STATIC, Settings, create_app
+from forerun.server.errors import ApiError
+from forerun.server.run import Protocol
+from forerun.server.worker import Worker
+from tests.support.serving import NAME, held, live, make_decoder, make_filler, post
+
+CASES = 500  # at least
+OPTIONS = (
+    "-m schemathesis.cli run --phases examples,coverage,fuzzing --max-examples 40 --seed 1 "
+    "--generation-deterministic --no-shrink --continue-on-failure "
+    "--exclude-checks positive_data_acceptance --workers 1 --request-timeout 60 "
+    "--warnings off --no-color"
+)
+COMMAND = [sys.executable, *OPTIONS.split()]
+
+
+def inside(app: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+
+
+def test_nothing_is_answered_before_the_model_is_there_and_while_it_goes() -> None:
+    go = threading.Event()
+
+    def make() -> Any:
+        assert go.wait(120)
+        return make_decoder()
+
+    async def ask() -> None:
+        worker = Worker(make)
+        app = create_app(worker, Settings(NAME))
+        async with app.router.lifespan_context(app), inside(app) as client:
+            for code in ("loading", "shutting_down"):
+                for response in (
+                    await client.get("/health"),
+                    await client.get("/v1/models"),
+                    await client.post("/v1/completions", json={"prompt": "a"}),
+                ):
+                    assert response.status_code == 503 and response.headers["Retry-After"] == "5"
+                    assert response.json()["error"]["code"] == code
+                assert (await client.get("/metrics")).status_code == 200
+                go.set()
+                await asyncio.wait_for(worker.ready.wait(), 120)
+                assert (await client.get("/health")).status_code == 200 or code != "loading"
+                app.state.service.draining = True
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("message", ["no such model", "the device is gone"])
+def test_a_model_that_cannot_be_used(message: str) -> None:
+    def make() -> Any:
+        if "model" in message:
+            raise ValueError(message)
+        decoder = make_decoder()
+        decoder.target.forward = Mock(side_effect=RuntimeError(message))  # type: ignore[method-assign]
+        return decoder
+
+    async def ask() -> None:
+        worker = Worker(make)
+        ended = asyncio.Event()
+        worker.on_failure = ended.set
+        worker.start()
+        await asyncio.wait_for(ended.wait(), 60)
+        assert str(worker.failed) == message and not worker.ready.is_set()
+        with pytest.raises(ApiError):
+            worker.engine  # noqa: B018
+        await worker.stop()
+
+    asyncio.run(ask())
+
+
+def test_a_silent_answer_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "KEEP_ALIVE", 0.05)
+    with live(idle=1) as server:
+        address = "127.0.0.1", int(server.url.rpartition(":")[2])
+        with socket.create_connection(address) as idle:
+            idle.settimeout(60)
+            assert idle.recv(1) == b""  # closed without a request
+        with socket.create_connection(address) as trickling:
+            trickling.settimeout(60)
+            trickling.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nX-Endless: ")
+            with pytest.raises((ConnectionResetError, BrokenPipeError)):
+                while True:  # closed although something comes again and again
+                    trickling.sendall(b"x")
+                    time.sleep(0.05)
+        body = {"prompt": "a", "max_tokens": 3, "stream": True, "echo": True, "temperature": 0}
+        with (
+            held(server.worker.engine) as go,
+            httpx.stream(
+                "POST", server.url + "/v1/completions", json=body, timeout=120, trust_env=False
+            ) as response,
+        ):
+            lines = response.iter_lines()
+            assert next(lines) == ": keep-alive"
+            go.set()
+            rest = [line for line in lines if line and line != ": keep-alive"]
+        assert '"text":"a' in rest[0] and rest[-1] == "data: [DONE]"
+
+
+def test_a_reader_that_has_stopped_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "STALLED_SECONDS", 0.05)
+
+    async def stall(resumes: bool) -> bool:
+        protocol = Protocol.__new__(Protocol)
+        transport = MagicMock()
+        protocol.loop = asyncio.get_running_loop()
+        protocol.transport = transport
+        protocol.flow = MagicMock()
+        protocol.pause_writing()
+        if resumes:
+            protocol.resume_writing()
+        await asyncio.sleep(0.2)
+        return bool(transport.abort.called)
+
+    assert not asyncio.run(stall(True)) and asyncio.run(stall(False))
+
+
+@pytest.mark.skipif(not (STATIC / "index.html").is_file(), reason="the page is not there")
+def test_the_page_may_load_nothing_from_elsewhere() -> None:
+    async def ask() -> None:
+        async with inside(
+            create_app(Worker(make_decoder), Settings(NAME, api_key="secret"))
+        ) as client:
+            for path in ("/", "/page.js", "/page.css"):
+                response = await client.get(path)
+                assert response.status_code == 200
+                assert response.headers["content-security-policy"].startswith("default-src 'self'")
+            assert (await client.get("/../app.py")).status_code == 401
+
+    asyncio.run(ask())
+
+
+def test_without_its_thread_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that wait get the error."""
+    failed = threading.Event()
+    with live() as server:
+        server.worker.on_failure = failed.set
+        monkeypatch.setattr(server.worker.engine, "advance", Mock(side_effect=SystemExit))
+        answer = post(server, "/v1/completions", {"prompt": "a", "max_tokens": 4})
+        assert answer.status_code == 500 and "SystemExit" in answer.json()["error"]["message"]
+        assert failed.wait(30) and isinstance(server.worker.failed, SystemExit)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("schemathesis") is None, reason="schemathesis is not installed")
+def test_nothing_that_a_client_sends_breaks_it(tmp_path: Path) -> None:
+    """Schemathesis finds no failure; it makes the same cases in each run.
+
+    It also sends what the schema allows and the server refuses, for example token ids that do not
+    exist. That is no failure.
+    """
+    report = tmp_path / "report.json"
+    with live(
+        lambda: make_filler(context=48)
+    ) as server:  # a short one, so that no answer takes long
+        command = [*COMMAND, f"{server.url}/openapi.json", "--report-json-path", str(report)]
+        env = os.environ | {"NO_PROXY": "127.0.0.1", "COLUMNS": "200"}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+        assert not server.rows
+    assert json.loads(report.read_text())["test_cases"]["generated"] >= CASES

@@ -1,0 +1,110 @@
+"""`forerun` as a user runs it, in processes that are forked after torch has been imported.
+
+The imports of torch and transformers take most of a short command's time. Each run has a process,
+arguments, standard streams, an environment and an exit status of its own, as with
+`python -m forerun`. Some test also runs each command by an interpreter of its own.
+"""
+
+import gc
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_IMPORTS = (
+    "torch",
+    "transformers",
+    "forerun.api.load",
+    "forerun.bench.measure",
+    "forerun.cli.commands",
+)
+
+
+def run(
+    *arguments: str,
+    stdin: str = "",
+    program: str | None = None,
+    env: Mapping[str, str] = os.environ,
+) -> subprocess.CompletedProcess[str]:
+    if program is not None:
+        # benchmarks/ is not installed.
+        program = f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n{program}"
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [str(Path(folder) / name) for name in ("in", "out", "err")]
+        for path, text in zip(streams, (stdin, "", ""), strict=True):
+            Path(path).write_text(text)
+        asked = {
+            "arguments": arguments,
+            "program": program,
+            "streams": streams,
+            "env": dict(env),
+            "cwd": str(Path.cwd()),
+        }
+        server = _server(os.getpid())
+        try:
+            print(json.dumps(asked), file=server.stdin, flush=True)
+            line = server.stdout.readline() if server.stdout else ""
+        except (
+            BaseException
+        ):  # a timeout, or Ctrl-C: the next run must not wait for what still runs
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+            _server.cache_clear()
+            raise
+        assert line, f"the process that commands are forked from has ended: {server.poll()}"
+        return subprocess.CompletedProcess(
+            arguments, int(line), *(Path(path).read_text() for path in streams[1:])
+        )
+
+
+@cache
+def _server(pid: int) -> subprocess.Popen[str]:
+    """Start the process that forks. It ends when the process `pid`, which holds its stdin, ends."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, __file__], **pipes, start_new_session=True)
+
+
+def _serve() -> None:
+    for name in _IMPORTS:
+        importlib.import_module(name)
+    gc.freeze()
+    for line in sys.stdin:
+        pid = os.fork()
+        if not pid:  # goes on to the interpreter's end, as any other process does
+            _become(**json.loads(line))
+            return
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+def _become(
+    arguments: list[str], program: str | None, streams: list[str], env: dict[str, str], cwd: str
+) -> None:
+    for number, (path, mode) in enumerate(
+        zip(streams, (os.O_RDONLY, os.O_WRONLY, os.O_WRONLY), strict=True)
+    ):
+        file = os.open(path, mode)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = ["-c" if program is not None else "forerun", *arguments]
+    if program is None:
+        if "TRANSFORMERS_VERBOSITY" not in env:  # a command sets it before it imports transformers
+            importlib.import_module("transformers.utils.logging").set_verbosity_error()
+        importlib.import_module("forerun.cli").main()
+    else:
+        names: dict[str, Any] = {"__name__": "__main__"}
+        exec(program, names)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,283 @@
+"""Tiny GGUF files: random models with a tokenizer, as llama.cpp's converter writes them."""
+
+import copy
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Type
+from transformers import PreTrainedModel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+VOCAB = 320
+CONTEXT = 128
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # tokens 0, 1 and 2; the last ends a text
+MERGES = ("Ġ Ġ", "Ġ t", "h e", "Ġt he", "1 2", "12 3", "Ġ 1", "l l", "o w")
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ARCHITECTURES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (transformers.LlamaForCausalLM, {}),
+    "llama with biases": (
+        transformers.LlamaForCausalLM,
+        {"attention_bias": True, "mlp_bias": True},
+    ),
+    "qwen2": (transformers.Qwen2ForCausalLM, {}),
+    "qwen3": (transformers.Qwen3ForCausalLM, {"head_dim": 32}),
+    "smollm3": (
+        transformers.SmolLM3ForCausalLM,
+        {"num_hidden_layers": 4},
+    ),  # the fourth does not rotate
+}
+
+
+def small(architecture: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random model with nothing at its initial value: biases and gains are numbers too."""
+    model_class, own = ARCHITECTURES[architecture]
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+    }
+    sizes |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+    }
+    sizes |= {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        "rms_norm_eps": 1e-5,
+    }
+    sizes |= {"tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model = model_class(model_class.config_class(**sizes | own | changes)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(
+                1 + 0.2 * noise if parameter.ndim == 1 and parameter.mean() == 1 else 0.15 * noise
+            )
+    return model
+
+
+# Where a block has its scales in float16.
+SCALES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+}
+
+
+def encode(name: str, weight: np.ndarray, kind: str) -> np.ndarray:
+    """A matrix in the bytes of a type.
+
+    Types that `gguf` cannot make get random codes, which mean another matrix.
+    """
+    type = Type[kind]
+    try:
+        return gguf.quantize(weight, type)
+    except NotImplementedError:
+        block, size = gguf.GGML_QUANT_SIZES[type]
+        rows, count = weight.shape[0], weight.shape[1] // block
+        made = np.random.default_rng(zlib.crc32(name.encode())).integers(
+            0, 256, (rows, count, size), np.uint8
+        )
+        scale = np.array([2e-5], np.float16).view(np.uint8)
+        for place in SCALES[kind]:
+            made[..., place : place + 2] = scale
+        return made.reshape(rows, count * size)
+
+
+def names(model: PreTrainedModel) -> dict[str, str]:
+    """What the tensors of a file are called, by their names in transformers."""
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, model.config.num_hidden_layers)
+    return {
+        name: str(known.get_name(name, (".weight", ".bias")))
+        for name, _ in model.named_parameters()
+    }
+
+
+@torch.no_grad()
+def rounded(
+    model: PreTrainedModel, kind: str, types: dict[str, str] | None = None
+) -> PreTrainedModel:
+    same = copy.deepcopy(model)
+    for name, parameter in same.named_parameters():
+        if parameter.ndim == 2:
+            stored = names(model)[name]
+            own = (types or {}).get(stored, kind)
+            values = gguf.dequantize(encode(stored, parameter.numpy(), own), Type[own])
+            parameter.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+    return same
+
+
+def turned(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Queries or keys in the order in which llama.cpp rotates them.
+
+    Numbers i and i + D / 2 of a head stand beside each other.
+    """
+    size = len(rows) // heads
+    order = [
+        head * size + i + half
+        for head in range(heads)
+        for i in range(size // 2)
+        for half in (0, size // 2)
+    ]
+    return np.ascontiguousarray(rows[order])
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a file has other than a model's usual one.
+
+    Attributes:
+        types: types of single tensors, by their names in the file.
+        tokenizer: whether the file has a tokenizer.
+        pre: how the tokenizer cuts texts, or "pieces" for one of SentencePiece's kind.
+        metadata: numbers and texts in place of those of the model, or in addition to them.
+        tensors: tensors in place of the model's (None: left out), or in addition, in F32.
+        endianess: the order of bytes.
+    """
+
+    types: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: bool = True
+    pre: str = "smollm"
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, np.ndarray | None] = field(default_factory=dict)
+    endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE
+
+
+def write(path: Path, model: PreTrainedModel, kind: str = "Q4_1", **changes: Any) -> Path:
+    """Write a model, with `changes` as in `Changes`.
+
+    Its matrices have the type `kind`, by ggml's name. Vectors are F32.
+    """
+    file = Changes(**changes)
+    arch = architecture_of(model)
+    writer = gguf.GGUFWriter(
+        path, file.metadata.get("general.architecture", arch), endianess=file.endianess
+    )
+    metadata = metadata_of(model)
+    if file.tokenizer:
+        metadata |= tokenizer_metadata(writer, model.config.vocab_size, file.pre)
+    add_metadata(writer, metadata | dict(file.metadata))
+    add_tensors(writer, model, kind, file)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def architecture_of(model: PreTrainedModel) -> str:
+    """Return llama.cpp's name of a model's architecture."""
+    return {"mistral": "llama"}.get(model.config.model_type, model.config.model_type)
+
+
+def metadata_of(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the sizes of a model under llama.cpp's keys."""
+    config = model.config
+    arch = architecture_of(model)
+    head_size = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    sizes = {
+        f"{arch}.block_count": config.num_hidden_layers,
+        f"{arch}.context_length": config.max_position_embeddings,
+        f"{arch}.embedding_length": config.hidden_size,
+        f"{arch}.feed_forward_length": config.intermediate_size,
+        f"{arch}.attention.head_count": config.num_attention_heads,
+        f"{arch}.attention.head_count_kv": config.num_key_value_heads,
+        f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        f"{arch}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    }
+    for name in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        sizes[f"{arch}.{name}"] = head_size
+    return sizes
+
+
+def add_metadata(writer: gguf.GGUFWriter, metadata: Mapping[str, Any]) -> None:
+    """Add numbers and texts to a file, each by its type."""
+    add = {
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        bool: writer.add_bool,
+    }
+    for key, value in metadata.items():
+        if key != "general.architecture":
+            add[type(value)](key, value)
+
+
+def add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str, file: Changes) -> None:
+    """Add the weights of a model and those of `file`: matrices of type `kind`, vectors in F32."""
+    config = model.config
+    is_turned = architecture_of(model) in ("llama", "smollm3")
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    tensors: dict[str, np.ndarray | None] = {
+        stored: model.get_parameter(name).detach().numpy() for name, stored in names(model).items()
+    }
+    for name, value in {**tensors, **file.tensors}.items():
+        if value is None:
+            continue
+        stored_as = file.types.get(name, kind) if value.ndim == 2 else "F32"
+        data = encode(name, value, stored_as) if value.ndim == 2 else value
+        part = name.split(".")[-2]
+        if is_turned and part in heads:
+            data = turned(data, heads[part])
+        is_float = stored_as in ("F16", "F32")
+        writer.add_tensor(name, data, raw_dtype=None if is_float else Type[stored_as])
+
+
+def tokenizer_metadata(writer: gguf.GGUFWriter, size: int, pre: str) -> dict[str, Any]:
+    """Add a tokenizer's tokens to a file, and return the rest of what describes it."""
+    described = _pieces(writer, size) if pre == "pieces" else _tokenizer(writer, size, pre)
+    return described | {
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+
+
+def _tokenizer(writer: gguf.GGUFWriter, size: int, pre: str) -> dict[str, Any]:
+    """Add a tokenizer of bytes, a few merges and fillers up to `size` tokens.
+
+    Return the metadata that are not written yet.
+    """
+    tokens = [*SPECIAL, *bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in MERGES)]
+    kinds = [3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)) + [5] * (size - len(tokens))
+    tokens += [f"[PAD{i}]" for i in range(len(tokens), size)]
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(list(MERGES))
+    told = {"model": "gpt2", "pre": pre, "padding_token_id": 0, "add_bos_token": False}
+    return {f"tokenizer.ggml.{key}": value for key, value in told.items()}
+
+
+def _pieces(writer: gguf.GGUFWriter, size: int) -> dict[str, Any]:
+    """Like `_tokenizer`, of SentencePiece's kind.
+
+    It has pieces with scores, and bytes for what the pieces lack.
+    """
+    pieces = ["▁", *map(chr, range(97, 123)), "▁t", "he", "▁the", "ll", "ow"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    kinds = [2, 3, 3] + [6] * 256 + [1] * len(pieces) + [5] * (size - len(tokens))
+    scores = (
+        [0.0] * (len(tokens) - 5) + [-1.0, -2.0, -3.0, -4.0, -5.0] + [0.0] * (size - len(tokens))
+    )
+    writer.add_token_list(tokens + [f"[PAD{i}]" for i in range(len(tokens), size)])
+    writer.add_token_types(kinds)
+    writer.add_token_scores(scores)
+    told = {"model": "llama", "unknown_token_id": 0, "add_bos_token": True}
+    return {f"tokenizer.ggml.{key}": value for key, value in told.items()}

@@ -1,0 +1,645 @@
+"""Tool calls: how answers are read, calls that follow their schema, and what clients get."""
+
+import json
+import re
+from collections import Counter
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import LogitsProcessorList, PreTrainedTokenizerFast
+
+from forerun.engine.sequence import Request
+from forerun.methods import AR, SD, Hybrid, Parts, Suffix
+from forerun.sampling.grammar import compiled
+from forerun.sampling.response_format import form_of
+from forerun.sampling.sampler import Sampler
+from forerun.text.chat import checked
+from forerun.text.tool_calls import FORMS, ToolCall, ToolStream, form_of_template
+from forerun.text.tools import checked_choice, checked_tools, tools_for
+from tests.support import toys
+from tests.support.serving import (
+    CHAT,
+    HELLO,
+    NAME,
+    Live,
+    client_of,
+    client_output,
+    events,
+    figures,
+    live,
+    post,
+    served,
+)
+from tests.support.tools import MARKERS, TEMPLATES, make_decoder, scripted
+
+CALL = '{"name": "f", "arguments": {"x": "a\\"}{[", "y": [1, {}]}}'
+PIECES = {  # of texts that are partly calls
+    "hermes": [
+        *(CALL, "```json\n", "```", "<tool_call>", "</tool_call>", "<too", "\n"),
+        '{"arguments": {}, "name": "f"}',
+    ],
+    "llama3": [
+        '{"name": "g", "parameters": {"x": 1}}',
+        *("<|python_tag|>", ";", " "),
+        '{"name": "Al", "parameters": {}}',
+    ],
+    "mistral": [
+        *("[TOOL_CALLS]", "[", CALL, ", ", "]", " "),
+        '{"name": "g", "arguments": {}, "id": "abcdefghi"}',
+    ],
+}
+BROKEN = [
+    '{"name": "f", "a',
+    '{"name": "f", "arguments": {"x": nope}}',
+    '{"name": "f", "arguments": []}',
+    '{"nam',
+]
+BROKEN += ["é <|", "{}", '"}', "}"]
+
+
+def read(
+    form: str, pieces: list[str], most: int | None = None
+) -> tuple[ToolStream, str, list[Any]]:
+    """What reads these pieces; the text and the calls that it gave."""
+    stream = ToolStream(FORMS[form], ("f", "g"), most)
+    given = [*chain(*(stream.push(piece, False) for piece in pieces), stream.push("", True))]
+    texts = [each for each in given if isinstance(each, str)]
+    return stream, "".join(texts), [each for each in given if not isinstance(each, str)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(data=st.data())
+def test_any_split_of_a_text_gives_the_same(form: str, data: st.DataObject) -> None:
+    text = "".join(data.draw(st.lists(st.sampled_from(PIECES[form] + BROKEN), max_size=9)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    whole, *streamed = read(form, [text])
+    cut, *cut_streamed = read(
+        form, [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    )
+    assert streamed == cut_streamed == [whole.text, whole.calls]
+    assert (cut.text, cut.calls, cut.broken) == (whole.text, whole.calls, whole.broken)
+    if not whole.calls:
+        assert whole.text == text
+
+
+DIGITS = (
+    '<tool_call>{"name": "f", "arguments": {"x": ' + "1" * 5000 + "}}</tool_call>"
+)  # more than Python's int reads
+NO_BRACE = '{"name": "f", "arguments": {"x": 1}'  # a brace forgotten
+CUT = '<tool_call>\n{"name": "f", "arguments": {"x'
+NO_TOOL = '```json\n{"name": "Al", "arguments": {}}\n```'
+TWO_CALLS = '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"x": 1}}'
+# Form, text, what is left of it, names called, broken calls.
+WANTED: list[tuple[str, str, str, list[str], int]] = [
+    ("hermes", f"Look: \n<tool_call>\n{CALL}\n</tool_call>", "Look:", ["f"], 0),
+    (
+        "hermes",
+        f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL} </tool_call>\nDone.\n",
+        *("\nDone.", ["f", "f"], 0),
+    ),
+    ("hermes", '<tool_call>{"arguments": {"name": 1}, "name": "g"}</tool_call>', "", ["g"], 0),
+    ("hermes", '<tool_call>{"name": "unheard"}', "", ["unheard"], 0),
+    ("hermes", '<tool_call>{"name": "f"', '<tool_call>{"name": "f"', [], 1),
+    ("hermes", f"<tool_call>\n{NO_BRACE}\n</tool_call>", "", ["f"], 0),
+    ("hermes", CUT, CUT, [], 1),
+    ("hermes", "a <tool_call> is\n", "a <tool_call> is\n", [], 1),
+    ("hermes", DIGITS, DIGITS, [], 1),
+    (
+        "hermes",
+        f"<tool_call>1</tool_call>\n<tool_call>{CALL}</tool_call>",
+        *("<tool_call>1</tool_call>", ["f"], 1),
+    ),
+    ("hermes", f"So:\n```json\n{CALL}\n```\n", "So:", ["f"], 0),  # as Qwen2.5-Coder writes them
+    ("hermes", NO_TOOL, NO_TOOL, [], 0),
+    ("llama3", TWO_CALLS, "", ["f", "g"], 0),
+    ("llama3", '<|python_tag|>{"name": "other", "parameters": {}}', "", ["other"], 0),
+    ("llama3", '{"name": "Al", "parameters": {}}', '{"name": "Al", "parameters": {}}', [], 0),
+    ("llama3", 'So: {"name": "f", "parameters": {}}', 'So: {"name": "f", "parameters": {}}', [], 0),
+    ("mistral", f"Ok.[TOOL_CALLS] [{CALL}, {CALL}]", "Ok.", ["f", "f"], 0),
+    ("mistral", f'[TOOL_CALLS][{CALL[:-1]}, "id": "abcdefghi"}}]', "", ["f"], 0),
+    ("mistral", "[TOOL_CALLS]f(x)", "[TOOL_CALLS]f(x)", [], 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text", "left", "names", "broken"), WANTED)
+def test_what_is_read(form: str, text: str, left: str, names: list[str], broken: int) -> None:
+    found, _, _ = read(form, [text])
+    assert (found.text, [call.name for call in found.calls], found.broken) == (left, names, broken)
+
+
+def test_texts_wait_no_longer_than_a_marker_may_begin_and_calls_come_whole() -> None:
+    stream = ToolStream(FORMS["hermes"], ())
+    said = [
+        stream.push(piece, False)
+        for piece in ("So <", "b> <tool_ca", "n ", "x\n<tool_call>", '{"name": "f", ')
+    ]
+    assert said == [["So"], [" <b>"], [" <tool_can"], [" x"], []]
+    said = [
+        stream.push(piece, False)
+        for piece in ('"arguments": {"x', '": "1', '23"', "}", "}\n</tool", "_call> ")
+    ]
+    assert said == [[], [], [], [], [], [ToolCall("f", '{"x": "123"}')]]
+    bare = ToolStream(FORMS["llama3"], ("f",))
+    assert [bare.push(piece, False) for piece in ('{"na', 'me": "fx"', ', "a": ')] == [
+        [],
+        ['{"name": "fx"'],
+        [', "a":'],
+    ]
+    many = f"<tool_call>{CALL}</tool_call>\n" * 3 + "end"
+    stream, text, calls = read("hermes", [many], 1)
+    assert len(stream.calls) == len(calls) == 1 and text == "\nend"
+
+
+def test_the_form_is_that_of_the_template() -> None:
+    assert {name: form_of_template(text) for name, text in TEMPLATES.items()} == FORMS
+    assert form_of_template(TEMPLATES["hermes"] + "<function=") is None
+    names = checked_tools([tool("f", X)])
+    for name in FORMS:
+        found = tools_for(names, "auto", True, make_decoder(name).tokenizer, None)
+        assert found.form is FORMS[name] and found.grammar is None
+        assert sorted(found.shown.values()) == [text for text, special in MARKERS[name] if special]
+
+
+# Calls that follow their schema.
+
+
+def tool(name: str, properties: dict[str, Any], strict: Any = None) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
+    if "$ref" in json.dumps(properties):
+        schema["$defs"] = {"Unit": {"enum": ["C", "F"]}}
+    return {"type": "function", "function": {"name": name, "parameters": schema, "strict": strict}}
+
+
+X = {"x": {"type": "integer", "minimum": 0, "maximum": 99}}
+CITY = {"city": {"type": "string", "maxLength": 4}, "unit": {"$ref": "#/$defs/Unit"}}
+TOOLS = [tool("count", X), tool("get_weather", CITY)]
+NAMED = {"type": "function", "function": {"name": "count"}}
+
+
+def of(
+    name: str, choice: Any, parallel: bool = True, are_tokens: bool = True, tools: Any = None
+) -> Any:
+    """A decoder, and how the tools are used with it."""
+    decoder = make_decoder(name, are_tokens)
+    read = checked_tools(tools or TOOLS)
+    return decoder, tools_for(read, checked_choice(choice, read), parallel, decoder.tokenizer)
+
+
+def allows(name: str, use: Any, text: str, decoder: Any) -> bool:
+    """Whether the grammar allows a text to its end."""
+    pytest.importorskip("llguidance")
+    form = form_of(use.grammar)
+    assert form is not None
+    grammar = compiled(form, decoder.tokenizer, frozenset([0]))(0)
+    tokens = [*decoder.tokenizer.encode(text, add_special_tokens=False), 0]
+    return grammar.fitting([], tokens) == len(tokens)
+
+
+COUNT, OSLO = '{"x": 7}', '{"city": "Oslo", "unit": "C"}'
+
+
+def written(name: str, *calls: tuple[str, str]) -> str:
+    """Calls as models write them."""
+    form = FORMS[name]
+    found = [f'{{"name": "{each}", "{form.key}": {arguments}}}' for each, arguments in calls]
+    if name == "hermes":
+        return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in found)
+    return f"[TOOL_CALLS][{', '.join(found)}]" if name == "mistral" else "; ".join(found)
+
+
+@pytest.mark.parametrize("are_tokens", [True, False])
+@pytest.mark.parametrize("name", FORMS)
+def test_grammars_allow_calls_that_fit_their_tools_alone(name: str, are_tokens: bool) -> None:
+    one, other = ("count", COUNT), ("get_weather", OSLO)
+    many = written(name, one, other)
+    strict = [tool("count", X, True), TOOLS[1]]
+    for choice, parallel, tools, text, allowed in [
+        ("required", True, TOOLS, written(name, one), True),
+        ("required", True, TOOLS, many, name != "llama3"),
+        ("required", False, TOOLS, many, False),
+        ("required", True, TOOLS, "Let me see.", False),
+        ("required", True, TOOLS, written(name, ("count", '{"x": 100}')), False),
+        (NAMED, True, TOOLS, written(name, other), False),
+        ("auto", True, strict, "Let me see <a> 3 [b].\n", True),
+        ("auto", True, strict, written(name, one), True),
+        ("auto", True, strict, written(name, ("count", '{"x": "7"}')), False),
+        ("auto", True, strict, written(name, ("get_weather", '{"town": 1}')), True),  # not strict
+        ("auto", True, strict, "So: \n" + many + "\nok", True),
+        ("auto", False, strict, many, False),
+        ("auto", True, strict, 'Ok:\n```json\n{"x": 1}\n```', True),
+        (
+            "auto",
+            True,
+            strict,
+            'Ok:\n```json\n{"name": "count", "arguments": {"x": 7}}\n```\nSo.',
+            True,
+        ),
+        (
+            "auto",
+            True,
+            strict,
+            'Ok:\n```json\n{"name": "count", "arguments": {}}\n```',
+            name != "hermes",
+        ),
+    ]:
+        decoder, use = of(name, choice, parallel, are_tokens, tools)
+        assert allows(name, use, text, decoder) == allowed, (choice, parallel, text)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_500_sampled_calls_follow_their_schema(name: str) -> None:
+    pytest.importorskip("llguidance")
+    names = Counter[str]()
+    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+        decoder, use = of(name, choice, parallel=False)
+        sampling: dict[str, Any] = {"temperature": 1.5, "seed": 3, "max_new_tokens": 160}
+        for found in decoder.generate([[5, 6, 7]] * 85, **sampling, response_format=use.grammar):
+            assert found.finish_reason == "stop"
+            stream = use.stream()
+            stream.push(decoder.tokenizer.decode([each for each in found.tokens if each]), True)
+            (call,) = stream.calls
+            assert stream.text == "" and stream.broken == 0
+            names[call.name] += 1
+            value = json.loads(call.arguments)
+            if call.name == "count":
+                assert [*value] == ["x"] and 0 <= value["x"] <= 99 and type(value["x"]) is int
+            else:
+                assert (
+                    [*value] == ["city", "unit"]
+                    and len(value["city"]) <= 4
+                    and value["unit"] in ("C", "F")
+                )
+    assert names.total() == 170 and names["count"] > 5  # of all three forms: 510
+
+
+END = 0
+MARKER = 1
+CLOSE = 2
+SPELLED = {"\n": "\u010a", " ": "\u0120"}  # as byte-level vocabularies do
+LETTERS = [
+    "<end>",
+    *(text for text, _ in MARKERS["hermes"]),
+    *sorted(set('\n {"name:farguts,x}bc')),
+]
+WORDS = ("ab", "ba", "b", "bca", "cb")
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer whose texts have one spelling each: a token a character, and the markers."""
+    vocab = {SPELLED.get(letter, letter): token for token, letter in enumerate(LETTERS)}
+    backend = Tokenizer(BPE(vocab, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens([AddedToken("<end>", special=True)])
+    backend.add_tokens(
+        [AddedToken(text, special=False, normalized=False) for text in LETTERS[MARKER : CLOSE + 1]]
+    )
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    made.chat_template = TEMPLATES["hermes"]
+    return made
+
+
+DRAFTERS = {"ar": AR(), "sd": SD(3), "suffix": Suffix(), "hybrid": Hybrid(threshold=2.0)}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_sampled_calls_follow_the_models_distribution_restricted_to_the_grammar(name: str) -> None:
+    pytest.importorskip("llguidance")
+    tokenizer = letters()
+    given = checked_tools([tool("f", {"x": {"enum": [*WORDS]}})])
+    form = form_of(tools_for(given, given[0], True, tokenizer).grammar)
+    assert form is not None
+    begin = [MARKER, *map(LETTERS.index, '\n{"name": "f", "arguments": {"x": "')]
+    prompt = [3, 4, 5]
+    size = len(LETTERS)
+    target = toys.random_table(size, 1, 1.3)
+    draft = toys.random_table(size, 2, 1.3)
+
+    def joint(before: int, last: int, text: str, left: int) -> torch.Tensor:
+        """[V] * left: the distribution of the next tokens in the word, whose quote is its end."""
+        found = torch.zeros([size] * left)
+        allowed = sorted(
+            {LETTERS.index(f'{word}"'[len(text)]) for word in WORDS if f'{word}"'.startswith(text)}
+        )
+        for token, p in zip(allowed, target[before, last][allowed].softmax(-1), strict=True):
+            is_end = LETTERS[token] == '"'
+            if is_end or left == 1:
+                found[(token,) * left if is_end else token] += p
+            else:
+                found[token] += p * joint(last, token, text + LETTERS[token], left - 1)
+        return found
+
+    own = compiled(form, tokenizer, frozenset([END]))(len(prompt))
+    sampler = Sampler(False, LogitsProcessorList([own]))
+    generator = torch.Generator().manual_seed(0)
+    asked = Request(
+        prompt,
+        len(begin) + 3,
+        sampler,
+        eos=frozenset([END]),
+        stop=own.stop(None),
+        generator=generator,
+    )
+    parts = Parts(toys.TableLM(target), toys.TableLM(draft))
+    outcomes = []
+    quote = LETTERS.index('"')
+    for steps in toys.decode(toys.TableLM(target), DRAFTERS[name].build(parts), [asked] * 500):
+        tokens = toys.tokens_of(steps)
+        assert tokens[: len(begin)] == begin, steps[-1].error
+        word = tokens[len(begin) :]
+        outcomes.append((word[: word.index(quote)] if quote in word else word) + [quote] * 3)
+    assert toys.p_value([each[:3] for each in outcomes], joint(begin[-2], begin[-1], "", 3)) > 1e-4
+
+
+def test_calls_in_python() -> None:
+    pytest.importorskip("llguidance")
+    decoder = make_decoder()
+    for choice in ("required", NAMED):
+        found = decoder.chat(HELLO, tools=TOOLS, tool_choice=choice, max_new_tokens=60)
+        assert found.tool_calls and found.tool_calls[0].name in ("count", "get_weather")
+    *_, last = decoder.stream_chat(HELLO, tools=TOOLS, tool_choice=NAMED, max_new_tokens=60)
+    assert last.tool_calls == found.tool_calls
+
+
+# What clients get.
+
+
+server = served(make_decoder)
+CHOICES: list[dict[str, Any]] = [
+    {"tool_choice": "required", "parallel_tool_calls": False},
+    {"tool_choice": NAMED},
+    {
+        "tools": [tool("count", X, True)],
+        "logit_bias": {"300": 100},
+        "parallel_tool_calls": False,
+    },  # the marker
+]
+
+
+@pytest.mark.parametrize("more", CHOICES, ids=["required", "named", "strict"])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_forced_calls_whole_and_streamed(
+    server: Live, more: dict[str, Any], temperature: float
+) -> None:
+    """Tokens with drafts are those without."""
+    pytest.importorskip("llguidance")
+    body = {
+        "messages": HELLO,
+        "tools": TOOLS,
+        "temperature": temperature,
+        "seed": 2,
+        "max_tokens": 200,
+    } | more
+    answers = [
+        post(server, CHAT, body | {"forerun_method": method}).json() for method in (None, "ar")
+    ]
+    drafted, plain = (
+        answer["metrics"]["speculative_decoding"]["num_draft_tokens"] for answer in answers
+    )
+    assert drafted > plain == 0
+    first, second = (answer["choices"][0] for answer in answers)
+    calls = first["message"]["tool_calls"]
+    assert [call["function"] for call in calls] == [
+        call["function"] for call in second["message"]["tool_calls"]
+    ]
+    assert first["finish_reason"] == "tool_calls" and first["message"]["content"] is None
+    assert all(
+        re.fullmatch("call_[0-9a-f]{24}", call["id"]) and call["type"] == "function"
+        for call in calls
+    )
+    assert (
+        answers[0]["metrics"]["tool_calls"] == 1
+        and answers[0]["metrics"]["unparsed_tool_calls"] == 0
+    )
+    chunks = events(post(server, CHAT, body | {"stream": True}))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    (piece,) = [piece for delta in deltas for piece in delta.get("tool_calls", [])]
+    assert (piece["index"], piece["type"], piece["function"]) == (
+        0,
+        "function",
+        calls[0]["function"],
+    )
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_texts_beside_calls_and_what_cannot_be_read(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"See:\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>nothing</tool_call>"
+    monkeypatch.setattr("forerun.server.requests.requests", scripted(lambda prompt: text))
+    before = figures(server)
+    body = {"messages": HELLO, "tools": TOOLS, "n": 2}
+    found = post(server, CHAT, body).json()
+    for choice in found["choices"]:
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"] == {
+            "name": "f",
+            "arguments": json.dumps(json.loads(CALL)["arguments"]),
+        }
+        assert choice["message"]["content"] == "See:\n<tool_call>nothing</tool_call>"
+        assert choice["finish_reason"] == "tool_calls"
+    assert found["metrics"]["tool_calls"] == found["metrics"]["unparsed_tool_calls"] == 2
+    after = figures(server)
+    for line in ("forerun:tool_calls_total", "forerun:unparsed_tool_calls_total"):
+        assert after[line] - before[line] == 2
+    deltas = [
+        chunk["choices"][0]["delta"]
+        for chunk in events(post(server, CHAT, body | {"stream": True, "n": 1}))
+    ]
+    assert (
+        "".join(delta.get("content", "") for delta in deltas)
+        == "See:\n<tool_call>nothing</tool_call>"
+    )
+    for choice in ({"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+        message = post(server, CHAT, {"messages": HELLO} | choice).json()["choices"][0]["message"]
+        assert message["content"] == text and "tool_calls" not in message
+    cut = post(server, CHAT, body | {"max_tokens": 20}).json()["choices"][0]
+    assert cut["finish_reason"] == "length" and cut["message"]["content"].startswith(
+        'See:\n<tool_call>\n{"name": "f"'
+    )
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral"])
+def test_special_tokens_of_calls_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = written(name, ("count", COUNT), ("get_weather", OSLO))
+    said = calls if name == "mistral" else "<|python_tag|>" + calls
+    monkeypatch.setattr("forerun.server.requests.requests", scripted(lambda prompt: said))
+    with live(lambda: make_decoder(name)) as server:
+        body = {"messages": HELLO, "tools": TOOLS}
+        (choice,) = post(server, CHAT, body).json()["choices"]
+        found = choice["message"]["tool_calls"]
+        assert [call["function"]["arguments"] for call in found] == [COUNT, OSLO]
+        assert {len(call["id"]) for call in found} == ({9} if name == "mistral" else {29})
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_next_turn_finds_what_the_last_one_left(name: str) -> None:
+    """The history is rendered to the tokens that were generated.
+
+    Mistral's has ids that the model did not write.
+    """
+    pytest.importorskip("llguidance")
+    with live(lambda: make_decoder(name)) as server:
+        model: Any = server.worker.engine.target
+        body = {
+            "messages": HELLO,
+            "tools": TOOLS,
+            "tool_choice": NAMED,
+            "temperature": 0,
+            "max_tokens": 200,
+        }
+        first = post(server, CHAT, body).json()
+        message = first["choices"][0]["message"]
+        ran, hits = model.prefilled, model.prompts.store.hits
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "fine"}
+        again = post(server, CHAT, body | {"messages": [*HELLO, message, result]}).json()
+        assert model.prompts.store.hits == hits + 1
+        new = again["usage"]["prompt_tokens"] - first["usage"]["total_tokens"]
+        if (
+            name != "mistral"
+        ):  # the last token of the answer was not run; the end and the result are new
+            assert 0 < new < 40 and model.prefilled - ran <= new + 1
+
+
+def agent(prompt: str) -> str:
+    """What the model says to an agent: two calls, one after the other, then an answer."""
+    calls = [("get_weather", '{"city": "Oslo"}'), ("count", COUNT)][prompt.count("<|tool|>") :][:1]
+    return f"Let me see.\n{written('hermes', *calls)}" if calls else "It is sunny."
+
+
+def test_openais_client_calls_tools_over_several_turns(
+    server: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forerun.server.requests.requests", scripted(agent))
+    with client_of(server) as client:
+        for stream in (False, True):
+            messages: list[Any] = [*HELLO]
+            how: dict[str, Any] = {"model": NAME, "tools": TOOLS}
+            for turn in range(3):
+                if stream:
+                    with client.chat.completions.stream(messages=messages, **how) as events_of:
+                        choice: Any = events_of.get_final_completion().choices[0]
+                else:
+                    choice = client.chat.completions.create(messages=messages, **how).choices[0]
+                message = choice.message
+                assert choice.finish_reason == ("tool_calls" if turn < 2 else "stop")
+                assert message.content == ("Let me see." if turn < 2 else "It is sunny.")
+                messages.append(message.model_dump(exclude_none=True) if turn else message)
+                messages += [
+                    {"role": "tool", "tool_call_id": call.id, "content": call.function.arguments}
+                    for call in message.tool_calls or []
+                ]
+            assert messages[-2]["content"] == COUNT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "package"), [("langchain_agent.py", "langchain"), ("tools_client.cjs", "openai")]
+)
+def test_agents_of_others_call_the_tools_and_answer(
+    server: Live, monkeypatch: pytest.MonkeyPatch, script: str, package: str
+) -> None:
+    monkeypatch.setattr("forerun.server.requests.requests", scripted(agent))
+    found = client_output(script, f"{server.url}/v1", package)
+    assert found["called"] == [["get_weather", {"city": "Oslo"}], ["count", {"x": 7}]] * 2
+    assert found["answers"] == ["It is sunny."] * 2
+
+
+UNKNOWN = {"role": "tool", "tool_call_id": "call_1", "content": "x"}
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f"}}],
+}
+BAD: list[tuple[str, list[Any]]] = [
+    ("tools", [5, [5], [{"type": "function"}], [{"type": "retrieval", "function": {"name": "f"}}]]),
+    ("tools", [[tool("two words", X)], [tool("f", X)] * 2]),
+    ("tools", [[tool(f"f{number}", X) for number in range(129)]]),
+    ("tools", [[{"type": "function", "function": {"name": "f", "parameters": []}}]]),
+    ("tools", [[{"type": "function", "function": {"name": "f", "parameters": {"type": 1}}}]]),
+    ("tools", [[tool("f", X, 1)], [tool("f", {"x": {"$ref": "#/no"}}, True)]]),
+    ("tools", [[tool("f", {"x": {"enum": ["a" * 70000]}}, True)]]),
+    ("tool_choice", ["any", {"type": "allowed_tools"}]),
+    ("tool_choice", [{"type": "function", "function": {"name": "other"}}]),
+    ("parallel_tool_calls", ["no"]),
+    ("response_format", [{"type": "json_object"}]),
+    ("ignore_eos", [True]),
+    ("messages", [[*HELLO, UNKNOWN], [*HELLO, CALLED]]),
+    ("messages", [[*HELLO, CALLED, UNKNOWN | {"content": None}]]),
+    ("messages", [[*HELLO, CALLED | {"tool_calls": [{"id": "call_1"}]}, UNKNOWN]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("param", "values"), BAD)
+def test_wrong_fields_of_tools_are_named(server: Live, param: str, values: list[Any]) -> None:
+    pytest.importorskip("llguidance")
+    body = {
+        "messages": HELLO,
+        "tools": TOOLS,
+        "tool_choice": "required" if param == "ignore_eos" else "auto",
+    }
+    for value in values:
+        found = post(server, CHAT, body | {param: value})
+        assert found.status_code == 400, found.text
+        assert (
+            found.json()["error"]["param"] == param and len(found.json()["error"]["message"]) <= 300
+        )
+
+
+def test_chats_from_python_return_calls() -> None:
+    pytest.importorskip("llguidance")
+    decoder = make_decoder()
+    read = list[tuple[int, int]]()
+    how: dict[str, Any] = {"tools": TOOLS, "tool_choice": NAMED, "max_new_tokens": 200}
+    how["progress"] = lambda done, count: read.append((done, count))
+    found = decoder.chat(HELLO, **how)
+    (call,) = found.tool_calls
+    assert call.name == "count" and found.text == "" and read
+    assert [chunk.tool_calls for chunk in decoder.stream_chat(HELLO, **how)][-1] == [call]
+    with pytest.raises(ValueError, match="response_format cannot be given beside tools"):
+        decoder.chat(HELLO, tools=TOOLS, response_format={"type": "json_object"})
+    assert decoder.chat(
+        HELLO, tools=TOOLS, tool_choice="none", response_format={"type": "text"}, max_new_tokens=2
+    ).text
+
+
+def test_a_call_without_arguments_comes_back_as_an_object() -> None:
+    function = {"name": "f", "arguments": "{}"}
+    _, message = checked(
+        [*HELLO, {"role": "assistant", "tool_calls": [{"id": "a", "function": function}]}]
+    )
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_templates_without_tools_refuse_them(server: Live) -> None:
+    def plain() -> Any:
+        decoder = make_decoder()
+        decoder.tokenizer.chat_template = (
+            "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        )
+        return decoder
+
+    with live(plain) as other:
+        for param, more in (
+            ("tools", {"tools": TOOLS}),
+            ("messages", {"messages": [*HELLO, CALLED, UNKNOWN]}),
+        ):
+            found = post(other, CHAT, {"messages": HELLO} | more)
+            assert found.status_code == 400 and found.json()["error"]["param"] == param
+            assert (
+                "the chat template of this model takes no tool" in found.json()["error"]["message"]
+            )
+    for more in ({"tool_choice": "required"}, {"tool_choice": NAMED}):
+        assert (
+            post(server, CHAT, {"messages": HELLO} | more).json()["error"]["param"] == "tool_choice"
+        )
