@@ -27,8 +27,9 @@ Results = dict[str, Any]
 # Positions that a head was trained on, and the shares accepted at each place by source.
 Curve = list[tuple[int, dict[str, list[float]]]]
 
-HERE = Path(__file__).parent
-PAGES = HERE.parent / "docs" / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "speed"
+PAGES = ROOT / "docs" / "results"
 CHAT_TITLES = {
     "greedy": "Greedy, 128 new tokens",
     "greedy-xeon": "Greedy on an Intel Xeon (Emerald Rapids)",
@@ -53,7 +54,7 @@ CHAT_FRONT = """# A chat model
 
 SmolLM2-135M-Instruct (30 layers, 49,152 tokens) from its GGUF file of 4 bits, on a CPU, with the
 draft, layers and heads that come with forerun for it. `test` has prompts that the model wrote
-itself, on which nothing was trained or tuned (`benchmarks/chat/test.jsonl`). HumanEval's and
+itself, on which nothing was trained or tuned (`benchmarks/speed/chat/test.jsonl`). HumanEval's and
 GSM8K's problems are put as messages. Answers end where the model ends them. `python
 benchmarks/run.py --data DATA --only chat` makes the runs, `python -m benchmarks.page` this page.
 
@@ -117,8 +118,8 @@ QWEN_FRONT = """# Qwen2.5-Coder 1.5B
 Qwen's own Q4_K_M files of the 1.5B and of its draft, the 0.5B (`forerun fetch qwen-coder`), on a
 CPU, with the head and the layer that come with forerun. `test` has prompts that the target wrote
 itself and questions about the standard library's code, held out from all training
-(`benchmarks/qwen-coder/test.jsonl`). HumanEval's problems are put as messages. Answers end where
-the model ends them. `python benchmarks/run.py --data DATA --only qwen-coder` makes the runs,
+(`benchmarks/speed/qwen-coder/test.jsonl`). HumanEval's problems are put as messages. Answers end
+where the model ends them. `python benchmarks/run.py --data DATA --only qwen-coder` makes the runs,
 `python -m benchmarks.page` this page.
 
 `lyanna` and `pacer-lyanna` draft with the head, `hybrid` with suffixes and the head; `sd`,
@@ -264,7 +265,7 @@ def plot_training(curve: Curve, path: Path) -> None:
 
 def write_page(page: Page) -> None:
     """Write a page, if any of its runs is there."""
-    folder = HERE / page.name
+    folder = RESULTS / page.name
     lines = [page.front]
     for name, title in page.titles.items():
         path = folder / f"{name}.json"

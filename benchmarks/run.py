@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HERE = ROOT / "benchmarks"  # of prompts and results
+HERE = ROOT / "benchmarks" / "speed"  # of prompts and results
 HUMANEVAL = "HumanEval.jsonl.gz"
 GSM8K = "gsm8k_test.jsonl"
 LOOKUP = "benchmarks.baselines.lookup:Lookup"
@@ -63,7 +63,7 @@ CHAT_OWN = "{here}/chat/test.jsonl"
 CHAT_TEST = f"{CHAT_OWN},{{data}}/{HUMANEVAL},{{data}}/{GSM8K}"
 CHAT_VALIDATION = "{here}/chat/validation.jsonl"
 CHAT_SEARCH = f"--dataset {CHAT_VALIDATION} --limit 24 --rounds 1"
-REPEATS = "{here}/speed/repeats/agent.jsonl,{here}/speed/repeats/edits.jsonl"
+REPEATS = "{here}/repeats/agent.jsonl,{here}/repeats/edits.jsonl"
 NUCLEUS = "--temperature 0.7 --top-p 0.9"
 WARM = "--temperature 1"
 # forerun/zoo/weights/smollm2/tuned.json was chosen from these, by median speedup; where that is
