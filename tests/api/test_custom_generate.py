@@ -472,6 +472,6 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 def test_examples_run(path: Path) -> None:
     done = commands.run("--max-new-tokens", "6", program=path.read_text())
     assert done.returncode == 0 and "target forward" in done.stdout, done.stderr
-    assert len(path.read_text().splitlines()) < 40
+    assert len(path.read_text().splitlines()) < 45  # short enough to copy
     if path.name == "greedy.py":
         assert "same tokens as plain generate: True" in done.stdout
