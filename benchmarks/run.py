@@ -1,4 +1,4 @@
-"""Run the benches behind docs/results/chat.md, embedded.md and qwen-coder.md, and keep the results.
+"""Runs the benches behind docs/results/chat.md, embedded.md and qwen-coder.md, and keeps results.
 
     python benchmarks/run.py --data DATA [--only chat/greedy,qwen-coder/long] [--runs runs]
 
@@ -14,27 +14,66 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[1]
+HERE = ROOT / "benchmarks" / "speed"  # of prompts and results
+HUMANEVAL = "HumanEval.jsonl.gz"
+GSM8K = "gsm8k_test.jsonl"
 LOOKUP = "benchmarks.baselines.lookup:Lookup"
-OURS = f"ar,sd,cumulative,confidence,pacer,{LOOKUP},suffix,hybrid,ouroboros"
-SAMPLED = f"ar,sd,cumulative,pacer,{LOOKUP},suffix,hybrid"
-HEADS = "ar,sd,cumulative,lyanna,pacer-lyanna,eagle,pacer-eagle"
-LLAMA = "llama-cpp,llama-cpp-lookup/2/3"
-THEIRS = "hf-ar,hf-lookup/5/3,hf-assisted/constant/3/0.4,hf-forward/ar,hf-forward/sd"
-HUMANEVAL, GSM8K = "HumanEval.jsonl.gz", "gsm8k_test.jsonl"
-TEST = f"{{here}}/chat/test.jsonl,{{data}}/{HUMANEVAL},{{data}}/{GSM8K}"
-REPEATS = "{here}/speed/repeats/agent.jsonl,{here}/speed/repeats/edits.jsonl"
-VALIDATION = "--dataset {here}/chat/validation.jsonl --limit 24 --rounds 1"
-# What forerun/zoo/weights/smollm2/tuned.json was chosen from, by median speedup; where that is
+
+Runs = dict[str, str]  # options of `benchmarks.peers.bench` by the name of the run
+
+
+def bench(dataset: str, methods: str, limit: int, rounds: int = 1, more: str = "") -> str:
+    """Return the options of a run.
+
+    Args:
+        dataset: files, where {here} and {data} are folders.
+        methods: as of --methods.
+        limit: prompts of each dataset.
+        rounds: how often everything is measured.
+        more: other options.
+    """
+    return f"--dataset {dataset} --limit {limit} --rounds {rounds} --methods {methods} {more}"
+
+
+def tuned(prefix: str, search: str, settings: dict[str, str]) -> Runs:
+    """Return runs that compare the values of settings, each at the others' defaults."""
+    return {f"{prefix}-{name}": f"{search} --tune {name}={v}" for name, v in settings.items()}
+
+
+def joined(names: Iterable[str]) -> str:
+    return ",".join(names)
+
+
+# smollm2, a chat model.
+
+CHAT_OURS = f"ar,sd,cumulative,confidence,pacer,{LOOKUP},suffix,hybrid,ouroboros"
+CHAT_FEW = "ar,sd,cumulative,pacer,suffix,hybrid"
+CHAT_SAMPLED = f"ar,sd,cumulative,pacer,{LOOKUP},suffix,hybrid"
+CHAT_HEADS = "ar,sd,cumulative,lyanna,pacer-lyanna,eagle,pacer-eagle"
+CHAT_HF = "hf-ar,hf-lookup/5/3,hf-assisted/constant/3/0.4,hf-forward/ar,hf-forward/sd"
+CHAT_HF_SEARCH = (
+    "hf-lookup/2/3,hf-lookup/3/3,hf-lookup/5/3,"
+    "hf-assisted/2/0.4,hf-assisted/3/0.4,hf-assisted/heuristic/3"
+)
+CHAT_OWN = "{here}/chat/test.jsonl"
+CHAT_TEST = f"{CHAT_OWN},{{data}}/{HUMANEVAL},{{data}}/{GSM8K}"
+CHAT_VALIDATION = "{here}/chat/validation.jsonl"
+CHAT_SEARCH = f"--dataset {CHAT_VALIDATION} --limit 24 --rounds 1"
+REPEATS = "{here}/repeats/agent.jsonl,{here}/repeats/edits.jsonl"
+NUCLEUS = "--temperature 0.7 --top-p 0.9"
+WARM = "--temperature 1"
+# forerun/zoo/weights/smollm2/tuned.json was chosen from these, by median speedup; where that is
 # noise, in the middle.
-KNOBS = {
+CHAT_SETTINGS = {
     "sd.gamma": "2,3,4,5,6",
     "cumulative.threshold": "0.2,0.3,0.4,0.5,0.6",
     "pacer.threshold": "0.4,0.5,0.6,0.7,0.8 --method-arg pacer.block=1",
     f"{LOOKUP}.gamma": "1,2,3,5",
-    "hybrid.other": ",".join(f"cumulative:threshold={each}" for each in (0.2, 0.3, 0.4, 0.5)),
+    "hybrid.other": joined(f"cumulative:threshold={value}" for value in (0.2, 0.3, 0.4, 0.5)),
     "hybrid.threshold": "1,2,3,6 --method-arg hybrid.other=cumulative:threshold=0.4",
     "ouroboros.gamma": "1,2,3",
     "lyanna.depth": "1,2,3,4,6",
@@ -42,7 +81,7 @@ KNOBS = {
     "pacer-lyanna.block": "2,3,4,6",
     "pacer-eagle.block": "1,2",
 }
-SAMPLED_KNOBS = {
+CHAT_WARM_SETTINGS = {
     "sd.gamma": "1,2,3,4",
     "cumulative.threshold": "0.3,0.4,0.5,0.6,0.7",
     "pacer.threshold": "0.5,0.6,0.7,0.8 --method-arg pacer.block=1",
@@ -50,70 +89,58 @@ SAMPLED_KNOBS = {
     "hybrid.other": "cumulative:threshold=0.4,cumulative:threshold=0.6,sd:gamma=1,sd:gamma=2",
     "hybrid.threshold": "1,2,3,6 --method-arg hybrid.other=sd:gamma=2",
 }
-# Of each run: what `benchmarks.peers.bench` is called with, beside what all of its page are.
-CHAT = {
-    **{
-        f"validation-{knob}": f"{VALIDATION} --tune {knob}={values}"
-        for knob, values in KNOBS.items()
-    },
-    **{
-        f"validation-1-{knob}": f"{VALIDATION} --temperature 1 --tune {knob}={values}"
-        for knob, values in SAMPLED_KNOBS.items()
-    },
-    "validation-hybrid.other-heads": f"{VALIDATION} --tune "
-    f"hybrid.other=cumulative:threshold=0.4,pacer-lyanna:block=3,"
-    "lyanna:depth=2,pacer-lyanna:block=2",
-    # transformers decodes in float32, at a tenth of our speed: few prompts.
-    "validation-peers": "--dataset {here}/chat/validation.jsonl --limit 8 --rounds 1 --methods "
-    "ar,hf-lookup/2/3,hf-lookup/3/3,hf-lookup/5/3,hf-assisted/2/0.4,hf-assisted/3/0.4,hf-assisted/heuristic/3",
-    # What the default methods were chosen from, with these settings.
-    "validation-default": f"{VALIDATION} --methods ar,sd,cumulative,pacer,suffix,hybrid",
-    "validation-1-default": f"{VALIDATION} --methods ar,sd,cumulative,pacer,suffix,hybrid "
-    f"--temperature 1",
-    "greedy": f"--dataset {TEST} --limit 12 --rounds 3 --methods {OURS},{LLAMA}",
-    "greedy-xeon": f"--dataset {TEST} --limit 12 --rounds 1 --methods "
-    f"ar,sd,cumulative,pacer,suffix,hybrid,llama-cpp",
-    "greedy-avx2": f"--dataset {TEST} --limit 12 --rounds 1 --methods "
-    f"ar,sd,cumulative,pacer,suffix,hybrid",
-    "greedy-512": f"--dataset {TEST} --limit 8 --rounds 1 --max-new-tokens 512 --methods {OURS}",
-    "nucleus": f"--dataset {TEST} --limit 12 --rounds 3 --methods {SAMPLED} --temperature 0.7 "
-    f"--top-p 0.9",
-    "temperature-1": f"--dataset {TEST} --limit 12 --rounds 3 --methods {SAMPLED} --temperature 1",
-    "heads": f"--dataset {TEST} --limit 12 --rounds 2 --methods {HEADS}",
-    # Batches with the guard, as everything but `forerun bench` decodes: many rows leave
+CHAT_HEAD_SETTINGS = (
+    "cumulative:threshold=0.4,pacer-lyanna:block=3,lyanna:depth=2,pacer-lyanna:block=2"
+)
+CHAT: Runs = {
+    **tuned("validation", CHAT_SEARCH, CHAT_SETTINGS),
+    **tuned("validation-1", f"{CHAT_SEARCH} {WARM}", CHAT_WARM_SETTINGS),
+    "validation-hybrid.other-heads": f"{CHAT_SEARCH} --tune hybrid.other={CHAT_HEAD_SETTINGS}",
+    # transformers decodes in float32, at a tenth of our speed, so prompts are few.
+    "validation-peers": bench(CHAT_VALIDATION, f"ar,{CHAT_HF_SEARCH}", 8),
+    # The default methods were chosen from these two, with the settings found before.
+    "validation-default": f"{CHAT_SEARCH} --methods {CHAT_FEW}",
+    "validation-1-default": f"{CHAT_SEARCH} --methods {CHAT_FEW} {WARM}",
+    "greedy": bench(CHAT_TEST, f"{CHAT_OURS},llama-cpp,llama-cpp-lookup/2/3", 12, 3),
+    "greedy-xeon": bench(CHAT_TEST, f"{CHAT_FEW},llama-cpp", 12),
+    "greedy-avx2": bench(CHAT_TEST, CHAT_FEW, 12),
+    "greedy-512": bench(CHAT_TEST, CHAT_OURS, 8, 1, "--max-new-tokens 512"),
+    "nucleus": bench(CHAT_TEST, CHAT_SAMPLED, 12, 3, NUCLEUS),
+    "temperature-1": bench(CHAT_TEST, CHAT_SAMPLED, 12, 3, WARM),
+    "heads": bench(CHAT_TEST, CHAT_HEADS, 12, 2),
+    # Batches with the guard, which is on by default outside of benches, because many rows leave
     # little to gain on a CPU.
-    "batch-4": f"--dataset {TEST} --limit 12 --rounds 3 --batch 4 --guard --methods {OURS}",
-    "batch-8": f"--dataset {TEST} --limit 16 --rounds 4 --batch 8 --guard --methods {OURS}",
-    "batch-8-1": f"--dataset {TEST} --limit 16 --rounds 4 --batch 8 --guard --methods "
-    f"{SAMPLED} --temperature 1",
-    "repeats": f"--dataset {REPEATS} --limit 50 --rounds 1 --methods {OURS}",
-    "repeats-1": f"--dataset {REPEATS} --limit 50 --rounds 1 --methods {SAMPLED} --temperature 1",
-    "repeats-8": f"--dataset {REPEATS} --limit 50 --rounds 2 --batch 8 --guard --methods {OURS}",
-    "repeats-8-1": f"--dataset {REPEATS} --limit 50 --rounds 2 --batch 8 --guard --methods "
-    f"{SAMPLED} --temperature 1",
-    "batch-16": f"--dataset {TEST} --limit 32 --rounds 4 --batch 16 --guard --methods {OURS}",
-    # Slow ones, so on the model's own prompts alone.
-    "transformers": f"--dataset {{here}}/chat/test.jsonl --limit 8 --rounds 1 --methods "
-    f"ar,sd,{THEIRS}",
-    "float32": f"--dataset {{here}}/chat/test.jsonl --limit 8 --rounds 1 --weights float32 "
-    f"--methods {OURS}",
+    "batch-4": bench(CHAT_TEST, CHAT_OURS, 12, 3, "--batch 4 --guard"),
+    "batch-8": bench(CHAT_TEST, CHAT_OURS, 16, 4, "--batch 8 --guard"),
+    "batch-8-1": bench(CHAT_TEST, CHAT_SAMPLED, 16, 4, f"--batch 8 --guard {WARM}"),
+    "batch-16": bench(CHAT_TEST, CHAT_OURS, 32, 4, "--batch 16 --guard"),
+    "repeats": bench(REPEATS, CHAT_OURS, 50),
+    "repeats-1": bench(REPEATS, CHAT_SAMPLED, 50, 1, WARM),
+    "repeats-8": bench(REPEATS, CHAT_OURS, 50, 2, "--batch 8 --guard"),
+    "repeats-8-1": bench(REPEATS, CHAT_SAMPLED, 50, 2, f"--batch 8 --guard {WARM}"),
+    # These are slow, so they have the model's own prompts alone.
+    "transformers": bench(CHAT_OWN, f"ar,sd,{CHAT_HF}", 8),
+    "float32": bench(CHAT_OWN, CHAT_OURS, 8, 1, "--weights float32"),
 }
 
-CODE = f"stdlib-test,{{data}}/{HUMANEVAL}"
-OWN = f"{OURS},pacer-ouroboros,lyanna,pacer-lyanna"
-FORWARDS = "hf-ar,hf-forward/ar,hf-forward/sd"
-# The best on validation prompts, of ours and of theirs, where runs need others than come with the
+# The embedded pair.
+
+EMBEDDED_TEST = f"stdlib-test,{{data}}/{HUMANEVAL}"
+EMBEDDED_OURS = f"{CHAT_OURS},pacer-ouroboros,lyanna,pacer-lyanna"
+EMBEDDED_FORWARDS = "hf-ar,hf-forward/ar,hf-forward/sd"
+# The best settings on validation prompts, where runs need others than those that come with the
 # pair.
-FOUND = (
+EMBEDDED_GREEDY = (
     "--method-arg sd.gamma=8 --method-arg cumulative.threshold=0.05 --method-arg ouroboros.gamma=8"
 )
-FOUND_512 = (
+EMBEDDED_512 = (
     "--method-arg sd.gamma=10 --method-arg cumulative.threshold=0.05 --method-arg ouroboros.gamma=8"
 )
-FOUND_1 = "--method-arg sd.gamma=5 --method-arg cumulative.threshold=0.3"
-PEERS, PEERS_1 = "hf-lookup/20/3,hf-assisted/heuristic/5", "hf-lookup/5/2,hf-assisted/5/0"
-SEARCH = "--dataset stdlib-validation --limit 12 --rounds 1"
-RANGES = {  # likewise for the embedded pair
+EMBEDDED_WARM = "--method-arg sd.gamma=5 --method-arg cumulative.threshold=0.3"
+EMBEDDED_HF = "hf-lookup/20/3,hf-assisted/heuristic/5"
+EMBEDDED_WARM_HF = "hf-lookup/5/2,hf-assisted/5/0"
+EMBEDDED_SEARCH = "--dataset stdlib-validation --limit 12 --rounds 1"
+EMBEDDED_SETTINGS = {
     "sd.gamma": "2,3,4,5,6,8,10",
     "cumulative.threshold": "0.05,0.12,0.2,0.3",
     "confidence.threshold": "0.2,0.3,0.4,0.5",
@@ -122,144 +149,160 @@ RANGES = {  # likewise for the embedded pair
     "ouroboros.gamma": "4,6,8,10",
     "lyanna.depth": "2,4,6,8",
 }
-LOOKUPS = ",".join(f"hf-lookup/{most}/{ngram}" for most in (5, 10, 20) for ngram in (2, 3))
-ASSISTED = ",".join(
-    f"hf-assisted/{each}" for each in ("3/0.4", "5/0.4", "8/0.4", "5/0", "heuristic/5", "20/0.4")
+EMBEDDED_512_SETTINGS = {name: EMBEDDED_SETTINGS[name] for name in ("sd.gamma", "ouroboros.gamma")}
+EMBEDDED_WARM_SETTINGS = {"sd.gamma": "1,2,3,4,5", "cumulative.threshold": "0.2,0.3,0.4,0.5"}
+LOOKUPS = joined(f"hf-lookup/{tokens}/{ngram}" for tokens in (5, 10, 20) for ngram in (2, 3))
+ASSISTED = joined(
+    f"hf-assisted/{way}" for way in ("3/0.4", "5/0.4", "8/0.4", "5/0", "heuristic/5", "20/0.4")
 )
-EMBEDDED = {
-    **{f"validation-{knob}": f"{SEARCH} --tune {knob}={values}" for knob, values in RANGES.items()},
-    **{
-        f"validation-512-{knob}": f"{SEARCH} --max-new-tokens 512 --tune {knob}={RANGES[knob]}"
-        for knob in ("sd.gamma", "ouroboros.gamma")
-    },
-    **{
-        f"validation-1-{knob}": f"{SEARCH} --temperature 1 --tune {knob}={values}"
-        for knob, values in (("sd.gamma", "1,2,3,4,5"), ("cumulative.threshold", "0.2,0.3,0.4,0.5"))
-    },
-    "validation-peers": f"{SEARCH} --methods ar,{LOOKUPS},{ASSISTED}",
-    "validation-1-peers": f"{SEARCH} --temperature 1 --methods ar,{LOOKUPS},{ASSISTED}",
-    "greedy": f"--dataset {CODE} --limit 12 --rounds 1 --methods {OWN},{FORWARDS},{PEERS} {FOUND}",
-    "greedy-512": f"--dataset {CODE} --limit 8 --rounds 1 --max-new-tokens 512 --methods {OWN} "
-    f"{FOUND_512}",
-    "temperature-1": f"--dataset {CODE} --limit 10 --rounds 1 --temperature 1 "
-    f"--methods {OWN},{FORWARDS},{PEERS_1} {FOUND_1}",
-    "batch-4": f"--dataset {CODE} --limit 32 --rounds 1 --batch 4 --methods {OWN}",
-    "batch-16": f"--dataset {CODE} --limit 32 --rounds 4 --batch 16 --methods {OWN}",
+EMBEDDED_PEERS = f"{EMBEDDED_FORWARDS},{EMBEDDED_HF} {EMBEDDED_GREEDY}"
+EMBEDDED_WARM_PEERS = f"{EMBEDDED_FORWARDS},{EMBEDDED_WARM_HF} {EMBEDDED_WARM}"
+EMBEDDED: Runs = {
+    **tuned("validation", EMBEDDED_SEARCH, EMBEDDED_SETTINGS),
+    **tuned("validation-512", f"{EMBEDDED_SEARCH} --max-new-tokens 512", EMBEDDED_512_SETTINGS),
+    **tuned("validation-1", f"{EMBEDDED_SEARCH} {WARM}", EMBEDDED_WARM_SETTINGS),
+    "validation-peers": f"{EMBEDDED_SEARCH} --methods ar,{LOOKUPS},{ASSISTED}",
+    "validation-1-peers": f"{EMBEDDED_SEARCH} {WARM} --methods ar,{LOOKUPS},{ASSISTED}",
+    "greedy": bench(EMBEDDED_TEST, f"{EMBEDDED_OURS},{EMBEDDED_PEERS}", 12),
+    "greedy-512": bench(EMBEDDED_TEST, EMBEDDED_OURS, 8, 1, f"--max-new-tokens 512 {EMBEDDED_512}"),
+    "temperature-1": bench(EMBEDDED_TEST, f"{EMBEDDED_OURS},{EMBEDDED_WARM_PEERS}", 10, 1, WARM),
+    "batch-4": bench(EMBEDDED_TEST, EMBEDDED_OURS, 32, 1, "--batch 4"),
+    "batch-16": bench(EMBEDDED_TEST, EMBEDDED_OURS, 32, 4, "--batch 16"),
 }
 
-# Qwen2.5-Coder 1.5B with its 0.5B: a step takes ten times as long as smollm2's, so prompts are
-# fewer.
+# Qwen2.5-Coder 1.5B with its 0.5B. A step takes ten times as long as smollm2's, so prompts are few.
+
+QWEN_OWN = "{here}/qwen-coder/test.jsonl"
+QWEN_HUMANEVAL = f"{{data}}/{HUMANEVAL}"
+QWEN_TEST = f"{QWEN_OWN},{QWEN_HUMANEVAL}"
 QWEN_SEARCH = "--dataset {here}/qwen-coder/validation.jsonl --limit 8 --rounds 1"
-QWEN_TEST = f"{{here}}/qwen-coder/test.jsonl,{{data}}/{HUMANEVAL}"
 QWEN_OURS = "ar,sd,cumulative,pacer,pacer-ouroboros,lyanna,pacer-lyanna,suffix,hybrid"
 QWEN_SAMPLED = "ar,sd,cumulative,pacer,pacer-lyanna,suffix,hybrid"
+QWEN_AVX2 = "ar,sd,pacer,pacer-lyanna,suffix,hybrid"
 QWEN_BATCHES = "ar,pacer,pacer-lyanna,suffix,hybrid"  # eight calls of each
-QWEN_KNOBS = {
+QWEN_HF = "hf-ar,hf-assisted/heuristic/5,hf-assisted/constant/3/0.4"
+QWEN_BLOCKS = joined(f"pacer-lyanna:{way}" for way in ("block=6", "width=2", "width=3"))
+QWEN_SETTINGS = {
     "sd.gamma": "1,2,3,4",
     "cumulative.threshold": "0.5,0.6,0.7,0.8",
-    "hybrid.other": "pacer,"
-    + ",".join(f"pacer-lyanna:{each}" for each in ("block=6", "width=2", "width=3")),
+    "hybrid.other": f"pacer,{QWEN_BLOCKS}",
     "ouroboros.gamma": "2,3,4",
     "lyanna.depth": "2,3,4,6",
     "pacer-lyanna.block": "1,2,3,6",
     "pacer-lyanna.reuse": "off,free",
 }
-# llama.cpp's drafts: the draft model's tokens and least probability, and the prompt lookup's
-# tokens and suffix.
-QWEN_LLAMA = ",".join(
-    [
-        "llama-cpp",
-        *(f"llama-cpp-draft/{most}/{least}" for most in (1, 2, 3) for least in (0.6, 0.9)),
-    ]
-    + [f"llama-cpp-lookup/{most}/{ngram}" for most in (2, 3, 5) for ngram in (2, 3)]
+QWEN_WARM_SETTINGS = {
+    name: QWEN_SETTINGS[name] for name in ("sd.gamma", "cumulative.threshold", "hybrid.other")
+}
+
+
+def llama_drafts(tokens: Iterable[int], confidences: Iterable[float]) -> list[str]:
+    """Return llama.cpp with its draft model, with all combinations of settings."""
+    confidences = list(confidences)
+    return [f"llama-cpp-draft/{count}/{least}" for count in tokens for least in confidences]
+
+
+def llama_lookups(tokens: Iterable[int]) -> list[str]:
+    """Return llama.cpp with its prompt lookup, after phrases of two and of three tokens."""
+    return [f"llama-cpp-lookup/{count}/{ngram}" for count in tokens for ngram in (2, 3)]
+
+
+QWEN_LLAMA_SEARCH = joined(
+    ["llama-cpp", *llama_drafts((1, 2, 3), (0.6, 0.9)), *llama_lookups((2, 3, 5))]
 )
 # The best of each kind on validation prompts.
-QWEN_PEERS = "llama-cpp,llama-cpp-draft/1/0.6,llama-cpp-lookup/2/2"
-# By length of the prompt (`speed/long_prompts.py`). llama.cpp's drafts run in fewer rounds, as
-# each reads the prompt anew.
-LONG_OURS = "ar,suffix,lyanna,hybrid,llama-cpp"
+QWEN_LLAMA = "llama-cpp,llama-cpp-draft/1/0.6,llama-cpp-lookup/2/2"
+
+# By length of the prompt (`benchmarks/speed/long_prompts.py`). llama.cpp's drafts run in fewer
+# rounds, because each reads the prompt anew.
+LONG_OURS = "ar,suffix,lyanna,hybrid"
 LONG_PEERS = "ar,hybrid,llama-cpp,llama-cpp-draft/3/0.75,llama-cpp-draft/3/0,llama-cpp-lookup/2/2"
-LONG_SEARCH = ",".join(
-    ["ar", *(f"llama-cpp-draft/{most}/{least}" for most in (2, 3, 8) for least in (0.75, 0))]
-    + [f"llama-cpp-lookup/{most}/{ngram}" for most in (2, 5) for ngram in (2, 3)]
-)
-LONG_NEW = {1000: 256, 4000: 384, 16000: 128}  # new tokens by tokens of the prompt
+LONG_SEARCH = joined(["ar", *llama_drafts((2, 3, 8), (0.75, 0)), *llama_lookups((2, 5))])
 
 
-def long_run(name: str, options: str) -> str:
-    """Return the options of a run on `qwen-coder/long-NAME.jsonl.gz`."""
-    return f"--dataset {{here}}/qwen-coder/long-{name}.jsonl.gz {options}"
+def long_run(name: str, new: int, methods: str, more: str) -> str:
+    """Return the options of a run on `qwen-coder/long-NAME.jsonl.gz` with so many new tokens."""
+    dataset = f"{{here}}/qwen-coder/long-{name}.jsonl.gz"
+    return f"--dataset {dataset} --max-new-tokens {new} --methods {methods} {more}"
 
 
-LONG = {
-    **{
-        f"long/{length}": long_run(
-            str(length),
-            f"--max-new-tokens {new} --rounds {1 if length == 16000 else 2} --methods {LONG_OURS}",
-        )
-        for length, new in LONG_NEW.items()
-    },
-    "long/known": long_run(
-        "known", "--max-new-tokens 384 --rounds 2 --methods ar,suffix,lyanna,hybrid"
-    ),
-    **{
-        f"long/{length}-peers": long_run(
-            str(length), f"--max-new-tokens {new} --limit 2 --rounds 1 --methods {LONG_PEERS}"
-        )
-        for length, new in (LONG_NEW | {16000: 64}).items()
-    },
-    "long/known-peers": long_run(
-        "known", f"--max-new-tokens 384 --limit 2 --rounds 1 --methods {LONG_PEERS}"
-    ),
-    "long/4000-avx2": long_run(
-        "4000", f"--max-new-tokens 384 --limit 2 --rounds 1 --methods {LONG_OURS}"
-    ),
+LONG_FEW = "--limit 2 --rounds 1"
+LONG: Runs = {
+    "long/1000": long_run("1000", 256, f"{LONG_OURS},llama-cpp", "--rounds 2"),
+    "long/4000": long_run("4000", 384, f"{LONG_OURS},llama-cpp", "--rounds 2"),
+    "long/16000": long_run("16000", 128, f"{LONG_OURS},llama-cpp", "--rounds 1"),
+    "long/known": long_run("known", 384, LONG_OURS, "--rounds 2"),
+    "long/1000-peers": long_run("1000", 256, LONG_PEERS, LONG_FEW),
+    "long/4000-peers": long_run("4000", 384, LONG_PEERS, LONG_FEW),
+    "long/16000-peers": long_run("16000", 64, LONG_PEERS, LONG_FEW),
+    "long/known-peers": long_run("known", 384, LONG_PEERS, LONG_FEW),
+    "long/4000-avx2": long_run("4000", 384, f"{LONG_OURS},llama-cpp", LONG_FEW),
 }
-QWEN = {
-    **{
-        f"validation-{knob}": f"{QWEN_SEARCH} --tune {knob}={values}"
-        for knob, values in QWEN_KNOBS.items()
-    },
-    **{
-        f"validation-1-{knob}": f"{QWEN_SEARCH} --temperature 1 --tune {knob}={QWEN_KNOBS[knob]}"
-        for knob in ("sd.gamma", "cumulative.threshold", "hybrid.other")
-    },
+QWEN: Runs = {
+    **tuned("validation", QWEN_SEARCH, QWEN_SETTINGS),
+    **tuned("validation-1", f"{QWEN_SEARCH} {WARM}", QWEN_WARM_SETTINGS),
     "validation-hot": f"{QWEN_SEARCH} --limit 6 --draft-vocabulary 0 --tune sd.gamma=2,3,4",
-    "validation-peers": f"{QWEN_SEARCH} --limit 3 --max-new-tokens 64 --methods ar,{QWEN_LLAMA}",
-    "greedy": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_OURS},llama-cpp",
-    "rounds": f"--dataset {{data}}/{HUMANEVAL} --limit 8 --rounds 3 --methods "
-    f"ar,lyanna,pacer-lyanna,hybrid",
-    "greedy-avx2": f"--dataset {{data}}/{HUMANEVAL} --limit 8 --rounds 1 --methods "
-    "ar,sd,pacer,pacer-lyanna,suffix,hybrid",
-    "own-avx2": "--dataset {here}/qwen-coder/test.jsonl --limit 8 --rounds 1 "
-    "--methods ar,pacer,pacer-lyanna,suffix,hybrid",
-    "peers": f"--dataset {{data}}/{HUMANEVAL} --limit 4 --rounds 1 --methods "
-    f"ar,suffix,hybrid,{QWEN_PEERS}",
-    "nucleus": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} "
-    f"--temperature 0.7 --top-p 0.9",
-    "temperature-1": f"--dataset {QWEN_TEST} --limit 8 --rounds 1 --methods {QWEN_SAMPLED} "
-    f"--temperature 1",
-    "repeats": f"--dataset {REPEATS} --limit 8 --rounds 1 --methods {QWEN_SAMPLED}",
-    "batch-4": f"--dataset {{data}}/{HUMANEVAL} --limit 32 --rounds 1 --batch 4 --guard "
-    f"--methods {QWEN_BATCHES}",
-    "batch-16": f"--dataset {{data}}/{HUMANEVAL} --limit 64 --rounds 1 --batch 16 --guard "
-    f"--max-new-tokens 64 "
-    f"--methods {QWEN_BATCHES}",
-    "transformers": f"--dataset {{data}}/{HUMANEVAL} --limit 2 --rounds 1 --max-new-tokens 64 "
-    "--methods ar,sd,hf-ar,hf-assisted/heuristic/5,hf-assisted/constant/3/0.4",
+    "validation-peers": (
+        f"{QWEN_SEARCH} --limit 3 --max-new-tokens 64 --methods ar,{QWEN_LLAMA_SEARCH}"
+    ),
     "validation-drafts": f"{QWEN_SEARCH} --limit 4 --methods {LONG_SEARCH}",
+    "greedy": bench(QWEN_TEST, f"{QWEN_OURS},llama-cpp", 8),
+    "rounds": bench(QWEN_HUMANEVAL, "ar,lyanna,pacer-lyanna,hybrid", 8, 3),
+    "greedy-avx2": bench(QWEN_HUMANEVAL, QWEN_AVX2, 8),
+    "own-avx2": bench(QWEN_OWN, QWEN_BATCHES, 8),
+    "peers": bench(QWEN_HUMANEVAL, f"ar,suffix,hybrid,{QWEN_LLAMA}", 4),
+    "nucleus": bench(QWEN_TEST, QWEN_SAMPLED, 8, 1, NUCLEUS),
+    "temperature-1": bench(QWEN_TEST, QWEN_SAMPLED, 8, 1, WARM),
+    "repeats": bench(REPEATS, QWEN_SAMPLED, 8),
+    "batch-4": bench(QWEN_HUMANEVAL, QWEN_BATCHES, 32, 1, "--batch 4 --guard"),
+    "batch-16": bench(
+        QWEN_HUMANEVAL, QWEN_BATCHES, 64, 1, "--batch 16 --guard --max-new-tokens 64"
+    ),
+    "transformers": bench(QWEN_HUMANEVAL, f"ar,sd,{QWEN_HF}", 2, 1, "--max-new-tokens 64"),
     **LONG,
 }
-COMMON = {
-    "chat": "--target smollm2 --chat --stop-at-eos",
-    "embedded": "",
-    "qwen-coder": "--target qwen-coder --chat --stop-at-eos",
+
+
+def paged(page: str, runs: Runs, common: str = "") -> Runs:
+    """Return the runs of a page by their full names, with the options that all of them have."""
+    return {f"{page}/{name}": f"{options} {common}" for name, options in runs.items()}
+
+
+RUNS: Runs = {
+    **paged("chat", CHAT, "--target smollm2 --chat --stop-at-eos"),
+    **paged("embedded", EMBEDDED),
+    **paged("qwen-coder", QWEN, "--target qwen-coder --chat --stop-at-eos"),
 }
-RUNS = {
-    f"{page}/{name}": f"{given} {COMMON[page]}"
-    for page, runs in (("chat", CHAT), ("embedded", EMBEDDED), ("qwen-coder", QWEN))
-    for name, given in runs.items()
-}
+
+
+def selected(only: str) -> list[str]:
+    """Return the names of runs that a user asks for. Raises ValueError for an unknown one."""
+    names = []
+    for part in only.split(","):
+        matching = [name for name in RUNS if name == part or name.startswith(f"{part}/")]
+        if not matching:
+            raise ValueError(f"no run {part!r}; there are {', '.join(RUNS)}")
+        names += matching
+    return names
+
+
+def run(name: str, runs: Path, data: Path | None) -> int:
+    """Make a run, keep its results, and return the status of the process."""
+    out = runs / name
+    folders = {"here": HERE, "data": data and data.resolve()}
+    options = [part.format(**folders) for part in RUNS[name].split()]
+    command = [sys.executable, "-m", "benchmarks.peers.bench", *options]
+    command += ["--out", str(out.resolve()), "--resume"]
+    kernels = {"FORERUN_KERNELS": "avx2"} if name.endswith("avx2") else {}
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | kernels)
+    if done.returncode == 0:
+        # Datasets get the names that pages give them.
+        results = (out / "results.json").read_text()
+        results = results.replace(HUMANEVAL, "humaneval").replace(GSM8K, "gsm8k")
+        kept = HERE / f"{name}.json"
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(results)
+    return done.returncode
 
 
 def main() -> int:
@@ -269,7 +312,7 @@ def main() -> int:
     parser.add_argument(
         "--data",
         type=Path,
-        help="folder of HumanEval.jsonl.gz and gsm8k_test.jsonl; qwen-coder/long needs neither",
+        help=f"folder of {HUMANEVAL} and {GSM8K}; qwen-coder/long needs neither",
     )
     parser.add_argument(
         "--only",
@@ -279,38 +322,18 @@ def main() -> int:
     parser.add_argument(
         "--runs", type=Path, default=Path("runs"), help="folder of the runs' records"
     )
-    given = parser.parse_args()
-    wanted = []
-    for part in given.only.split(","):
-        found = [name for name in RUNS if name == part or name.startswith(f"{part}/")]
-        if not found:
-            parser.error(f"--only: no run {part!r}; there are {', '.join(RUNS)}")
-        wanted += found
-    if given.data is None and any("{data}" in RUNS[name] for name in wanted):
-        parser.error(
-            "--data: these runs need the folder of HumanEval.jsonl.gz and gsm8k_test.jsonl"
-        )
-    for name in wanted:
-        out, kept = given.runs / name, HERE / f"{name}.json"
-        if (out / "results.json").is_file():
-            continue
-        where = {"here": HERE, "data": given.data and given.data.resolve()}
-        options = [
-            *(part.format(**where) for part in RUNS[name].split()),
-            "--out",
-            str(out.resolve()),
-            "--resume",
-        ]
-        kernels = {"FORERUN_KERNELS": "avx2"} if name.endswith("avx2") else {}
-        command = [sys.executable, "-m", "benchmarks.peers.bench", *options]
-        done = subprocess.run(command, cwd=HERE.parent, env=os.environ | kernels)
-        if done.returncode:
-            return done.returncode
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        found = (out / "results.json").read_text()
-        kept.write_text(
-            found.replace(HUMANEVAL, "humaneval").replace(GSM8K, "gsm8k")
-        )  # as pages call them
+    args = parser.parse_args()
+    try:
+        names = selected(args.only)
+    except ValueError as error:
+        parser.error(f"--only: {error}")
+    if args.data is None and any("{data}" in RUNS[name] for name in names):
+        parser.error(f"--data: these runs need the folder of {HUMANEVAL} and {GSM8K}")
+    for name in names:
+        if not (args.runs / name / "results.json").is_file():
+            status = run(name, args.runs, args.data)
+            if status:
+                return status
     return 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "qwen-coder"
+RESULTS = ROOT / "benchmarks" / "speed" / "qwen-coder"
 OUT = ROOT / "docs" / "speedup.svg"
 RUNS = {"greedy": "greedy.json", "temperature 1": "temperature-1.json"}
 DATASETS = {"test.jsonl": ("own prompts", "#0072b2"), "humaneval": ("HumanEval as chat", "#e69f00")}

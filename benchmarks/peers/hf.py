@@ -1,6 +1,11 @@
 """Transformers as a peer: its own `generate`, and its own forwards for methods of ours.
 
-Its models are loaded apart, so that nothing of ours has touched them.
+Its models are loaded apart, so that nothing of ours has touched them. With a temperature its
+methods sample with that and top-p, and with nothing else, from a seed for each prompt or batch.
+
+On transformers' forwards models in few bits are in float32: a GGUF file, and drafts, which on a CPU
+are otherwise in 8 bits (`--draft-weights float32` makes both sides equal). So outputs may differ
+from those of our forwards where rounding decides.
 """
 
 from __future__ import annotations

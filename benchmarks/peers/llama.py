@@ -1,8 +1,17 @@
 """llama.cpp as a peer, on the files that our models were read from.
 
 It runs in Node.js, because `npm install node-llama-cpp` in the repository's root brings a build for
-each kind of processor; Python's wheels are for AVX2, so a comparison with them would be unfair. It
-decodes plainly, with a draft model, or with a lookup in the text.
+each kind of processor and takes the best; Python's wheels are for AVX2, so a comparison with them
+would be unfair. It decodes plainly, with a draft model, or with a lookup in the text.
+
+- It gets the same token ids, and as many threads as torch has. Greedy is the plain argmax; with a
+  temperature all of its own filters but top-p are off.
+- Each call starts with an empty cache, as every method does in a bench, and its prefill counts.
+- It decodes one prompt at a time, on the CPU. Its server would decode several.
+- It rounds activations to 8 bits and its cache to 16, so some outputs differ from ours. Its lookup
+  may differ from its own plain decoding too.
+- Its threads wait for each other by spinning. With more busy threads than cores it fell to a tenth
+  of its speed, so leave the machine alone.
 """
 
 from __future__ import annotations

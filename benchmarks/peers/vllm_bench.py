@@ -34,6 +34,7 @@ from forerun.bench.report import provenance
 Answers = dict[str, Any]
 
 ROOT = Path(__file__).parents[2]
+PROMPTS = ROOT / "benchmarks" / "speed" / "chat" / "validation.jsonl"
 WARM = [{"role": "user", "content": "Say hello to Anna, Ben and Carla, each in a line of its own."}]
 MARK = "RESULT"  # before a line that is an answer; other lines of stdout are the engine's log
 
@@ -256,7 +257,7 @@ def parsed() -> argparse.Namespace:
         "--target", required=True, help="a Hugging Face folder with a chat template"
     )
     parser.add_argument("--draft", help="a Hugging Face folder with the same tokenizer")
-    parser.add_argument("--prompts", type=Path, default=ROOT / "benchmarks/chat/validation.jsonl")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--count", type=int, default=3, help="prompts of a round")
     parser.add_argument("--max-tokens", type=int, default=96)

@@ -1,9 +1,8 @@
 """A session of an agent with tools, 20 turns over a small code base: plain decoding beside drafts.
 
-    python -m benchmarks.serving.agent --out benchmarks/serving/agent.json \
-        --page docs/results/agent.md
+    python -m benchmarks.serving.agent --out runs/agent.json --page runs/agent.md
     python -m benchmarks.serving.agent --session long --methods ar,suffix,hybrid,llama-cpp \
-        --out benchmarks/serving/agent-long.json --page docs/results/agent-long.md
+        --out benchmarks/serving/agent.json --page docs/results/agent.md
 
 `--session long` reads and writes files of the standard library until the text has about 8,000
 tokens. llama.cpp, by the names of `benchmarks.peers.runners`, is given the turns of `ar`, which

@@ -34,7 +34,7 @@ servers, over the bare engine, and for an hour with clients that misbehave. `ben
 the scripts and their results.
 """
 LOAD = """- A client asks its next question when the last one was answered. Questions are those of
-  `benchmarks/chat/test.jsonl`; from the second time on a number stands before one, so that no
+  `benchmarks/speed/chat/test.jsonl`; from the second time on a number stands before one, so that no
   server knows a prompt.
 - All servers have the same cores, a thread each. The load runs on {cores}; the last column says how
   many it kept busy, in the mean.

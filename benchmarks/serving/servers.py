@@ -22,7 +22,7 @@ from forerun.files import home
 from forerun.zoo import SMOLLM2, find
 
 BENCHMARKS = Path(__file__).parents[1]
-TEST_PROMPTS = BENCHMARKS / "chat" / "test.jsonl"
+TEST_PROMPTS = BENCHMARKS / "speed" / "chat" / "test.jsonl"
 READY_SECONDS = 900  # until a server must be there; one that ends is noticed at once
 STOP_SECONDS = 60  # until a server is ended by force
 PAGE = 32  # tokens of a page of transformers' cache

@@ -30,7 +30,7 @@ File = tuple[str, str]  # path and text
 Messages = list[dict[str, str]]
 
 BENCHMARKS = Path(__file__).parents[1]
-FOLDER = BENCHMARKS / "qwen-coder"
+FOLDER = BENCHMARKS / "speed" / "qwen-coder"
 PROJECT = BENCHMARKS / "serving" / "project.json"
 LENGTHS = {1000: 4, 4000: 4, 16000: 2}  # tokens of a prompt, and number of prompts
 KNOWN_TOKENS = 4000  # of a conversation before its follow-up

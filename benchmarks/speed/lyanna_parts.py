@@ -36,7 +36,7 @@ from forerun.zoo import EMBEDDED, SMOLLM2, companion
 
 Ways = dict[str, tuple[Method, HiddenDrafter | None]]
 
-CHATS = Path(__file__).parents[1] / "chat"
+CHATS = Path(__file__).with_name("chat")
 CHAIN = "chain, no reuse"  # the way that others are compared with
 NEW_TOKENS = 128
 COLUMNS = (

@@ -97,10 +97,10 @@ def test_an_open_loop_goes_by_the_clock() -> None:
     ]  # and not when the server had time for it
     assert [one.times for one in served] == [[1, 2], [3], [31]]
     assert server.most == [1, 2, 1, 1] and server.timeouts == [0.5, 29.0, 28.0, None]
-    found = figures(served)
-    assert (found["ttft_ms_p50"], found["ttft_ms_max"]) == (1000.0, 2500.0)
-    assert found["tokens"] == 4 and found["tokens_per_s"] == pytest.approx(4 / 31, abs=1e-3)
-    assert found["tpot_ms_p50"] == found["gap_ms_max"] == 1000.0
+    row = figures(served)
+    assert (row["ttft_ms_p50"], row["ttft_ms_max"]) == (1000.0, 2500.0)
+    assert row["tokens"] == 4 and row["tokens_per_s"] == pytest.approx(4 / 31, abs=1e-3)
+    assert row["tpot_ms_p50"] == row["gap_ms_max"] == 1000.0
 
 
 def test_arrivals_and_lengths_follow_from_the_seed() -> None:
@@ -125,17 +125,15 @@ def test_arrivals_and_lengths_follow_from_the_seed() -> None:
 def test_figures_are_of_requests_and_of_rounds() -> None:
     fast = Served(0.0, 0.5, [1, 2, 3], [1.0, 1.0, 2.0])  # two tokens of one step
     slow = Served(1.0, 3.0, [4], [4.0])
-    found = figures([fast, slow])
-    assert (found["tokens_per_s"], found["seconds"]) == (1.0, 4.0)
-    assert (found["ttft_ms_p50"], found["ttft_ms_max"]) == (2000.0, 3000.0)
+    row = figures([fast, slow])
+    assert (row["tokens_per_s"], row["seconds"]) == (1.0, 4.0)
+    assert (row["ttft_ms_p50"], row["ttft_ms_max"]) == (2000.0, 3000.0)
     assert (
-        found["tpot_ms_p50"] == 500.0 and found["gap_ms_max"] == 1000.0
+        row["tpot_ms_p50"] == 500.0 and row["gap_ms_max"] == 1000.0
     )  # the other has no second token
-    assert found["wait_ms_max"] == 2000.0
+    assert row["wait_ms_max"] == 2000.0
     assert (
-        medians([found, found | {"tokens_per_s": 3.0}, found | {"tokens_per_s": 9.0}])[
-            "tokens_per_s"
-        ]
+        medians([row, row | {"tokens_per_s": 3.0}, row | {"tokens_per_s": 9.0}])["tokens_per_s"]
         == 3.0
     )
     assert rows_over_time([fast, slow], lambda one: one.due) == ([0.0, 1.0, 2.0, 4.0], [1, 2, 1, 0])

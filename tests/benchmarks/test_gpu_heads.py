@@ -18,14 +18,14 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model = small(request.param)
     path: Path = tmp_path_factory.mktemp("target") / "target.gguf"
     write(path, model, "F32")
-    found = Target(path, "cpu")
+    loaded = Target(path, "cpu")
     tokens = torch.randint(VOCAB, (3, 40))
     with torch.no_grad():
         wanted = model.model(tokens).last_hidden_state
-    states = found.read(tokens, lower=(lower := []))
+    states = loaded.read(tokens, lower=(lower := []))
     assert (states.float() - wanted).norm() < 0.05 * wanted.norm()
     assert [each.shape for each in lower] == [states.shape] * 2
-    return found
+    return loaded
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
@@ -62,16 +62,18 @@ def test_a_loss_is_the_cross_entropy(law: bool) -> None:
     )
     lm = torch.randn(30, 16).bfloat16()
     whole = torch.full((9,), 12.0)
-    own = torch.randn(9, 16).bfloat16() if law else torch.arange(-1, 8)
+    truth = torch.randn(9, 16).bfloat16() if law else torch.arange(-1, 8)
     probs = (
-        (own.float() @ lm.float().T - 12).exp() if law else torch.eye(30)[own] * (own >= 0)[:, None]
+        (truth.float() @ lm.float().T - 12).exp()
+        if law
+        else torch.eye(30)[truth] * (truth >= 0)[:, None]
     )
     given = [each.requires_grad_() for each in (states, said, answer)]
     wanted = -(probs * (states @ lm.float().T + said @ answer.T).log_softmax(-1)).sum() / 9
-    found = Compared.apply(*given, lm, own, whole)
-    assert found.item() == pytest.approx(wanted.item(), rel=1e-3)
+    loss = Compared.apply(*given, lm, truth, whole)
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-3)
     for one, other in zip(
-        torch.autograd.grad(found, given), torch.autograd.grad(wanted, given), strict=True
+        torch.autograd.grad(loss, given), torch.autograd.grad(wanted, given), strict=True
     ):
         assert (one - other).norm() < 0.02 * other.norm()
 

@@ -268,7 +268,7 @@ def test_peers_say_what_the_target_says(name: str, ignore: bool, pair: Pair) -> 
 
 
 def test_a_schedule_carries_its_own_state_only(pair: Pair) -> None:
-    own, seen = pair[1].generation_config, {}
+    config_before, seen = pair[1].generation_config, {}
     peers = Generate(*pair, SamplingParams(max_new_tokens=24, ignore_eos=True))
     original = peers._generate
 
@@ -285,7 +285,7 @@ def test_a_schedule_carries_its_own_state_only(pair: Pair) -> None:
         run = peers.run(f"hf-assisted/{schedule}")
         for warm_up in (8, None, None):
             run([[3, 4, 5]], [0], warm_up)
-    assert pair[1].generation_config is own and own.num_assistant_tokens is None
+    assert pair[1].generation_config is config_before and config_before.num_assistant_tokens is None
     warmed, first, second = seen["heuristic"]
     assert warmed[1] is not None and first[0] is None and second[0] == first[1] is not None
     assert seen["heuristic_transient"] == seen["constant"] == [(None, None)] * 3
@@ -302,11 +302,11 @@ def test_our_methods_run_on_transformers_forwards(folder: Path) -> None:
     )
     layers = {"head": (str(folder / "head"),), "pre_verifier": folder / "layer"}
     plan = plan_of(folder, *names, settings=("sd.gamma=3",), draft_weights="float32", **layers)
-    found = run(plan, folder / "out")
+    results = run(plan, folder / "out")
     write_report(folder / "out")
-    assert list(found["arguments"]["methods"]) == ["ar", *names]
-    assert found["arguments"]["methods"]["hf-forward/sd"] == {"gamma": 3}
-    methods = found["methods"]
+    assert list(results["arguments"]["methods"]) == ["ar", *names]
+    assert results["arguments"]["methods"]["hf-forward/sd"] == {"gamma": 3}
+    methods = results["methods"]
     assert {each["exact_match"] for each in methods.values()} == {1.0}
     assert methods["hf-forward/sd"]["tau"] == methods["sd"]["tau"] > 1
     assert methods["hf-forward/sd"]["draft_forwards"] == methods["sd"]["draft_forwards"]
@@ -337,12 +337,12 @@ def test_a_file_in_few_bits_is_in_float32_on_their_forward(tmp_path: Path) -> No
     save_lines(tmp_path / "own.jsonl", [{"tokens": ROWS[0]}])
     names = ["suffix", "hf-forward/ar", "hf-forward/suffix"]
     plan = plan_of(tmp_path, *names, target=str(path), draft=None)
-    found = run(plan)
+    results = run(plan)
     theirs = load_on_their_forward(plan_of(tmp_path, "ar", target=str(path), draft=None), None)[
         "ar"
     ].target
     assert not is_stored(theirs.model) and str(theirs.dtype) == "torch.float32"
-    methods = found["methods"]
+    methods = results["methods"]
     assert methods["suffix"]["exact_match"] == 1.0
     assert all(methods[name]["exact_match"] is not None for name in names)  # rounding may differ
 
@@ -360,30 +360,30 @@ def test_the_best_of_several_settings_has_a_row() -> None:
     }
     records = [
         record(name, rate, number)
-        for name, each in rates.items()
-        for number, rate in enumerate(each)
+        for name, values in rates.items()
+        for number, rate in enumerate(values)
     ]
     found = with_best({"methods": summary(records), "datasets": {}})["methods"]
     assert found["hf-assisted"]["schedule"] == "6" and found["hf-assisted"]["tokens_per_s"] == 80.0
     assert found["sd"]["speedup"] == 2.0
-    one = summary([each for each in records if each.method != "hf-assisted/6"])
+    one = summary([record for record in records if record.method != "hf-assisted/6"])
     assert "hf-assisted" not in with_best({"methods": one, "datasets": {}})["methods"]
 
 
 def test_results_say_what_they_were_measured_with(folder: Path) -> None:
     plan = plan_of(folder, "suffix")
-    found = run(plan)
+    results = run(plan)
     compared = check_logits(plan, {str(folder / "own.jsonl"): []})
-    for each in (found, compared):
+    for each in (results, compared):
         assert {"arguments", "versions", "date"} <= each.keys() and each["date"].endswith(" UTC")
     assert compared["check_logits"].keys() == {"ar", "suffix"}
-    found["versions"]["scikit-learn"], found["methods"]["hf-assisted/3"] = (
+    results["versions"]["scikit-learn"], results["methods"]["hf-assisted/3"] = (
         None,
-        found["methods"]["ar"],
+        results["methods"]["ar"],
     )
     assert (
         "Without scikit-learn the threshold of transformers' assistant does not adapt"
-        in markdown(found, [])
+        in markdown(results, [])
     )
 
 

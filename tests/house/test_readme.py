@@ -25,8 +25,8 @@ def columns(datasets: tuple[str, ...], *files: str) -> list[tuple[str, str]]:
     return [(file, dataset) for file in files for dataset in datasets]
 
 
-# Tables of figures: by page and header (after its first column), each column's file in benchmarks/
-# and its dataset.
+# Tables of figures: by page and header (after its first column), each column's file in
+# benchmarks/speed/ and its dataset.
 FIGURES = {
     (
         README,
@@ -85,7 +85,8 @@ def tables(text: str) -> dict[str, Rows]:
 
 @cache
 def measured(file: str, dataset: str) -> dict[str, Any]:
-    return json.loads((ROOT / "benchmarks" / file).read_text())["datasets"][dataset]["methods"]
+    results = json.loads((ROOT / "benchmarks" / "speed" / file).read_text())
+    return results["datasets"][dataset]["methods"]
 
 
 def is_of(row: str, name: str) -> bool:
