@@ -298,7 +298,7 @@ class _Race:
             if len(rounds) > 1 and seconds + first_seconds > ALL_ROUNDS_SECONDS:
                 break
             is_plain_first = len(rounds) % 2 == 0
-            with self._console.status(f"round {len(rounds) + 1}, without a picture"):
+            with self._console.status(f"round {len(rounds) + 1} ...", refresh_per_second=1):
                 rounds.append([self._answers(prompt, is_plain_first) for _, prompt in prompts])
         return Comparison(self._target, self._method, self._options.temperature, rounds)
 
