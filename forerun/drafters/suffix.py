@@ -70,8 +70,11 @@ class SuffixDrafter(Drafter):
         self.memory = memory
         self.rows: dict[int, _Text] = {}
 
-        def least_worth(rows: int, context: int) -> float:
-            worth = costs.at(context, rows).marginal(rows) if costs is not None else 0.0
+        def least_worth(greedy: bool, rows: int, context: int) -> float:
+            if costs is None:
+                return settings.least
+            table = costs if greedy else costs.sampled
+            worth = table.at(context, rows).marginal(rows)
             return max(settings.least, SURE * worth)
 
         self._least = lru_cache(least_worth)
@@ -101,7 +104,7 @@ class SuffixDrafter(Drafter):
         """
         row = self.rows[seq.id]
         tokens = seq.tokens
-        least = self._least(rows, rounded(len(tokens)))
+        least = self._least(seq.greedy, rows, rounded(len(tokens)))
         row.read(tokens, len(tokens))
         state = row.automaton.links[row.last]
         match = row.automaton.longest[state]

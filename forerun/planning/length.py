@@ -37,12 +37,11 @@ class ChainPlanner:
     def forecast(self, situation: StepSituation) -> Forecast:
         """Return what chains of the best length save, at the expected acceptance.
 
-        Greedy costs are used for all rows. All rows read their prompts, and then share the time
-        that is saved.
+        All rows read their prompts, and then share the time that is saved.
         """
-        saved = self._saved(situation.rows, rounded(situation.context))
+        saved = self._saved(situation.greedy, situation.rows, rounded(situation.context))
         reading = 0.0
-        if situation.unread:
+        if situation.unread:  # nothing is sampled while a prompt is read
             middle = self._costs[True].at(situation.context - situation.unread / 2)
             reading = middle.reading(situation.rows * situation.unread)
         return Forecast(saved, saved * situation.remaining, reading)
@@ -70,9 +69,9 @@ class ChainPlanner:
             of_tested[place] = DRAFT_DECAY * of_tested[place] + 1
             of_accepted[place] = DRAFT_DECAY * of_accepted[place] + (place < accepted)
 
-    def _saved_by_best_length(self, rows: int, context: int) -> float:
+    def _saved_by_best_length(self, greedy: bool, rows: int, context: int) -> float:
         """Return the ms that a token of each row takes less than in a plain step, at least 0."""
-        step_ms = self._costs[True].at(context, rows).steps(rows, LONGEST_CHAIN)
+        step_ms = self._costs[greedy].at(context, rows).steps(rows, LONGEST_CHAIN)
         return step_ms[0] - min(token_ms(step_ms, [EXPECTED_ACCEPTANCE] * LONGEST_CHAIN))
 
 

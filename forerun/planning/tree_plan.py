@@ -222,8 +222,8 @@ class TreePlanner:
         self._saved = lru_cache(self._saved_by_block)
 
     def forecast(self, situation: StepSituation) -> Forecast:
-        """Return what trees save in a greedy step. The head reads prompts in negligible time."""
-        saved = self._saved(situation.rows, rounded(situation.context))
+        """Return what trees save in a step. The head reads prompts in negligible time."""
+        saved = self._saved(situation.greedy, situation.rows, rounded(situation.context))
         return Forecast(saved, saved * situation.remaining)
 
     def plan(
@@ -247,12 +247,12 @@ class TreePlanner:
             groups.append(Group(rows, costs, not set(rows).isdisjoint(fresh)))
         return TreePlan(groups, self.head.curves, self.block, limits, ahead)
 
-    def _saved_by_block(self, rows: int, context: int) -> float:
+    def _saved_by_block(self, greedy: bool, rows: int, context: int) -> float:
         """Return the ms that a token of each row saves if a first block is drafted.
 
         Its nodes are expected to be accepted as often as those of their places are on average.
         """
-        costs = self._costs(True, rows, context)
+        costs = self._costs(greedy, rows, context)
         means = [mean for _, _, mean in self.head.curves]
         states = min(self.block, costs.nodes)
         survival = list(accumulate((means + means[-1:] * states)[:states], mul))

@@ -264,7 +264,7 @@ def test_long_texts_shorten_drafts() -> None:
         )
         assert forecast(chains, near).pays and not forecast(chains, far).pays
     suffixes = SuffixDrafter(Suffix(), costs=STEEP)
-    assert suffixes._least(1, 8192) > 2 * suffixes._least(1, 256)
+    assert suffixes._least(True, 1, 8192) > 2 * suffixes._least(True, 1, 256)
     chooser = SourceChooser(STEEP, "draft")
     found = Draft.chain(1, [2, 3, 4])
     near, far = (chooser.savings(StepSituation(1, n), found, 2.5) for n in (100, 8192))
