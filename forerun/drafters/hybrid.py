@@ -12,9 +12,10 @@ from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods import Hybrid, Method, Parts
+from forerun.planning.cost_model import Forwards
 from forerun.planning.forecast import StepSituation
 from forerun.planning.guard import GuardedDrafter, GuardMemo
-from forerun.planning.source_chooser import Choice, Forwards, SourceChooser, SourceOutcome
+from forerun.planning.source_chooser import Choice, SourceChooser, SourceOutcome
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -252,9 +253,9 @@ def hybrid_drafter(settings: Hybrid, suffixes: SuffixDrafter, parts: Parts) -> D
         other = parts.guarded(other)
     if settings.threshold is not None:
         return HybridDrafter(suffixes, other, settings.threshold)
-    if parts.costs is None:
+    if parts.present_costs is None:
         return HybridDrafter(suffixes, other, THRESHOLD_WITHOUT_COSTS)
-    chooser = SourceChooser(parts.costs, _forwards_of(method))
+    chooser = SourceChooser(parts.present_costs, _forwards_of(method))
     knows_texts = chooser.forwards == "draft" and parts.translation is None
     draft = parts.draft if knows_texts else None
     return HybridDrafter(suffixes, other, THRESHOLD_WITHOUT_COSTS, chooser, draft)

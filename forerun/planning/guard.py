@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
+from forerun.planning.corrected_costs import CorrectedCosts, StepTime
 from forerun.planning.cost_model import mean_context
 from forerun.planning.forecast import StepSituation, forecast
 from forerun.planning.loss_account import LossAccount
@@ -143,7 +144,9 @@ class GuardMemo:
         length: the tokens of all sequences before the step.
         rows: the number of these sequences.
         started_at: when the step began. The time of drafts' prompts is left out.
+        proposed_at: when the drafts were made.
         ran: whether the drafter ran a forward.
+        time: what is known of the step's time, if it is to correct costs.
         inner: the drafter's own memo.
     """
 
@@ -152,7 +155,9 @@ class GuardMemo:
     length: int
     rows: int
     started_at: float
+    proposed_at: float
     ran: bool
+    time: StepTime | None
     inner: Any
 
     @property
@@ -172,7 +177,13 @@ class GuardedDrafter(Drafter):
     step, because the states come only once. In a pause it observes an empty draft.
     """
 
-    def __init__(self, drafter: Drafter, guard: Guard, sampled: Guard | None = None) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        guard: Guard,
+        sampled: Guard | None = None,
+        costs: CorrectedCosts | None = None,
+    ) -> None:
         """Wrap a drafter.
 
         Args:
@@ -180,9 +191,11 @@ class GuardedDrafter(Drafter):
             guard: judges steps whose rows are all greedy.
             sampled: judges steps with sampled rows, because these cost and accept differently.
                 None: a new guard.
+            costs: corrected by the time of every step, if given.
         """
         self.drafter = drafter
         self.guards = {True: guard, False: sampled if sampled is not None else Guard(guard.clock)}
+        self._costs = costs
         self.wants_hidden = drafter.wants_hidden
         self.spread = drafter.spread
         self.reads = drafter.reads
@@ -250,13 +263,20 @@ class GuardedDrafter(Drafter):
             started_at += proposal.prompt_seconds
         drafts = {seq.id: Draft.root(seq.tokens[-1]) for seq in seqs}
         drafts |= zip([seq.id for seq in asked], proposal.drafts, strict=True)
+        time = None
+        proposed_at = started_at
+        if self._costs is not None:
+            proposed_at = guard.clock()
+            time = _time_of_drafts(seqs, proposal, proposed_at - started_at)
         memo = GuardMemo(
             asked=frozenset(seq.id for seq in asked),
             judge=guard if is_judged else None,
             length=sum(len(seq.tokens) for seq in seqs),
             rows=len(seqs),
             started_at=started_at,
+            proposed_at=proposed_at,
             ran=proposal.forwards > 0,
+            time=time,
             inner=proposal.memo,
         )
         return replace(proposal, drafts=[drafts[seq.id] for seq in seqs], memo=memo)
@@ -270,7 +290,13 @@ class GuardedDrafter(Drafter):
         if of_drafter:
             self.drafter.observe(of_drafter, memo.inner if memo is not None else None)
         # A row whose scores are not numbers is left out here, because it is decoded again alone.
-        if memo is None or memo.judge is None or len(outcomes) < memo.rows:
+        if memo is None or len(outcomes) < memo.rows:
+            return
+        if memo.time is not None and self._costs is not None:
+            target_ms = 1000 * (self.guards[True].clock() - memo.proposed_at)
+            nodes = sum(len(outcome.draft) for outcome in outcomes)
+            self._costs.observe(replace(memo.time, nodes=nodes, target_ms=target_ms))
+        if memo.judge is None:
             return
         tokens = sum(len(outcome.sequence.tokens) for outcome in outcomes) - memo.length
         # A step in which the drafter ran nothing and proposed nothing measures a plain step.
@@ -311,3 +337,18 @@ class GuardedDrafter(Drafter):
             for _ in self.drafter.admit(seq, None, len(seq.tokens)):
                 pass
             self._inside[seq.id] = True
+
+
+def _time_of_drafts(seqs: list[Sequence], proposal: Proposal, seconds: float) -> StepTime:
+    """Return the first part of a step's time, in which its drafts were made."""
+    modes = {seq.greedy for seq in seqs}
+    return StepTime(
+        rows=len(seqs),
+        context=mean_context(seqs),
+        greedy=modes.pop() if len(modes) == 1 else None,
+        forwards=proposal.forwards,
+        # Seconds of prompts were taken off, but not by the same clock.
+        forward_rows=0 if proposal.prompt_seconds else proposal.forward_rows,
+        by_head=proposal.by_head,
+        draft_ms=1000 * seconds,
+    )

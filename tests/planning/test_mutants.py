@@ -31,7 +31,7 @@ from forerun.planning.forecast import (
 from forerun.planning.guard import FIRST_PLAIN_STEPS, Guard, GuardedDrafter
 from forerun.planning.length import ChainPlanner
 from forerun.planning.source_chooser import PhraseChooser, SourceChooser
-from forerun.planning.tree_plan import TreePlanner
+from forerun.planning.tree_plan import Calibrated, TreePlanner
 from forerun.sampling.sampler import Sampler
 
 # A forward of many tokens is dear, and dearer after a long text.
@@ -60,9 +60,12 @@ class Chooser:
         return self.chooser.forecast(situation, self.chooser.savings(situation, none, 0.0).other)
 
 
+def tree_head() -> Calibrated:
+    return SimpleNamespace(curves=[[0.0, 1.0, 0.7]] * 4)
+
+
 def tree_planner() -> Planner:
-    head = SimpleNamespace(curves=[[0.0, 1.0, 0.7]] * 4)
-    return TreePlanner(head, COSTS, block=3, nodes=8)
+    return TreePlanner(tree_head(), COSTS, block=3, nodes=8)
 
 
 PLANNERS: dict[str, Callable[[], Planner]] = {
@@ -278,8 +281,7 @@ def test_a_step_of_both_modes_is_drafted_where_it_pays() -> None:
 
 def test_forecasts_of_sampled_steps_use_the_costs_of_sampling() -> None:
     costs = replace(COSTS, drawing=9.0, judging=30.0)
-    head = SimpleNamespace(curves=[[0.0, 1.0, 0.7]] * 4)
-    for planner in (ChainPlanner(costs), TreePlanner(head, costs, block=3, nodes=8)):
+    for planner in (ChainPlanner(costs), TreePlanner(tree_head(), costs, block=3, nodes=8)):
         assert planner.forecast(NEAR).pays
         assert not planner.forecast(replace(NEAR, greedy=False)).pays
     suffixes = SuffixDrafter(Suffix(), None, costs)
