@@ -100,6 +100,7 @@ class HybridDrafter(Drafter):
         self.threshold = threshold
         self.chooser = chooser
         self._draft = draft
+        self._clock = draft.clock if draft is not None else perf_counter
         self.wants_hidden = other.wants_hidden
         self.spread = other.spread
         self.reads = other.reads  # of the hidden states; suffixes need the tokens alone
@@ -135,9 +136,9 @@ class HybridDrafter(Drafter):
                 drafts[seq.id] = Draft.root(seq.tokens[-1])
             if note.choice.asks_other:
                 asking.append(seq)
-        started_at = perf_counter()
+        started_at = self._clock()
         ready = self._readers(asking, notes) if asking else []
-        reading = Proposal([], prompt_seconds=perf_counter() - started_at)
+        reading = Proposal([], prompt_seconds=self._clock() - started_at)
         proposal = self._ask(ready, len(seqs)) if ready else Proposal([])
         is_measuring = isinstance(proposal.memo, GuardMemo) and proposal.memo.is_measuring
         for seq, draft in zip(ready, proposal.drafts, strict=True):
