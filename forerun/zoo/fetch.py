@@ -46,15 +46,19 @@ def with_drafts(names: Sequence[str]) -> list[str]:
     return list(wanted)
 
 
-def fetch(names: Sequence[str], say: Say) -> list[Path]:
-    """Download models and their drafts, unless they are here, and return their files.
+def fetch(names: Sequence[str], say: Say, *, drafts: bool = True) -> list[Path]:
+    """Download models, unless they are here, and return their files.
 
-    `say` takes lines on the progress.
+    Args:
+        names: of the models.
+        say: takes lines on the progress.
+        drafts: whether their drafts are downloaded too.
 
     Raises ValueError, whose text says what to do, for an unknown name, and without pip, network,
     space or a folder to write to.
     """
-    models = [MODELS[name] for name in with_drafts(names)]
+    wanted = with_drafts(names)
+    models = [MODELS[name] for name in wanted if drafts or name in names]
     folder = home().absolute() / "models"
     try:
         return _fetch(models, folder, say)

@@ -335,6 +335,17 @@ def test_special_tokens_and_the_chat_template_are_those_of_the_file(tmp_path: Pa
     assert gguf_tokenizer(path)("the")["input_ids"] == [1, *tokenizer("the")["input_ids"]]
 
 
+def test_a_large_vocabulary_needs_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers asks the hub about vocabularies of more than 100,000 tokens by their name."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    path = ggufs.write_vocabulary(tmp_path / "a.gguf", 100_100)
+    tokenizer = gguf_tokenizer(path)
+    assert len(tokenizer) == 100_100 and tokenizer.name_or_path == str(path)
+    assert tokenizer.decode(tokenizer("the low word400")["input_ids"]) == "the low word400"
+
+
 def test_tokenizers_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"tokenizer": False}, "it has no tokenizer"),

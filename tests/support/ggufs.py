@@ -240,6 +240,21 @@ def add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str, file
         writer.add_tensor(name, data, raw_dtype=None if is_float else Type[stored_as])
 
 
+def write_vocabulary(path: Path, size: int) -> Path:
+    """Write a file of a tokenizer alone: bytes, a few merges and words up to `size` tokens."""
+    writer = gguf.GGUFWriter(path, "llama")
+    tokens = [*SPECIAL, *bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in MERGES)]
+    tokens += [f"word{i}" for i in range(len(tokens), size)]
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (size - len(SPECIAL)))
+    writer.add_token_merges(list(MERGES))
+    add_metadata(writer, {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.eos_token_id": 2})
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
 def tokenizer_metadata(writer: gguf.GGUFWriter, size: int, pre: str) -> dict[str, Any]:
     """Add a tokenizer's tokens to a file, and return the rest of what describes it."""
     described = _pieces(writer, size) if pre == "pieces" else _tokenizer(writer, size, pre)
