@@ -1,6 +1,8 @@
 """Whether a step drafts, who drafts it, and how much.
 
 All three follow from one table, `Costs` (`cost_model`): ms of forwards by rows, nodes and context.
+It is measured once, and corrected by what every guarded step takes (`corrected_costs`). So planners
+ask for the present table each time (`CostSource`).
 
 - Whether: a drafter declares its costs by a `planner`. `forecast(drafter, StepSituation(...))` is
   the one question, and `Forecast.pays` the one definition (`forecast`). Drafters without a planner
