@@ -126,7 +126,7 @@ def _can_be_sent(key: str) -> bool:
 
 @grouped
 def serve(serving: ServingOptions, options: ServerOptions) -> None:
-    """Serve a model with OpenAI's API, and a page to try it. See docs/serving.md."""
+    """Serve a model with OpenAI's API, and a page to try it. See docs/guide/serve.md."""
     started_at = perf_counter()
     check_packages("forerun serve", "serve", "fastapi", "uvicorn", "prometheus_client")
     options.check()
