@@ -52,18 +52,27 @@ class StoredEmbedding(nn.Module):
         num_embeddings, embedding_dim: the sizes.
         stored: the rows.
         dtype: the dtype of its outputs.
+        factor: what they are multiplied with.
     """
 
-    def __init__(self, raw: RawMatrix, dtype: torch.dtype) -> None:
+    def __init__(self, raw: RawMatrix, dtype: torch.dtype, factor: float = 1.0) -> None:
         super().__init__()
         self.num_embeddings = raw.out
         self.embedding_dim = raw.inputs
         self.stored = raw
         self.dtype = dtype
+        self.factor = factor
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the embeddings [.., d] of tokens [..], in the model's dtype."""
-        return self.stored.floats(ids.flatten().tolist()).to(self.dtype).view(*ids.shape, -1)
+        rows = self.stored.floats(ids.flatten().tolist()).to(self.dtype).view(*ids.shape, -1)
+        return rows if self.factor == 1 else rows * self.factor
+
+
+def embedding_factor(embedding: nn.Module) -> float:
+    """Return the factor by which an embedding of transformers multiplies its rows itself."""
+    factor = getattr(embedding, "scalar_embed_scale", 1.0)  # Gemma's embeddings have it
+    return float(factor)
 
 
 def store(model: PreTrainedModel, kind: str) -> PreTrainedModel:
@@ -93,9 +102,11 @@ def store(model: PreTrainedModel, kind: str) -> PreTrainedModel:
         stored_kind = "int8" if is_head and kind == "int4" else kind
         weight = quantise(linear.weight, STORED_TYPES[stored_kind], is_head)
         model.set_submodule(name, StoredLinear(weight, linear.bias))
-    if type(embedding) is nn.Embedding:
+    factor = embedding_factor(embedding)
+    is_known = type(embedding) is nn.Embedding or factor != 1
+    if is_known and isinstance(embedding, nn.Embedding):
         raw = RawMatrix.quantised(embedding.weight, Type.BF16)
-        model.set_input_embeddings(StoredEmbedding(raw, model.dtype))
+        model.set_input_embeddings(StoredEmbedding(raw, model.dtype, factor))
     return model
 
 

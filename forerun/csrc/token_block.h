@@ -3,9 +3,9 @@
    What a layer computes, and the buffer that it lies in:
 
      residual --norm--> normed --q, k, v--> qkv --attention--> mixed --o--> delta --+
-        +<----------------------------------------------------------------- add ----+
+        +<----------------------------------------------------------- norm, add ----+
         +-----norm--> normed --gate, up--> gate_up --silu(gate) x up, down--> delta --+
-        +<----------------------------------------------------------------- add ------+ */
+        +<----------------------------------------------------------- norm, add ------+ */
 #ifndef FR_TOKEN_BLOCK_H
 #define FR_TOKEN_BLOCK_H
 
@@ -30,7 +30,7 @@ typedef struct {
     int start, n;        /* the tokens start to start + n - 1 of the batch */
     int64_t query_width; /* H D */
     int64_t qkv_width;   /* (H + 2 G) D */
-    int64_t inner;       /* inputs of `down` */
+    int64_t inner;       /* inputs of the layer's `down` */
     float *residual;     /* [n, d] */
     float *normed;       /* [n, d] */
     float *qkv;          /* [n, qkv_width] queries, keys and values */

@@ -21,7 +21,6 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, dequantize
 from gguf.gguf_reader import ReaderField, ReaderTensor
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
 _CHUNK = 1 << 22  # the numbers that are dequantised at a time
 # A file that changed less than this many seconds ago may change again without a trace in its times,
 # so what was read of it is not kept.
@@ -215,7 +214,7 @@ def open_gguf(path: str | Path) -> GgufFile:
     """Read the header of a GGUF file.
 
     Raises ValueError for a file that is no GGUF, is damaged, cut short, big-endian or one of
-    several shards, and for an architecture that is not in ARCHITECTURES.
+    several shards.
     """
     path = Path(path)
     try:
@@ -248,10 +247,6 @@ def _read(path: Path, version: tuple[int, ...]) -> GgufFile:
     if shards > 1:
         raise file.error(
             f"it is one of {shards} shards; join them with llama.cpp's gguf-split --merge"
-        )
-    if file.architecture not in ARCHITECTURES:
-        raise file.error(
-            f"its architecture is {file.architecture!r}; known are {', '.join(ARCHITECTURES)}"
         )
     return file
 

@@ -219,11 +219,13 @@ def test_the_configuration_is_the_models_own(tmp_path: Path) -> None:
 
 def test_rotations_and_windows_are_read_from_the_file(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
-    metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F32", metadata=metadata)
-    torch.testing.assert_close(
-        logits(load_gguf(path)[0]), logits(ggufs.small(rope_parameters=rope)), rtol=0, atol=1e-5
-    )
+    expected = logits(ggufs.small(rope_parameters=rope))
+    for metadata in (
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+        {"llama.rope.scale_linear": 4.0},  # the old key
+    ):
+        path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F32", metadata=metadata)
+        torch.testing.assert_close(logits(load_gguf(path)[0]), expected, rtol=0, atol=1e-5)
     # Llama 3.1 has its factors as a tensor.
     rope = {
         "rope_type": "llama3",
@@ -449,7 +451,7 @@ def test_contents_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ({"split.count": 3}, "one of 3 shards"),
         (
             {"general.architecture": "falcon"},
-            "architecture is 'falcon'; known are llama, qwen2, qwen3, smollm3",
+            "architecture is 'falcon'; known are llama, qwen2, qwen3, smollm3, gemma3",
         ),
         (
             {"llama.block_count": 4_000_000_000},
@@ -464,12 +466,32 @@ def test_contents_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8; only 16"),
         ({"llama.rope.freq_base": math.nan}, "llama.rope.freq_base is nan"),
         (
-            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0},
-            "its rotation is scaled ('yarn', 4)",
+            {"llama.rope.scaling.type": "dynamic", "llama.rope.scaling.factor": 4.0},
+            "its rotation is scaled ('dynamic', 4)",
         ),
+        ({"llama.rope.scaling.factor": -2.0}, "its rotation is scaled ('linear', -2)"),
+        ({"llama.rope.scaling.attn_factor": 2.0}, "is 2, which is supported for yarn only"),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.yarn_ext_factor": 0.5,
+            },
+            "rope.scaling.yarn_ext_factor must be 1",
+        ),
+        ({"llama.rope.scaling.alpha": 3.0}, "it has llama.rope.scaling.alpha, which is not"),
+        ({"llama.rope.dimension_sections": [1, 2]}, "it has llama.rope.dimension_sections"),
+        ({"llama.attention.clamp_kqv": 2.0}, "it has llama.attention.clamp_kqv"),
+        ({"llama.attention.scale": 1.0}, "it has llama.attention.scale, which is not"),
+        ({"llama.logit_scale": 2.0}, "it has llama.logit_scale, which is not supported"),
+        ({"llama.final_logit_softcapping": 30.0}, "it has llama.final_logit_softcapping"),
+        ({"llama.attention.head_count": [4, 2]}, "head_count differs between layers"),
         ({"llama.expert_count": 8}, "it has llama.expert_count, which is not supported"),
         ({"tokenizer.ggml.eos_token_id": 1000}, "eos_token_id is 1000; there are 320 tokens"),
-        ({"qwen2.attention.sliding_window": 16}, "for llama only"),
+        (
+            {"qwen2.attention.sliding_window": 16},
+            "it has qwen2.attention.sliding_window, which is not",
+        ),
         ({"blk.1.ffn_up.weight": None}, "it has no tensor blk.1.ffn_up.weight"),
         ({"token_embd.weight": None}, "it has no tensor token_embd.weight"),
         ({"blk.1.attn_norm.weight": np.ones(63, np.float32)}, "blk.1.attn_norm.weight is [63]"),
