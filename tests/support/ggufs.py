@@ -142,10 +142,15 @@ NEW_ARCHITECTURES: dict[str, Kind] = {
         {"hidden_size": 128, "rope_parameters": _rope(partial_rotary_factor=0.5)},
     ),
     "granite": Kind("GraniteForCausalLM", _GRANITE, None, _granite_keys, is_turned=True),
-    "olmo2": Kind("Olmo2ForCausalLM"),
+    "olmo2": Kind("Olmo2ForCausalLM", {"tie_word_embeddings": False}),
     "olmo3": Kind(
         "Olmo3ForCausalLM",
-        {"num_hidden_layers": 4, "sliding_window": WINDOW, "rope_parameters": _YARN_IN_SOME},
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": WINDOW,
+            "rope_parameters": _YARN_IN_SOME,
+            "tie_word_embeddings": False,
+        },
         "olmo2",
         lambda config: _windows(config) | _YARN_KEYS,
     ),
