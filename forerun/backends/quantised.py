@@ -21,11 +21,12 @@ from transformers import PreTrainedModel
 
 from forerun.backends import architectures
 from forerun.backends.panels import PackedMatrix, RawMatrix, format_number
-from forerun.backends.stored import StoredEmbedding, StoredLinear
+from forerun.backends.stored import Linear, StoredEmbedding, StoredLinear
 from forerun.backends.table import (
     ACTIVATIONS,
+    SCORINGS,
+    ExpertsTable,
     LayerTable,
-    Linear,
     ModelTable,
     Norm,
     Rotation,
@@ -34,7 +35,9 @@ from forerun.backends.table import (
 from forerun.csrc.library import (
     BatchArgument,
     CacheArgument,
+    ExpertsArgument,
     LayerArgument,
+    MatrixArgument,
     ModelArgument,
     NormArgument,
     RotationArgument,
@@ -453,24 +456,55 @@ def _fill_mlp(
     packed: Mapping[nn.Module, PackedMatrix],
     pointers: Pointers,
 ) -> None:
-    """Set what a layer's MLP needs in the library's structure."""
-    argument.gate = packed[layer.gate].argument
-    if layer.up is not None:
-        argument.up = packed[layer.up].argument
-    sizes = [layer.down.in_features] * (1 if _has_no_gate(layer) else 2)
-    gate_bias, up_bias = [*_biases([layer.gate, layer.up], sizes), None][:2]
-    argument.gate_bias = pointers.floats(gate_bias)
-    argument.up_bias = pointers.floats(up_bias)
-    argument.down = packed[layer.down].argument
-    argument.down_bias = pointers.floats(layer.down.bias)
+    """Set what a layer's MLP and experts need in the library's structure."""
+    gate = layer.gate
+    down = layer.down
+    if gate is not None and down is not None:
+        has_gate = layer.up is not None or gate.out_features != down.in_features
+        argument.gate = packed[gate].argument
+        if layer.up is not None:
+            argument.up = packed[layer.up].argument
+        sizes = [down.in_features] * (1 + has_gate)
+        biases = _biases([gate, layer.up][: len(sizes)], sizes)
+        argument.gate_bias = pointers.floats(biases[0])
+        argument.up_bias = pointers.floats(biases[1]) if has_gate else None
+        argument.down = packed[down].argument
+        argument.down_bias = pointers.floats(down.bias)
+    if layer.experts is not None:
+        experts = _experts(layer.experts, packed, pointers)
+        pointers.keep(experts)
+        argument.experts = ctypes.addressof(experts)
     argument.mlp_norm = pointers.norm(layer.mlp_norm)
     argument.mlp_after = pointers.norm(layer.mlp_after)
     argument.activation = ACTIVATIONS.index(activation_of(layer.activation))
     argument.is_parallel = layer.is_parallel
 
 
-def _has_no_gate(layer: LayerTable) -> bool:
-    return layer.up is None and layer.gate.out_features == layer.down.in_features
+def _experts(
+    table: ExpertsTable, packed: Mapping[nn.Module, PackedMatrix], pointers: Pointers
+) -> ExpertsArgument:
+    """Return the library's structure of a layer's experts."""
+    argument = ExpertsArgument(
+        router=packed[table.router].argument,
+        router_bias=pointers.floats(table.router.bias),
+        choice_bias=pointers.floats(table.choice_bias),
+        count=len(table.gate),
+        chosen=table.chosen,
+        scoring=SCORINGS.index(table.scoring),
+        norms_weights=table.are_weights_normed,
+        factor=table.factor,
+    )
+    if table.shared_gate is not None:
+        argument.shared_gate = packed[table.shared_gate].argument
+    for name, linears in (("gate", table.gate), ("up", table.up), ("down", table.down)):
+        arguments = [packed[linear].argument for linear in linears]
+        matrices = (MatrixArgument * len(arguments))(*arguments)
+        pointers.keep(matrices)
+        setattr(argument, name, ctypes.addressof(matrices))
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        bias = torch.stack(biases).detach() if biases else None
+        setattr(argument, f"{name}_bias", pointers.floats(bias))
+    return argument
 
 
 def _biases(linears: Sequence[Linear | None], sizes: Sequence[int]) -> list[Tensor | None]:
@@ -514,6 +548,8 @@ def _stored_forward(table: ModelTable) -> QuantisedForward | None:
     for module in table.linears:
         if isinstance(module, StoredLinear) and isinstance(module.stored, PackedMatrix):
             packed[module] = module.stored
+        elif isinstance(module, nn.Linear) and not module.weight.is_meta:  # a router
+            packed[module] = PackedMatrix(RawMatrix.plain(module.weight))
     if len(packed) != len(table.linears):
         return None
     assert isinstance(table.embedding, StoredEmbedding)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from forerun.backends.stored import StoredEmbedding, StoredLinear
+from forerun.backends.stored import Linear, StoredEmbedding
 
-Linear = nn.Linear | StoredLinear
 # In the order of the library's numbers (`forward.h`), by transformers' names. "clamped" is ours.
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "relu2", "clamped")
+# How scores of experts become weights, in the order of the library's numbers.
+SCORINGS = ("softmax", "softmax of chosen", "sigmoid")
 # Other names of these.
 _SAME_ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}
 # Rotations whose frequencies do not depend on the length of a text. Those of longrope do not below
@@ -59,6 +60,39 @@ class Rotation:
 
 
 @dataclass(frozen=True)
+class ExpertsTable:
+    """The experts of a layer, of which a token takes a few, weighted by a router.
+
+    Attributes:
+        router: [E] scores of a state.
+        gate, up, down: the matrices of each expert, which have biases either all or not.
+        chosen: how many experts a token takes.
+        scoring: one of SCORINGS, how scores become weights.
+        are_weights_normed: whether the weights of a token are divided by their sum.
+        choice_bias: [E] what is added to scores for the choice alone, or None.
+        factor: of the weights; 0: none.
+        shared_gate: a matrix of one output, by whose sigmoid the layer's own MLP is multiplied.
+    """
+
+    router: Linear
+    gate: Sequence[Linear]
+    up: Sequence[Linear]
+    down: Sequence[Linear]
+    chosen: int
+    scoring: str = "softmax"
+    are_weights_normed: bool = False
+    choice_bias: Tensor | None = None
+    factor: float = 0.0
+    shared_gate: Linear | None = None
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All matrices."""
+        shared = [] if self.shared_gate is None else [self.shared_gate]
+        return [self.router, *shared, *self.gate, *self.up, *self.down]
+
+
+@dataclass(frozen=True)
 class LayerTable:
     """A decoder layer. None, 0 and False stand for what a layer does not have.
 
@@ -66,8 +100,8 @@ class LayerTable:
 
     Attributes:
         q, k, v, o: the matrices of attention. Without `k` and `v`, `q` has the outputs of all.
-        gate, up, down: the matrices of the MLP. Without `up`, `gate` has the outputs of both, or
-            the MLP has no gate and `gate` is its first matrix.
+        gate, up, down: the matrices of the MLP, which a layer with experts may lack. Without `up`,
+            `gate` has the outputs of both, or the MLP has no gate and `gate` is its first matrix.
         attention_norm, mlp_norm: the norms of what attention and the MLP read.
         attention_after, mlp_after: the norms of what they add to the state.
         q_norm, k_norm: gains of RMS norms of queries and keys: [D] for each head, or [H D] and
@@ -75,6 +109,7 @@ class LayerTable:
         are_heads_normed_rotated: whether these norms come after the rotation.
         rotation: the number of the layer's rotation in `ModelTable.rotations`, or None.
         window: a token sees so many last positions, itself included; 0: all.
+        experts: what is added to the MLP, or stands for it.
         sinks: [H] scores that count in the softmax of each head, without a value.
         activation: one of ACTIVATIONS.
         is_parallel: whether the MLP reads what attention reads. There is no `mlp_norm` then.
@@ -82,8 +117,8 @@ class LayerTable:
 
     q: Linear
     o: Linear
-    gate: Linear
-    down: Linear
+    gate: Linear | None = None
+    down: Linear | None = None
     k: Linear | None = None
     v: Linear | None = None
     up: Linear | None = None
@@ -97,13 +132,14 @@ class LayerTable:
     rotation: int | None = 0
     window: int = 0
     sinks: Tensor | None = None
+    experts: ExpertsTable | None = None
     activation: str = "silu"
     is_parallel: bool = False
 
     @property
     def is_usual(self) -> bool:
         """Whether the layer has the form of Llama's, from which a head can be copied."""
-        norms = (self.attention_after, self.mlp_after, self.q_norm, self.sinks)
+        norms = (self.attention_after, self.mlp_after, self.q_norm, self.sinks, self.experts)
         matrices = (self.k, self.up, self.attention_norm, self.mlp_norm)
         return (
             all(norm is None for norm in norms)
@@ -116,7 +152,8 @@ class LayerTable:
     def linears(self) -> list[Linear]:
         """All matrices."""
         places = (self.q, self.k, self.v, self.o, self.gate, self.up, self.down)
-        return [linear for linear in places if linear is not None]
+        own = [linear for linear in places if linear is not None]
+        return own if self.experts is None else own + self.experts.linears
 
 
 @dataclass(frozen=True)
@@ -169,10 +206,9 @@ class ModelTable:
         for rotation in self.rotations:
             if rotation.kind not in FIXED_ROTATIONS or len(rotation.frequencies) % 8:
                 return False
-        return all(
-            layer.down.in_features % 8 == 0 and activation_of(layer.activation) in ACTIVATIONS
-            for layer in self.layers
-        )
+        if any(activation_of(layer.activation) not in ACTIVATIONS for layer in self.layers):
+            return False
+        return all(linear.in_features % 8 == 0 for linear in self.linears)
 
 
 def activation_of(name: str) -> str:

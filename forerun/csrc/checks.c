@@ -40,11 +40,35 @@ static int attention_fits(const fr_model *m, const fr_layer *l) {
            fr_matrix_fits(&l->v, key_width, d);
 }
 
+/* Whether all matrices of a list have the form of the first one, which fits. */
+static int list_fits(const fr_matrix *list, int count, int64_t outputs, int64_t inputs) {
+    if (!list || !fr_matrix_fits(list, outputs, inputs)) return 0;
+    for (int i = 1; i < count; i++) {
+        const fr_matrix *m = list + i;
+        if (!m->panels || m->layout != list->layout) return 0;
+        if (m->outputs != outputs || m->inputs != inputs) return 0;
+    }
+    return 1;
+}
+
+static int experts_fit(const fr_model *m, const fr_experts *e) {
+    int64_t d = m->d;
+    int64_t inner = e->down ? e->down->inputs : 0;
+    if (inner < 8 || inner % 8 || e->count < 1 || e->chosen < 1 || e->chosen > e->count) return 0;
+    if (e->scoring < 0 || e->scoring >= FR_SCORINGS) return 0;
+    if (!fr_matrix_fits(&e->router, e->count, d)) return 0;
+    if (e->shared_gate.panels && !fr_matrix_fits(&e->shared_gate, 1, d)) return 0;
+    return list_fits(e->gate, e->count, inner, d) && list_fits(e->up, e->count, inner, d) &&
+           list_fits(e->down, e->count, d, inner);
+}
+
 static int mlp_fits(const fr_model *m, const fr_layer *l) {
     int64_t d = m->d;
     int64_t inner = l->down.inputs;
-    if (inner < 8 || inner % 8 || !fr_matrix_fits(&l->down, d, inner)) return 0;
     if (l->activation < 0 || l->activation >= FR_ACTIVATIONS) return 0;
+    if (l->experts && !experts_fit(m, l->experts)) return 0;
+    if (l->experts && !l->down.panels) return !l->experts->shared_gate.panels;
+    if (inner < 8 || inner % 8 || !fr_matrix_fits(&l->down, d, inner)) return 0;
     if (l->is_parallel && l->mlp_norm.gain) return 0;
     if (l->up_bias && !fr_is_gated(l)) return 0;
     if (l->up.panels) {

@@ -302,7 +302,8 @@ static void run_layers(fr_token_block *b, const fr_cache *cache) {
         const fr_norm *next = i + 1 < m->layers ? &l[1].attention_norm : &m->norm;
         run_attention(b);
         add_and_norm(b, l->o_bias, &l->attention_after, l->is_parallel ? NULL : &l->mlp_norm);
-        run_mlp(b);
+        if (l->down.panels) run_mlp(b);
+        if (l->experts) fr_mix_experts(b);
         add_and_norm(b, l->down_bias, &l->mlp_after, next);
     }
     capture(b, m->layers);
@@ -428,6 +429,52 @@ static int64_t take(int64_t *end, int64_t bytes) {
     return start;
 }
 
+/* The numbers of buffers of experts, at most. */
+typedef struct {
+    int64_t count, chosen, inner;
+} expert_sizes;
+
+static expert_sizes sizes_of_experts(const fr_model *m) {
+    expert_sizes s = {0, 0, 0};
+    for (int i = 0; i < m->layers; i++) {
+        const fr_experts *e = m->layer[i].experts;
+        if (!e) continue;
+        s.count = fr_max(s.count, e->count);
+        s.chosen = fr_max(s.chosen, e->chosen);
+        s.inner = fr_max(s.inner, e->down->inputs);
+    }
+    return s;
+}
+
+/* Takes the buffers of experts; writes where they begin to `at`, in the order of fr_expert_room. */
+static void take_expert_room(const expert_sizes *s, int64_t rows, int64_t d, int64_t *total,
+                             int64_t at[12]) {
+    int64_t places = rows * s->chosen;
+    const int64_t numbers[] = {
+        rows * s->count, places,       places,   places,     places,
+        places,          s->count + 1, s->count, places * d, 2 * places * s->inner,
+        places * d,
+    };
+    for (int i = 0; i < 11; i++)
+        at[i] = take(total, numbers[i] * 4);
+    at[11] = take(total, (int64_t)fr_record_bytes((int)fr_max(d, s->inner), (int)places));
+}
+
+static void place_expert_room(fr_expert_room *e, char *room, const int64_t at[12]) {
+    e->scores = (float *)(room + at[0]);
+    e->weights = (float *)(room + at[1]);
+    e->chosen = (int32_t *)(room + at[2]);
+    e->place = (int32_t *)(room + at[3]);
+    e->token = (int32_t *)(room + at[4]);
+    e->expert = (int32_t *)(room + at[5]);
+    e->first = (int32_t *)(room + at[6]);
+    e->active = (int32_t *)(room + at[7]);
+    e->inputs = (float *)(room + at[8]);
+    e->gate_up = (float *)(room + at[9]);
+    e->outputs = (float *)(room + at[10]);
+    e->records = room + at[11];
+}
+
 /* The bytes of the records of a layer's widest input. */
 static int64_t widest_records(const fr_token_block *b, int64_t rows) {
     const fr_model *m = b->model;
@@ -460,8 +507,12 @@ static int make_room(fr_token_block *b, int64_t rows, int64_t longest) {
     int64_t scores = take(&total, places * FR_QUERIES * b->score_width * float_bytes);
     int64_t tiles = take(&total, fr_workers() * FR_TILE * m->size * float_bytes);
     int64_t records = take(&total, widest_records(b, rows));
+    int64_t of_experts[12];
+    const expert_sizes sizes = sizes_of_experts(m);
+    take_expert_room(&sizes, rows, d, &total, of_experts);
     char *room = fr_scratch(total);
     if (!room) return 0;
+    place_expert_room(&b->experts, room, of_experts);
     b->residual = (float *)(room + residual);
     b->normed = (float *)(room + normed);
     b->delta = (float *)(room + delta);

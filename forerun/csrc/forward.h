@@ -44,6 +44,29 @@ typedef struct {
     int32_t is_interleaved; /* a number is rotated with its neighbour; else a half with the other */
 } fr_rotation;
 
+/* How scores of experts become weights. */
+enum {
+    FR_SOFTMAX,           /* of all experts */
+    FR_SOFTMAX_OF_CHOSEN, /* of those that are chosen */
+    FR_SIGMOID,
+    FR_SCORINGS
+};
+
+/* MLPs of E experts, of which a token takes k. */
+typedef struct {
+    fr_matrix router;                  /* [E, d] */
+    fr_matrix shared_gate;             /* [1, d] of the layer's own MLP; may be empty */
+    const fr_matrix *gate, *up, *down; /* [E] */
+    const float *router_bias;          /* [E] */
+    const float *choice_bias;          /* [E] is added to scores for the choice alone */
+    const float *gate_bias, *up_bias;  /* [E, I] */
+    const float *down_bias;            /* [E, d] */
+    int32_t count, chosen;             /* E, k */
+    int32_t scoring;                   /* FR_SOFTMAX, ... */
+    int32_t norms_weights;             /* those of a token are divided by their sum */
+    float factor;                      /* of weights; 0: none */
+} fr_experts;
+
 /* A decoder layer: attention of H heads of D numbers over G groups of keys and values, and an MLP
    of I numbers. What a layer lacks is NULL or 0. Matrices that lie in one may stay together:
    `q` has the outputs of q, k and v then, or `gate` those of gate and up.
@@ -59,6 +82,7 @@ typedef struct {
     const float *gate_bias, *up_bias, *down_bias; /* [I], [I], [d] */
     const float *q_norm, *k_norm; /* [D] gains of the norms of heads, or [H D] and [G D] */
     const float *sinks;           /* [H] scores of an entry without a value */
+    const fr_experts *experts;    /* whose sum is added to the MLP, which may be empty then */
     int32_t window;     /* a token sees so many last entries, itself included; 0: it sees all */
     int32_t rotation;   /* its number among the model's; -1: heads are not rotated */
     int32_t activation; /* FR_SILU, ... */

@@ -58,6 +58,18 @@ class RotationArgument(ctypes.Structure):
     _fields_ = (*_fields(_POINTER, "cos", "sin", "scale"), *_fields(_INT, "dims", "is_interleaved"))
 
 
+class ExpertsArgument(ctypes.Structure):
+    """The experts of a layer (`fr_experts`)."""
+
+    _fields_ = (
+        *_fields(MatrixArgument, "router", "shared_gate"),
+        *_fields(_POINTER, "gate", "up", "down", "router_bias", "choice_bias"),
+        *_fields(_POINTER, "gate_bias", "up_bias", "down_bias"),
+        *_fields(_INT, "count", "chosen", "scoring", "norms_weights"),
+        ("factor", _FLOAT),
+    )
+
+
 class LayerArgument(ctypes.Structure):
     """A decoder layer (`fr_layer`)."""
 
@@ -66,7 +78,7 @@ class LayerArgument(ctypes.Structure):
         *_fields(NormArgument, "attention_norm", "mlp_norm", "attention_after", "mlp_after"),
         *_fields(_POINTER, "q_bias", "o_bias", "k_bias", "v_bias"),
         *_fields(_POINTER, "gate_bias", "up_bias", "down_bias"),
-        *_fields(_POINTER, "q_norm", "k_norm", "sinks"),
+        *_fields(_POINTER, "q_norm", "k_norm", "sinks", "experts"),
         *_fields(_INT, "window", "rotation", "activation"),
         *_fields(_INT, "norms_heads_together", "norms_heads_rotated", "is_parallel"),
     )

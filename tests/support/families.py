@@ -23,6 +23,7 @@ SIZES |= {
 SIZES |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5}
 _WINDOWS |= {"layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _GROWING: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 _GROWING |= {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,6 +46,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2", _WINDOWS),
     "starcoder2": ("Starcoder2", {"use_bias": True, "sliding_window": 9}),
     "ministral3": ("Ministral3", {"rope_parameters": _GROWING}),
+    "qwen3_moe": ("Qwen3Moe", _EXPERTS | {"norm_topk_prob": True, "num_key_value_heads": 4}),
+    "qwen2_moe": ("Qwen2Moe", _EXPERTS | {"shared_expert_intermediate_size": 32}),
+    "granitemoe": ("GraniteMoe", {"num_local_experts": 5, "num_experts_per_tok": 3}),
+    "gpt_oss": ("GptOss", {"num_local_experts": 5, "num_experts_per_tok": 2} | _WINDOWS),
     "hunyuan": ("HunYuanDenseV1", {}),
 }
 

@@ -89,6 +89,21 @@ def _granite_keys(config: Any) -> dict[str, Any]:
     }
 
 
+def _local_expert_keys(config: Any) -> dict[str, Any]:
+    return {
+        "expert_count": config.num_local_experts,
+        "expert_used_count": config.num_experts_per_tok,
+    }
+
+
+def _expert_keys(config: Any) -> dict[str, Any]:
+    return {
+        "expert_count": config.num_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+    }
+
+
 _GRANITE = {
     "attention_multiplier": 0.3,
     "embedding_multiplier": 3.0,
@@ -190,6 +205,51 @@ NEW_ARCHITECTURES: dict[str, Kind] = {
         "SeedOssForCausalLM", {"attention_bias": True, "attention_out_bias": False, "head_dim": 32}
     ),
     "ernie4_5": Kind("Ernie4_5ForCausalLM"),
+    "qwen3moe": Kind(
+        "Qwen3MoeForCausalLM",
+        _EXPERTS | {"head_dim": 32, "norm_topk_prob": True},
+        "qwen3moe",
+        _expert_keys,
+    ),
+    "qwen2moe": Kind(
+        "Qwen2MoeForCausalLM",
+        _EXPERTS
+        | {
+            "shared_expert_intermediate_size": 64,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": False,
+        },
+        "qwen2moe",
+        lambda config: (
+            _expert_keys(config)
+            | {"expert_shared_feed_forward_length": config.shared_expert_intermediate_size}
+        ),
+    ),
+    "granitemoe": Kind(
+        "GraniteMoeForCausalLM",
+        _GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3},
+        "granitemoe",
+        lambda config: _granite_keys(config) | _local_expert_keys(config),
+        is_turned=True,
+    ),
+    "gpt-oss": Kind(
+        "GptOssForCausalLM",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "head_dim": 32,
+            "sliding_window": WINDOW,
+            "rope_parameters": _YARN | {"truncate": False},
+            "tie_word_embeddings": False,
+        },
+        "gpt-oss",
+        lambda config: (
+            _window(config)
+            | _local_expert_keys(config)
+            | _YARN_KEYS
+            | {"expert_feed_forward_length": config.intermediate_size}
+        ),
+    ),
     "hunyuan-dense": Kind("HunYuanDenseV1ForCausalLM", {"head_dim": 32}, "hunyuan-dense"),
 }
 KINDS = ARCHITECTURES | NEW_ARCHITECTURES
@@ -262,10 +322,41 @@ def names(model: PreTrainedModel) -> dict[str, str]:
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     number = numbers[architecture_of(model)]
     known = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
-    stored = {"lm_head.weight": "output.weight"}  # which the maps of tied models do not have
+    stored = {}
     for name, _ in model.named_parameters():
-        stored.setdefault(name, str(known.get_name(name, (".weight", ".bias"))))
+        if ".experts." in name:
+            mark = "*" if architecture_of(model) == "gpt-oss" else ""
+            stored[name] = f"blk.{name.split('.')[2]}.{mark} {name.rpartition('.')[2]}"
+        elif name.endswith(".sinks"):
+            stored[name] = f"{known.get_name(name)}.weight"
+        else:
+            old = name.replace("block_sparse_moe.router.", "block_sparse_moe.router.layer.")
+            stored[name] = str(known.get_name(old, (".weight", ".bias")))
+    stored["lm_head.weight"] = "output.weight"  # which the maps of tied models do not have
     return {name: stored[name] for name, _ in model.named_parameters()}
+
+
+def expert_tensors(name: str, value: np.ndarray) -> dict[str, np.ndarray]:
+    """The tensors of gate, up and down of a parameter of experts, as the converter divides it.
+
+    Those of gpt-oss, which have biases too, are transposed, and alternate gate and up.
+    """
+    prefix, part = name.split(" ")
+    is_gpt_oss = prefix.endswith("*")
+    prefix = prefix.removesuffix("*")
+    end = "bias" if part.endswith("_bias") else "weight"
+    if is_gpt_oss and end == "weight":
+        value = value.transpose(0, 2, 1)
+    if part.startswith("down"):
+        return {f"{prefix}ffn_down_exps.{end}": np.ascontiguousarray(value)}
+    if is_gpt_oss:
+        gate, up = value[:, ::2], value[:, 1::2]
+    else:
+        gate, up = np.split(value, 2, 1)
+    return {
+        f"{prefix}ffn_gate_exps.{end}": np.ascontiguousarray(gate),
+        f"{prefix}ffn_up_exps.{end}": np.ascontiguousarray(up),
+    }
 
 
 @torch.no_grad()
@@ -407,14 +498,16 @@ def add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str, file
     config = model.config
     kind_of_model = kind_of(model)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    tensors: dict[str, np.ndarray | None] = {
-        stored: model.get_parameter(name).detach().numpy() for name, stored in names(model).items()
-    }
+    tensors: dict[str, np.ndarray | None] = {}
+    for name, stored in names(model).items():
+        value = model.get_parameter(name).detach().numpy().squeeze()
+        tensors |= expert_tensors(stored, value) if ".experts." in name else {stored: value}
     for name, value in {**tensors, **file.tensors}.items():
         if value is None:
             continue
-        stored_as = file.types.get(name, kind) if value.ndim == 2 else "F32"
-        data = encode(name, value, stored_as) if value.ndim == 2 else value
+        is_matrix = value.ndim > 1 and name.endswith(".weight") and "ffn_gate_inp" not in name
+        stored_as = file.types.get(name, kind) if is_matrix else "F32"
+        data = encode(name, value, stored_as) if is_matrix else value
         part = name.split(".")[-2]
         if kind_of_model.is_turned and part in heads:
             data = turned(data, heads[part])

@@ -14,14 +14,18 @@ from forerun.backends.architectures.exaone4 import EXAONE4
 from forerun.backends.architectures.gemma2 import GEMMA2
 from forerun.backends.architectures.gemma3 import GEMMA3
 from forerun.backends.architectures.glm4 import GLM4
+from forerun.backends.architectures.gpt_oss import GPT_OSS
 from forerun.backends.architectures.granite import GRANITE
+from forerun.backends.architectures.granitemoe import GRANITEMOE
 from forerun.backends.architectures.hunyuan_dense import HUNYUAN_DENSE
 from forerun.backends.architectures.llama import LLAMA
 from forerun.backends.architectures.mistral3 import MISTRAL3
 from forerun.backends.architectures.olmo2 import OLMO2
 from forerun.backends.architectures.phi3 import PHI3
 from forerun.backends.architectures.qwen2 import QWEN2
+from forerun.backends.architectures.qwen2moe import QWEN2MOE
 from forerun.backends.architectures.qwen3 import QWEN3
+from forerun.backends.architectures.qwen3moe import QWEN3MOE
 from forerun.backends.architectures.seed_oss import SEED_OSS
 from forerun.backends.architectures.smollm3 import SMOLLM3
 from forerun.backends.architectures.starcoder2 import STARCODER2
@@ -73,5 +77,9 @@ for _architecture in (
     SEED_OSS,
     ERNIE4_5,
     HUNYUAN_DENSE,
+    QWEN3MOE,
+    QWEN2MOE,
+    GRANITEMOE,
+    GPT_OSS,
 ):
     register(_architecture)

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from forerun.backends.gguf.metadata import Metadata
-from forerun.backends.table import LayerTable, ModelTable, Norm, Rotation
+from forerun.backends.stored import expert_linears, linear_of
+from forerun.backends.table import ExpertsTable, LayerTable, ModelTable, Norm, Rotation
 
 Settings = dict[str, Any]
 # {module of a layer in transformers: name in a file, without `blk.N.`}.
@@ -24,6 +25,7 @@ LLAMA_TENSORS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+EXPERT_TENSORS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 HEAD_NORM_TENSORS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
 
 
@@ -48,6 +50,7 @@ class Architecture:
         are_halves_interleaved: whether files interleave the halves of queries and keys that
             transformers rotates with each other.
         norm_offset: what files add to the gains of norms.
+        expert_tensors: {module of experts in a layer: names of the tensors of gate, up and down}.
         may_rotate_parts: whether heads may rotate in part (`rope.dimension_count`).
         plain_modules: classes of torch whose modules the table covers, beyond linear layers.
     """
@@ -60,6 +63,7 @@ class Architecture:
     epsilon: tuple[str, str] = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
     are_halves_interleaved: bool = False
     norm_offset: float = 0.0
+    expert_tensors: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
     may_rotate_parts: bool = False
     plain_modules: tuple[type, ...] = ()
 
@@ -109,6 +113,52 @@ def layer_table(layer: Any, **changes: Any) -> LayerTable:
         if field not in changes
     }
     return LayerTable(**matrices_of(layer) | parts | changes)
+
+
+def attention_of(layer: Any) -> dict[str, Any]:
+    """Return the matrices of attention called like Llama's, and norms before it and the MLP."""
+    attention = layer.self_attn
+    return {
+        "q": attention.q_proj,
+        "k": attention.k_proj,
+        "v": attention.v_proj,
+        "o": attention.o_proj,
+        "attention_norm": norm_of(layer.input_layernorm),
+        "mlp_norm": norm_of(layer.post_attention_layernorm),
+    }
+
+
+def experts_table(experts: Any, router: Any, chosen: int, **changes: Any) -> ExpertsTable:
+    """Return the table of a layer's experts.
+
+    Args:
+        experts: transformers' module of experts, or a `StoredExperts`.
+        router: a module with a weight [E, d], and a bias [E] or none.
+        chosen: the experts that a token takes.
+        **changes: fields that differ.
+    """
+    linears = expert_linears(experts)
+    return ExpertsTable(
+        router=linear_of(router.weight, getattr(router, "bias", None)),
+        gate=[expert.gate for expert in linears],
+        up=[expert.up for expert in linears],
+        down=[expert.down for expert in linears],
+        chosen=chosen,
+        **changes,
+    )
+
+
+def expert_counts(metadata: Metadata) -> tuple[int, int]:
+    """Return how many experts a layer has, and how many a token takes.
+
+    Raises:
+        ValueError: a token would take more than there are.
+    """
+    count = metadata.number("expert_count", int)
+    chosen = metadata.number("expert_used_count", int)
+    if chosen > count:
+        raise metadata.file.error(f"a token takes {chosen} of {count} experts")
+    return count, chosen
 
 
 def post_norm_layer(layer: Any, **changes: Any) -> LayerTable:

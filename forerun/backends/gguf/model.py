@@ -5,8 +5,9 @@ Its configuration comes from the metadata. Then its weights come tensor by tenso
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,14 @@ from forerun.backends.gguf.rotation import LONG_FACTORS, SHORT_FACTORS, rotation
 from forerun.backends.panels import LIBRARY_FORMATS, RawMatrix, check_inputs, pack
 from forerun.backends.stored import (
     STORED_TYPES,
+    ExpertLinears,
     StoredEmbedding,
+    StoredExperts,
     StoredLinear,
     embedding_factor,
+    expert_activation,
+    is_experts,
+    join_halves,
 )
 from forerun.zoo.gguf_file import GgufFile, open_gguf
 
@@ -82,7 +88,13 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
     architecture = _architecture(file)
     with torch.device("meta"):
         model: Any = _class_of(config)(config)
-    filling = _Filling(file, model, architecture, _modules_by_name(model, architecture))
+    filling = _Filling(
+        file,
+        model,
+        architecture,
+        _modules_by_name(model, architecture),
+        _experts_by_names(model, architecture),
+    )
     _check(filling)
     note = None
     if kind == "float32" or (kind is None and file.is_float):
@@ -105,12 +117,14 @@ class _Filling:
         model: the model, of transformers' class.
         architecture: the file's.
         modules: {name in the file: name in the model} of all modules with weights.
+        experts: the same of experts, by the names of gate, up and down.
     """
 
     file: GgufFile
     model: Any
     architecture: Architecture
     modules: Mapping[str, str]
+    experts: Mapping[tuple[str, str, str], str]
 
     @property
     def is_tied(self) -> bool:
@@ -157,7 +171,7 @@ def _modules_by_name(model: PreTrainedModel, architecture: Architecture) -> dict
     """Return {name in the file: name in the model} of all modules with weights."""
     names = {}
     for place, module in model.named_modules():
-        if getattr(module, "weight", None) is None:
+        if not list(module.parameters(recurse=False)) or is_experts(module):
             continue
         outer = _OUTER_TENSORS.get(place)
         if outer is not None:
@@ -166,6 +180,33 @@ def _modules_by_name(model: PreTrainedModel, architecture: Architecture) -> dict
         _, _, number, inner = place.split(".", 3)  # model.layers.N.inner
         names[f"blk.{number}.{architecture.tensors[inner]}"] = place
     return names
+
+
+def _experts_by_names(
+    model: PreTrainedModel, architecture: Architecture
+) -> dict[tuple[str, str, str], str]:
+    """Return {names of gate, up and down in the file: name in the model} of all experts."""
+    names = {}
+    for place, module in model.named_modules():
+        if is_experts(module):
+            _, _, number, inner = place.split(".", 3)
+            gate, up, down = architecture.expert_tensors[inner]
+            names[f"blk.{number}.{gate}", f"blk.{number}.{up}", f"blk.{number}.{down}"] = place
+    return names
+
+
+def _expert_shapes(experts: Any) -> dict[str, list[list[int]]]:
+    """Return the shapes of the tensors of gate, up and down of experts, and of their biases."""
+    count = len(experts.down_proj)
+    down_shape = list(experts.down_proj.shape[1:])
+    if experts.is_transposed:
+        down_shape.reverse()
+    width, inner = down_shape
+    rows = [[inner, width], [inner, width], [width, inner]]
+    shapes = {"weight": [[count, *sizes] for sizes in rows]}
+    if experts.has_bias:
+        shapes["bias"] = [[count, outputs] for outputs, _ in rows]
+    return shapes
 
 
 def _check(filling: _Filling) -> None:
@@ -177,8 +218,13 @@ def _check(filling: _Filling) -> None:
     file = filling.file
     wanted = {}
     for name, place in filling.modules.items():
-        for part, value in filling.model.get_submodule(place).named_parameters():
-            wanted[f"{name}.{part}"] = list(value.shape)
+        module = filling.model.get_submodule(place)
+        for part, value in module.named_parameters(recurse=False):
+            wanted[f"{name}.{_stored_part(part)}"] = list(value.shape)
+    for names, place in filling.experts.items():
+        for part, shapes in _expert_shapes(filling.model.get_submodule(place)).items():
+            for name, shape in zip(names, shapes, strict=True):
+                wanted[f"{name}.{part}"] = shape
     if filling.is_tied:
         del wanted[_HEAD]
     rotated = len(filling.model.model.rotary_emb.inv_freq) if _has_tables(file) else 0
@@ -187,13 +233,19 @@ def _check(filling: _Filling) -> None:
             wanted[name] = [rotated]
     for name, shape in wanted.items():
         stored = file.tensor(name).shape.tolist()[::-1]
-        if stored != shape:
+        # A matrix of one output is a vector in a file.
+        if stored != shape and [1, *stored] != shape:
             raise file.error(f"{name} is {stored}; the sizes in the metadata need {shape}")
     unknown = sorted(file.tensors.keys() - wanted.keys())
     if unknown:
         raise file.error(
             f"it has a tensor {unknown[0]}, which {type(filling.model).__name__} does not have"
         )
+
+
+def _stored_part(part: str) -> str:
+    """Return what files call a parameter: `bias`, or `weight` for all others."""
+    return part if part == "bias" else "weight"
 
 
 def _has_tables(file: GgufFile) -> bool:
@@ -219,13 +271,54 @@ def _fill(filling: _Filling, kind: str | None) -> str | None:
             linear = _stored_linear(filling, name, module, kind, changes)
             model.set_submodule(place, linear)
         elif f"{name}.weight" != _EMBEDDING:
-            module.weight = filling.gain(name)
-            _fill_bias(filling, name, module)
+            _fill_module(filling, name, module)
+    for names, place in tqdm(filling.experts.items(), title, leave=False, disable=None, delay=0.5):
+        experts = _stored_experts(filling, names, model.get_submodule(place), kind, changes)
+        model.set_submodule(place, experts)
     parts = []
     for (type_name, change), count in sorted(changes.items()):
         noun = "matrix" if count == 1 else "matrices"
         parts.append(f"{count} {type_name} {noun} {change}")
     return f"{file.path.name}: {', '.join(parts)}" if parts else None
+
+
+def _fill_module(filling: _Filling, name: str, module: Any) -> None:
+    """Fill in a module that is no linear layer: a norm, a router or sinks."""
+    for part, value in module.named_parameters(recurse=False):
+        if part == "weight" and value.ndim == 1:
+            module.weight = filling.gain(name)
+        else:
+            values = _floats(filling.file, f"{name}.{_stored_part(part)}")
+            setattr(module, part, nn.Parameter(values, requires_grad=False))
+
+
+def _stored_experts(
+    filling: _Filling,
+    names: Sequence[str],
+    experts: Any,
+    kind: str | None,
+    changes: Counter[tuple[str, str]],
+) -> StoredExperts:
+    """Return what stands for experts, with the file's weights in its format or in `kind`."""
+    file = filling.file
+    count = len(experts.down_proj)
+    lists = []
+    for name in names:
+        tensor = file.tensor(f"{name}.weight")
+        raw = _raw_matrix(file, f"{name}.weight", kind, changes)
+        biases = _floats(file, f"{name}.bias") if experts.has_bias else [None] * count
+        rows = raw.out // count
+        parts = [
+            RawMatrix(raw.rows[start : start + rows], raw.type) for start in range(0, raw.out, rows)
+        ]
+        lists.append(
+            [StoredLinear(pack(part), bias) for part, bias in zip(parts, biases, strict=True)]
+        )
+        del raw
+        del parts
+        file.forget_pages(tensor)
+    linears = [ExpertLinears(*parts) for parts in zip(*lists, strict=True)]
+    return StoredExperts(linears, expert_activation(experts))
 
 
 def _fill_bias(filling: _Filling, name: str, module: Any) -> None:
@@ -270,7 +363,8 @@ def _raw_matrix(
     if kind is None and tensor.tensor_type not in LIBRARY_FORMATS:
         kind = "int8"
     if kind is None or tensor.tensor_type in _KEPT[kind]:
-        rows = np.asarray(tensor.data).reshape(int(tensor.shape[1]), -1).view(np.uint8)
+        outputs = math.prod(tensor.shape[1:].tolist())
+        rows = np.asarray(tensor.data).reshape(outputs, -1).view(np.uint8)
         return RawMatrix(rows, tensor.tensor_type)
     if kind == "bfloat16":
         change = "rounded to bfloat16"
@@ -298,14 +392,38 @@ def _fill_plain(filling: _Filling) -> None:
         order = filling.order(name)
         if f"{name}.weight" == _HEAD and filling.is_tied:
             module.weight = model.model.embed_tokens.weight
-        elif module.weight.ndim == 1:
-            module.weight = filling.gain(name)
-        else:
-            values = np.concatenate(list(file.floats(file.tensor(f"{name}.weight"))))
-            weight = torch.from_numpy(values).view(module.weight.shape)
+        elif isinstance(module, nn.Linear):
+            weight = _floats(file, f"{name}.weight").view(module.weight.shape)
             module.weight = nn.Parameter(weight if order is None else weight[order])
-        _fill_bias(filling, name, module)
+            _fill_bias(filling, name, module)
+        else:
+            _fill_module(filling, name, module)
+    for names, place in filling.experts.items():
+        _fill_experts(file, names, model.get_submodule(place))
     _fill_buffers(model)
+
+
+def _fill_experts(file: GgufFile, names: Sequence[str], experts: Any) -> None:
+    """Fill in transformers' experts in float32."""
+    gate, up, down = (_floats(file, f"{name}.weight") for name in names)
+    both = join_halves(experts, gate, up)
+    if experts.is_transposed:
+        both = both.transpose(1, 2).contiguous()
+        down = down.transpose(1, 2).contiguous()
+    experts.gate_up_proj = nn.Parameter(both, requires_grad=False)
+    experts.down_proj = nn.Parameter(down, requires_grad=False)
+    if experts.has_bias:
+        gate, up, down = (_floats(file, f"{name}.bias") for name in names)
+        bias = join_halves(experts, gate, up)
+        experts.gate_up_proj_bias = nn.Parameter(bias, requires_grad=False)
+        experts.down_proj_bias = nn.Parameter(down, requires_grad=False)
+
+
+def _floats(file: GgufFile, name: str) -> Tensor:
+    """Return a tensor of the file in float32."""
+    tensor = file.tensor(name)
+    values = np.concatenate(list(file.floats(tensor)))
+    return torch.from_numpy(values).view(tensor.shape.tolist()[::-1])
 
 
 def _fill_buffers(model: Any) -> None:
