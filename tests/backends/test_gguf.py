@@ -448,7 +448,8 @@ def refused(path: Path) -> str:
 
 def test_contents_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for changes, words in (
-        ({"split.count": 3}, "one of 3 shards"),
+        ({"split.count": 3}, "one of 3 pieces, and its name does not say so"),
+        ({"general.architecture": "clip"}, "it is a projector of pictures or sound (mmproj)"),
         (
             {"general.architecture": "falcon"},
             "architecture is 'falcon'; known are llama, qwen2, qwen3, smollm3, gemma3",
@@ -505,6 +506,50 @@ def test_contents_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         model = ggufs.small("qwen2" if "qwen2.attention.sliding_window" in changes else "llama")
         part = "tensors" if next(iter(changes)).endswith(".weight") else "metadata"
         assert words in refused(ggufs.write(tmp_path / "a.gguf", model, **{part: changes}))
+
+
+def in_pieces(path: Path, count: int) -> list[Path]:
+    """Write a model in so many pieces, as `gguf-split` does. Return the pieces."""
+    names = [f"a-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+    whole = ggufs.write(path / "whole.gguf", ggufs.small(), "Q8_0")
+    tensors = list(open_gguf(whole).tensors.values())
+    for number, name in enumerate(names):
+        writer = gguf.GGUFWriter(path / name, "llama")
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(tensors))
+        if not number:
+            model = ggufs.small()
+            metadata = ggufs.metadata_of(model)
+            metadata |= ggufs.tokenizer_metadata(writer, ggufs.VOCAB, "smollm")
+            ggufs.add_metadata(writer, metadata)
+        for tensor in tensors[number::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    whole.unlink()
+    return [path / name for name in names]
+
+
+def test_any_piece_stands_for_the_whole_file(tmp_path: Path) -> None:
+    expected = logits(load_gguf(ggufs.write(tmp_path / "b.gguf", ggufs.small(), "Q8_0"))[0])
+    folder = tmp_path / "pieces"
+    folder.mkdir()
+    pieces = in_pieces(folder, 3)
+    assert gguf_in(folder) in pieces
+    for piece in pieces:
+        for kind in (None, "int4"):
+            model = load_gguf(piece, kind)[0]
+            assert kind == "int4" or torch.equal(logits(model), expected)
+    tokenizer = gguf_tokenizer(pieces[1])
+    assert tokenizer("the")["input_ids"]
+    pieces[2].unlink()
+    assert gguf_in(folder) in pieces
+    assert "its piece a-00003-of-00003.gguf is missing" in refused(pieces[1])
+    pieces[0].rename(folder / "c.gguf")
+    assert "one of 3 pieces, and its name does not say so" in refused(folder / "c.gguf")
 
 
 def test_files_that_are_cut_short_or_no_gguf_are_refused(tmp_path: Path) -> None:
