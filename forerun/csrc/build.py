@@ -48,7 +48,8 @@ EPOCH = 315532800  # the time of all that is built: 1980, the first year that a 
 # {system, as `sys.platform`: flags of the linker}.
 LINKED = {
     "linux": ["-lm", "-lpthread"],
-    "darwin": [],
+    # Else the library would hold the path where it was linked.
+    "darwin": ["-Wl,-install_name,@rpath/_forerun.so"],
     "win32": ["-lapi-ms-win-core-synch-l1-2-0"],
 }
 _INCLUDED = ("products.c", "vector_ops.c", "attention.c")  # each variant's file includes these
@@ -200,9 +201,9 @@ def build_id(command: list[str], machine: str, extra: tuple[str, ...]) -> str:
     return f"{origin}-{_hash([*parts, *version.splitlines()[:1]])}"
 
 
-def build_of(path: Path) -> str | None:
-    """Return the `build_id` in a library's file, without loading it, or None if it has none."""
-    mark = re.search(rb"forerun-build:([0-9a-f]*-[0-9a-f]+)\0", path.read_bytes())
+def build_of(library: bytes) -> str | None:
+    """Return the `build_id` in the bytes of a library, or None if it has none."""
+    mark = re.search(rb"forerun-build:([0-9a-f]*-[0-9a-f]+)\0", library)
     return None if mark is None else mark[1].decode()
 
 

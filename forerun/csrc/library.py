@@ -289,7 +289,7 @@ def _check_process(functions: Any, wanted: str) -> None:
         running = f"this process runs {chosen!r} already"
         raise ValueError(f"{VARIABLE} is {wanted!r}, but {running}: start another one")
     path = HERE / LIBRARY
-    installed = build_of(path) if path.is_file() else None
+    installed = build_of(path.read_bytes()) if path.is_file() else None
     loaded = functions.fr_build().decode()
     if installed != loaded:
         running = f"this process runs {loaded}"
