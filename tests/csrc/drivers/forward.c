@@ -7,6 +7,8 @@
 #include "chains.h"
 #include "forward.h"
 #include "multiply.h"
+#include "streams.h"
+#include "system.h"
 #include "trees.h"
 
 #include <math.h>
@@ -60,7 +62,7 @@ static fr_matrix matrix(int outputs, int inputs) {
     size_t panel_bytes = fr_panel_bytes(FR_Q4_0, outputs, inputs, &m.layout);
     size_t row_bytes = (size_t)outputs * inputs / 32 * 18;
     uint8_t *rows = malloc(row_bytes);
-    uint8_t *panels = aligned_alloc(64, (panel_bytes + 63) / 64 * 64);
+    uint8_t *panels = fr_allocate((int64_t)panel_bytes);
     for (size_t i = 0; i < row_bytes; i++)
         rows[i] = i % 18 == 1 ? 0x28 : next();
     if (fr_pack_all(FR_Q4_0, rows, row_bytes, outputs, inputs, panels)) exit(5);
@@ -278,6 +280,7 @@ static int run_trees(fr_model *model, const int32_t *pending) {
 
 int main(int argc, char **argv) {
     if (argc != 3 || fr_select(argv[1]) < 0) return 3;
+    have_bytes_in_streams();
     fr_threads(atoi(argv[2]));
     fr_model model = make_model();
     int32_t token[TOKENS];
