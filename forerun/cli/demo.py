@@ -28,6 +28,7 @@ from forerun.methods import AR
 from forerun.sampling.params import SamplingParams
 from forerun.zoo import EMBEDDED, FOLDERS, MODELS, QWEN_CODER, SMOLLM2, find
 from forerun.zoo.fetch import fetch
+from forerun.zoo.known import MB
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from forerun.cli.race import Run
 
 GB = 10**9
-MB = 10**6
 # Code and prose, because drafts gain more in code. Short answers come first, so that something can
 # be seen soon.
 QUESTIONS = (
@@ -298,7 +298,7 @@ class _Race:
             if len(rounds) > 1 and seconds + first_seconds > ALL_ROUNDS_SECONDS:
                 break
             is_plain_first = len(rounds) % 2 == 0
-            with self._console.status(f"round {len(rounds) + 1}, without a picture"):
+            with self._console.status(f"round {len(rounds) + 1} ...", refresh_per_second=1):
                 rounds.append([self._answers(prompt, is_plain_first) for _, prompt in prompts])
         return Comparison(self._target, self._method, self._options.temperature, rounds)
 
