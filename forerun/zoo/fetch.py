@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from forerun.files import home
+from forerun.zoo.cache import LOCK_NAME
 from forerun.zoo.known import MB, MODELS, WEIGHTS_FOLDER, Model, cached, find
 
 QUOTES = "'\")"
@@ -124,7 +125,7 @@ def _get(model: Model, say: Say) -> Path:
     """Download a model and return its file. One process at a time does so for each model."""
     path = cached(model.name).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / ".lock").open("w") as lock:
+    with (path.parent / LOCK_NAME).open("w") as lock:
         _wait_for(lock, say)
         already = _whole(model, say)
         if already is not None:  # another process has downloaded it
