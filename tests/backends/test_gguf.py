@@ -176,6 +176,7 @@ def test_floats_beside_blocks_stay_floats(tmp_path: Path) -> None:
 def test_the_configuration_is_the_models_own(tmp_path: Path) -> None:
     original = ggufs.small("qwen3", num_attention_heads=8)
     metadata = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.padding_token_id": 5}
+    metadata["tokenizer.ggml.eom_token_id"] = 9
     path = ggufs.write(tmp_path / "a.gguf", original, "F16", metadata=metadata)
     config = gguf_config(open_gguf(path))
     sizes = (
@@ -197,7 +198,7 @@ def test_the_configuration_is_the_models_own(tmp_path: Path) -> None:
     assert config.model_type == "qwen3" and config.rms_norm_eps == pytest.approx(1e-5)
     assert config.rope_parameters["rope_theta"] == 5000 and config.pad_token_id == 5
     model, _ = load_gguf(path)
-    assert config.eos_token_id == model.generation_config.eos_token_id == [2, 7]
+    assert config.eos_token_id == model.generation_config.eos_token_id == [2, 7, 9]
     untied = open_gguf(ggufs.write(path, ggufs.small(tie_word_embeddings=False), "F16"))
     assert not gguf_config(untied).tie_word_embeddings
     plain = gguf_config(open_gguf(ggufs.write(path, original, "F16", tokenizer=False)))

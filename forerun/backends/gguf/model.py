@@ -39,6 +39,8 @@ from forerun.backends.stored import (
 from forerun.zoo.gguf_file import GgufFile, open_gguf
 
 _EMBEDDING = "token_embd.weight"
+# What ends a text, by names in the metadata: its end, the end of a turn, and that of a message.
+_ENDS = ("eos", "eot", "eom")
 _HEAD = "output.weight"  # missing if it is tied to the embedding
 _FREQUENCY_FACTORS = "rope_freqs.weight"
 # Formats of a file that already have the bits of a weight format.
@@ -539,19 +541,19 @@ def _checked_sizes(metadata: Metadata) -> _Sizes:
 def special_ids(file: GgufFile) -> dict[str, Any]:
     """Return the tokens that begin, end and pad a text, by their names in a configuration.
 
-    A token that the file lacks is None. An end of turn ends a text too: if a file has both,
-    `eos_token_id` is a list.
+    A token that the file lacks is None. An end of turn and an end of message end a text too: if a
+    file has several, `eos_token_id` is a list.
     """
-    names = ("bos", "eos", "eot", "padding")
-    tokens = [file.value(f"tokenizer.ggml.{name}_token_id", int) for name in names]
     rows = int(file.tensor(_EMBEDDING).shape[-1])
-    for name, token in zip(names, tokens, strict=True):
+    tokens: dict[str, int | None] = {}
+    for name in ("bos", "padding", *_ENDS):
+        token = file.value(f"tokenizer.ggml.{name}_token_id", int)
         if token is not None and not 0 <= token < rows:
             raise file.error(f"tokenizer.ggml.{name}_token_id is {token}; there are {rows} tokens")
-    bos, eos, end_of_turn, padding = tokens
-    ends = list(dict.fromkeys(token for token in (eos, end_of_turn) if token is not None))
+        tokens[name] = token
+    ends = list(dict.fromkeys(tokens[name] for name in _ENDS if tokens[name] is not None))
     return {
-        "bos_token_id": bos,
+        "bos_token_id": tokens["bos"],
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
-        "pad_token_id": padding,
+        "pad_token_id": tokens["padding"],
     }
