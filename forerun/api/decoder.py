@@ -16,7 +16,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from forerun.api.build import build_engine, measured
+from forerun.api.build import build_engine, corrected, measured
 from forerun.api.choose import resolve
 from forerun.api.completion import Call, Chunk
 from forerun.api.layers import layers_for
@@ -36,6 +36,7 @@ from forerun.heads.heads import HiddenDrafter
 from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import Method, Parts
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.corrected_costs import CorrectedCosts
 from forerun.planning.cost_model import Costs
 from forerun.planning.guard import Guard
 from forerun.sampling.params import SamplingParams
@@ -54,11 +55,13 @@ class _State:
 
     Attributes:
         costs: what forwards cost, measured when a method first needs it.
+        corrected: the same, as steps correct it; None without a guard, because it reads a clock.
         session: the session in use, or None.
         lock: held while either is made.
     """
 
     costs: Costs | None
+    corrected: CorrectedCosts | None = None
     session: Session | None = None
     lock: Lock = field(default_factory=Lock)
 
@@ -371,7 +374,9 @@ class Decoder:
                 names = ("target", "draft", "pre_verifier", "costs", "pools", "head", "translation")
                 parts = Parts(**{name: getattr(self, name) for name in names})
                 state.costs = measured(methods, parts)
-                parts = replace(parts, costs=state.costs)
+                if self.options.guard is not False:
+                    state.corrected = corrected(state.costs, state.corrected)
+                parts = replace(parts, costs=state.costs, corrected=state.corrected)
                 state.session = Session(build_engine(methods, parts, self.options, self._trackers))
             return state.session
 

@@ -14,6 +14,7 @@ import typer
 
 from forerun.cli.common import quiet
 from forerun.cli.options import MaxRowsOption, ServingOptions, check_packages, grouped
+from forerun.cli.writing import say_default
 from forerun.methods import Method
 from forerun.text.tool_calls import FORMS
 from forerun.text.tools import NO_PARSER
@@ -127,7 +128,7 @@ def _can_be_sent(key: str) -> bool:
 
 @grouped
 def serve(serving: ServingOptions, options: ServerOptions) -> None:
-    """Serve a model with OpenAI's API, and a page to try it. See docs/serving.md."""
+    """Serve a model with OpenAI's API, and a page to try it. See docs/guide/serve.md."""
     started_at = perf_counter()
     check_packages("forerun serve", "serve", "fastapi", "uvicorn", "prometheus_client")
     options.check()
@@ -138,6 +139,8 @@ def serve(serving: ServingOptions, options: ServerOptions) -> None:
     port = listening.getsockname()[1]
     set_up_log(options.log_level)
     logging.getLogger("forerun.server").info("loading %s ...", serving.model)
+    if serving.target is None:
+        say_default(serving.model)
     quiet(serving.threads)
     from forerun.server import run
     from forerun.server.app import Settings
