@@ -3,6 +3,7 @@
 The model is tiny, random and has drafts, so that a step often has several tokens.
 """
 
+import copy
 import json
 import re
 import threading
@@ -380,7 +381,7 @@ def test_drafts_stay_as_good_over_many_requests() -> None:
 
 def short_draft() -> Decoder:
     """A draft whose context is an eighth of the target's."""
-    tokenizer = tiny_tokenizer()
+    tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.chat_template = TEMPLATE
     target = tiny("llama", vocab=300, context=512)
     draft = noisy_copy(target, 0.02)
