@@ -40,6 +40,7 @@ from forerun.planning.corrected_costs import CorrectedCosts
 from forerun.planning.cost_model import Costs
 from forerun.planning.guard import Guard
 from forerun.sampling.params import SamplingParams
+from forerun.sampling.thoughts import AnswerMarks
 from forerun.text.chat import chat_prompt, turn_ends
 from forerun.text.stop_strings import TextStream
 from forerun.text.tools import NO_TOOLS, Tools, checked_choice, checked_tools, tools_for
@@ -295,7 +296,13 @@ class Decoder:
         if tools.grammar is not None:
             params = replace(params, response_format=tools.grammar)
         asked = requests(
-            rows, params, self.target, tokenizer, logits_processor, stopping_criteria, ends
+            rows,
+            params,
+            self.target,
+            tokenizer,
+            logits_processor,
+            stopping_criteria,
+            AnswerMarks(ends),
         )
         if progress is not None:
             asked = [replace(request, progress=progress) for request in asked]

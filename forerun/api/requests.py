@@ -24,7 +24,8 @@ from forerun.model.causal_lm import CausalLM
 from forerun.sampling.grammar import compiled, end_of
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.response_format import form_of
-from forerun.sampling.sampler import Sampler
+from forerun.sampling.sampler import Sampler, ThinkingBudget
+from forerun.sampling.thoughts import NO_MARKS, AnswerMarks
 from forerun.text.chat import turn_ends
 from forerun.text.stop_strings import StopStrings
 
@@ -95,12 +96,13 @@ def requests(
     tokenizer: PreTrainedTokenizerBase | None = None,
     processors: LogitsProcessorList | None = None,
     criteria: StoppingCriteriaList | None = None,
-    ends: frozenset[int] = frozenset(),
+    marks: AnswerMarks = NO_MARKS,
 ) -> list[Request]:
     """Return a request for each prompt of token ids. Row i samples from stream i of the seed.
 
     Of the checkpoint's generation config only the end tokens are used. An output also ends at
-    `ends`, unless the parameters say `ignore_eos`.
+    the ends of `marks`, unless the parameters say `ignore_eos`. A response format holds for what
+    follows its thoughts.
 
     Raises ValueError for stop strings without a tokenizer, for a token to stop at that is not in
     the vocabulary, and for a response format or a processor that cannot be used.
@@ -110,7 +112,7 @@ def requests(
     eos = frozenset[int]()
     if not params.ignore_eos:
         known = target.model.generation_config.eos_token_id
-        eos = ends.union([known] if isinstance(known, int) else known or [])
+        eos = marks.ends.union([known] if isinstance(known, int) else known or [])
     if max(params.stop_token_ids, default=0) >= target.vocab_size:
         raise ValueError(f"stop_token_ids has token ids outside 0..{target.vocab_size - 1}")
     if params.stop and tokenizer is None:
@@ -118,7 +120,8 @@ def requests(
     stops = StopStrings(tokenizer, params.stop) if params.stop and tokenizer is not None else None
     if form is not None:  # any end token ends such an output, in a chat or not
         eos |= turn_ends(tokenizer) | end_of(tokenizer)
-    grammar_of = compiled(form, tokenizer, eos) if form is not None else None
+    thoughts = marks.thoughts
+    grammar_of = compiled(form, tokenizer, eos, thoughts) if form is not None else None
     eos |= frozenset(params.stop_token_ids)
     made: list[Request] = []
     sampler = None
@@ -129,6 +132,8 @@ def requests(
             extra = [for_row(processor, number) for processor in processors or ()]
             if params.min_new_tokens and eos:
                 extra.append(_no_end(eos, len(row), params.min_new_tokens, target))
+            if thoughts is not None and thoughts.budget is not None:
+                extra.append(ThinkingBudget(thoughts, len(row)))
             grammar = grammar_of(len(row)) if grammar_of is not None else None
             if grammar is not None:
                 extra.append(grammar)

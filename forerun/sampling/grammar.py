@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -27,6 +28,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from forerun.sampling.sampler import Constraint
+from forerun.sampling.thoughts import Thoughts
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -48,7 +50,10 @@ class FormError(ValueError):
 
 
 def compiled(
-    form: tuple[str, str], tokenizer: PreTrainedTokenizerBase | None, ends: frozenset[int]
+    form: tuple[str, str],
+    tokenizer: PreTrainedTokenizerBase | None,
+    ends: frozenset[int],
+    thoughts: Thoughts | None = None,
 ) -> Callable[[int], Grammar]:
     """Compile a response format for a tokenizer.
 
@@ -56,6 +61,7 @@ def compiled(
         form: the kind and the text (`forerun.sampling.response_format.form_of`).
         tokenizer: that of the model.
         ends: the tokens that end an output.
+        thoughts: what may stand before the text that follows the format.
 
     Returns:
         A function that makes a Grammar, with its own state, from the length of a prompt.
@@ -98,7 +104,7 @@ def compiled(
     reason = Grammar(matcher, tokens, 0)._state([]).error
     if reason is not None:
         raise ValueError(f"cannot use response_format.{kind}: it allows no text: {reason}")
-    return lambda start: Grammar(matcher, tokens, start)
+    return lambda start: Grammar(matcher, tokens, start, thoughts)
 
 
 def end_of(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
@@ -143,6 +149,13 @@ class _Tokens:
     ends: frozenset[int]
     special: frozenset[int]
 
+    @cached_property
+    def thinking(self) -> _State:
+        """What may follow in thoughts: any token but those that end an output."""
+        bits = np.ones(max(self.size, *self.ends, 0) + 1, dtype=np.uint8)
+        bits[list(self.ends)] = 0
+        return _State(np.packbits(bits, bitorder="little"))
+
 
 @dataclass(frozen=True)
 class _State:
@@ -166,22 +179,34 @@ class Grammar(Constraint):
     the last text, and the allowed tokens after the last `MAX_STATES` texts. With them a node of a
     draft takes one step instead of the whole text again.
 
+    Thoughts before the text are free, but no end token is allowed in them. The text begins after
+    the token that closes them. If the prompt has not begun them, the output may do so with its
+    first token. Marks of several tokens are not known here: then the text begins at once.
+
     After a text that the grammar forbids scores stay as they are. Such a node of a draft is never
     reached, because its token has the probability 0. `complete` checks that after each token of the
     output.
     """
 
-    def __init__(self, matcher: LLMatcher, tokens: _Tokens, start: int) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        tokens: _Tokens,
+        start: int,
+        thoughts: Thoughts | None = None,
+    ) -> None:
         """Begin before the first token of the output.
 
         Args:
             matcher: at the beginning of a text. It is copied.
             tokens: the vocabulary.
             start: the length of the prompt, which is where the text begins in ids.
+            thoughts: what may stand before the text.
         """
         self._beginning = matcher
         self._tokens = tokens
         self._start = start
+        self._thoughts = thoughts if thoughts and thoughts.close_token is not None else None
         self._matcher: LLMatcher | None = None
         self._read_tokens: list[int] = []  # the text that the matcher has read
         self._states: dict[tuple[int, ...], _State] = {}
@@ -236,7 +261,25 @@ class Grammar(Constraint):
         """
         return lambda ids: self.complete(ids) or (other is not None and other(ids))
 
-    def _state(self, text: Sequence[int]) -> _State:
+    def _state(self, output: Sequence[int]) -> _State:
+        """Return what may follow an output, with its thoughts if it has some."""
+        thoughts = self._thoughts
+        if thoughts is None or thoughts.close_token is None:
+            return self._text_state(output)
+        begin = thoughts.begin_token
+        if thoughts.is_open or (output and output[0] == begin):
+            if thoughts.close_token not in output:
+                return self._tokens.thinking
+            return self._text_state(output[output.index(thoughts.close_token) + 1 :])
+        state = self._text_state(output)
+        if output or begin is None or state.allowed is None or begin >= 8 * len(state.allowed):
+            return state
+        bits = np.unpackbits(state.allowed, bitorder="little")
+        bits[begin] = 1
+        return _State(np.packbits(bits, bitorder="little"))
+
+    def _text_state(self, text: Sequence[int]) -> _State:
+        """Return what may follow a text, without thoughts before it."""
         with self._lock:
             key = tuple(text)
             if key in self._states:

@@ -16,6 +16,9 @@ _KEYS = {
     "grammar": ("grammar",),
 }
 _SCHEMA_KEYS = ("schema", "name", "description", "strict")
+# White space between the parts of JSON: a line break and an indentation. Without a bound a model
+# may write blanks until its tokens are used up.
+WHITE_SPACE = {"whitespace_pattern": r"(\r?\n)?[ \t]{0,40}"}
 MAX_CHARACTERS = 2**16  # of a schema, a regular expression or a grammar
 
 
@@ -50,7 +53,7 @@ def form_of(response_format: Any) -> tuple[str, str] | None:
     if kind == "text":
         return None
     if kind == "json_object" and response_format.get("schema") is None:
-        return "json_schema", '{"type": "object"}'
+        return "json_schema", _schema({"schema": {"type": "object"}})
     if kind in ("json_object", "json_schema"):
         text: Any = _schema(_schema_holder(response_format))
         kind = "json_schema"
@@ -101,6 +104,8 @@ def _schema(given: Any) -> str:
         raise ValueError(
             f"response_format.json_schema must be {{'schema': a JSON schema}}, not {wrong}"
         )
+    if isinstance(schema, Mapping):
+        schema = {"x-guidance": WHITE_SPACE, **schema}
     try:
         return json.dumps(schema, allow_nan=False)
     except RecursionError:

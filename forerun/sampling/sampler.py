@@ -18,6 +18,7 @@ from forerun.failures import UNATTRIBUTABLE, NotNumbersError
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.probabilities import FloatArray, argmax_of
 from forerun.sampling.seeded import SeededSampler
+from forerun.sampling.thoughts import Thoughts
 
 # Where the random number of a token comes from; None is torch's default generator.
 Source = SeededSampler | torch.Generator | None
@@ -105,6 +106,34 @@ class LogitBias(LogitsProcessor):
         ids = self.ids[inside].to(scores.device)
         values = self.values[inside].to(scores.device, scores.dtype)
         return scores.index_add(1, ids, values.expand(len(scores), -1))
+
+
+class ThinkingBudget(LogitsProcessor):
+    """A limit of the tokens of thoughts: then only the token that closes them is left."""
+
+    def __init__(self, thoughts: Thoughts, prompt_length: int) -> None:
+        self.thoughts = thoughts
+        self.prompt_length = prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores [R, V] after ids [R, n]."""
+        outputs = input_ids[:, self.prompt_length :].tolist()
+        over = [row for row, output in enumerate(outputs) if self._is_over(output)]
+        close = self.thoughts.close_token
+        if not over or close is None or close >= scores.shape[-1]:
+            return scores
+        limited = scores.clone()
+        limited[over] = -torch.inf
+        limited[over, close] = 0.0
+        return limited
+
+    def _is_over(self, output: list[int]) -> bool:
+        """Return whether an output has used up its thoughts, and has not closed them."""
+        thoughts = self.thoughts
+        start = 0 if thoughts.is_open else 1
+        has_begun = thoughts.is_open or output[:1] == [thoughts.begin_token]
+        budget = thoughts.budget or 0
+        return has_begun and len(output) - start >= budget and thoughts.close_token not in output
 
 
 # These compare scores and do not know which token a score belongs to.

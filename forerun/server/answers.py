@@ -17,8 +17,8 @@ from forerun.server.metrics import AnswerCounts
 from forerun.server.requests import Prepared
 from forerun.server.schemas import ChatBody, CompletionBody, SamplingBody, StreamOptions
 from forerun.text.stop_strings import TextStream
+from forerun.text.thinking import ThoughtStream
 from forerun.text.tool_calls import ToolCall, ToolForm, ToolStream
-from forerun.text.tools import Tools
 
 KEEP_ALIVE = 15.0  # seconds without a chunk, after which a comment keeps the connection open
 
@@ -28,11 +28,13 @@ class _Choice:
 
     Attributes:
         stream: turns tokens into text.
+        thoughts: separates thoughts from the text after them; None if there are none to expect.
         tools: separates the text into text and calls; None if the request has no tools to call.
         logprobs: writes the log probabilities; None if the body asks for none.
         total_logprob, tokens: the sum over its tokens, if the request has log probabilities, and
             their number.
-        text, calls: of a stream, what no chunk has carried yet; otherwise all.
+        reasoning, text, calls: of a stream, what no chunk has carried yet; otherwise all.
+            `reasoning` are the thoughts.
         has_started: whether a step of it was taken.
     """
 
@@ -41,10 +43,15 @@ class _Choice:
         request: Request,
         texts: TokenTexts,
         body: SamplingBody,
-        tools: Tools,
+        prepared: Prepared,
     ) -> None:
         self.request = request
-        self.stream = TextStream(texts.tokenizer, request.tokens, body.stop, tools.shown)
+        shown = dict(prepared.tools.shown)
+        self.thoughts: ThoughtStream | None = None
+        if prepared.thoughts is not None:
+            shown |= prepared.thoughts.special
+            self.thoughts = ThoughtStream(prepared.thoughts)
+        self.stream = TextStream(texts.tokenizer, request.tokens, body.stop, shown)
         self.logprobs: LogprobsJson | None = None
         if isinstance(body, ChatBody) and body.logprobs:
             self.logprobs = LogprobsJson(texts, is_chat=True)
@@ -52,7 +59,8 @@ class _Choice:
             self.logprobs = LogprobsJson(texts, is_chat=False)
         self.total_logprob = 0.0
         self.tokens = 0
-        self.tools = tools.stream()
+        self.tools = prepared.tools.stream()
+        self.reasoning = ""
         self.calls: list[ToolCall] = []
         self.text = ""
         self.has_started = False
@@ -86,7 +94,7 @@ class Answer:
             prompt_tokens=sum(len(request.tokens) for request in requests[:: self._copies]),
         )
         self.ended_by = "abort"
-        self.choices = [_Choice(request, texts, body, prepared.tools) for request in requests]
+        self.choices = [_Choice(request, texts, body, prepared) for request in requests]
         self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid4().hex}"
         kind = "text_completion"
         if self._is_chat:
@@ -192,6 +200,8 @@ class Answer:
             text, origin = pieces[-1]
             pieces[-1] = (text.removesuffix(self._texts.text(step.tokens[-1])), origin)
         text = "".join(text for text, _ in pieces)
+        if choice.thoughts is not None:
+            text = self._separate_thoughts(choice, choice.thoughts, text, step)
         if choice.tools is None:
             choice.text += text
         else:
@@ -206,6 +216,17 @@ class Answer:
         choice.text = self._echo[index // self._copies]
         if choice.logprobs is not None and step.prompt_logprobs is not None:
             await choice.logprobs.add([choice.request.tokens[0], *step.prompt_logprobs])
+
+    def _separate_thoughts(
+        self, choice: _Choice, thoughts: ThoughtStream, text: str, step: Step
+    ) -> str:
+        """Add new thoughts to a choice, and return the text that follows them."""
+        was_thinking = thoughts.is_thinking
+        reasoning, text = thoughts.push(text, step.finish_reason is not None)
+        choice.reasoning += reasoning
+        if was_thinking and thoughts.has_begun:
+            self.counts.reasoning_tokens += thoughts.marks.count(step.tokens)
+        return text
 
     def _separate_calls(self, choice: _Choice, tools: ToolStream, text: str) -> None:
         """Add new text to a choice that may call tools."""
@@ -233,12 +254,14 @@ class Answer:
             start = self._choice_json(choice, index, role, has_logprobs=False)
             events.append(_event(self._object([start], {})))
         pieces = await self._take(index, step, at)
-        has_news = bool(choice.text or choice.calls or choice.logprobs or choice.finish_reason)
+        has_text = bool(choice.reasoning or choice.text or choice.calls)
+        has_news = has_text or choice.logprobs is not None or choice.finish_reason is not None
         if not (has_news or self.body.forerun):
             return events
         content: dict[str, Any] = {"text": choice.text}
         if self._is_chat:
             content = {"delta": _delta(choice)}
+        choice.reasoning = ""
         choice.text = ""
         choice.calls = []
         more: dict[str, Any] = {}
@@ -296,6 +319,8 @@ def _tool_calls(calls: list[ToolCall], form: ToolForm) -> list[dict[str, Any]]:
 def _message(choice: _Choice) -> dict[str, Any]:
     """Return a choice of a chat as OpenAI's message."""
     message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
     if choice.tools is not None and choice.calls:
         message["content"] = choice.text or None
         message["tool_calls"] = _tool_calls(choice.calls, choice.tools.form)
@@ -303,9 +328,11 @@ def _message(choice: _Choice) -> dict[str, Any]:
 
 
 def _delta(choice: _Choice) -> dict[str, Any]:
-    """Return OpenAI's delta with the text and the calls of a choice."""
+    """Return OpenAI's delta with the thoughts, the text and the calls of a choice."""
     delta: dict[str, Any] = {}
-    if choice.text or not (choice.calls or choice.finish_reason):
+    if choice.reasoning:
+        delta["reasoning_content"] = choice.reasoning
+    if choice.text or not (delta or choice.calls or choice.finish_reason):
         delta["content"] = choice.text
     if choice.calls and choice.tools is not None:
         first = len(choice.tools.calls) - len(choice.calls)

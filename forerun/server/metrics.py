@@ -76,6 +76,7 @@ class AnswerCounts(Counts):
         gaps: for each step after a choice's first, the seconds per token.
         has_prediction: whether the client sent a text as its prediction of the answer. It is not
             used, so that its figures are 0.
+        reasoning_tokens: how many of the tokens are thoughts, their marks included.
         calls: how many tool calls could be read and how many could not; empty without tools.
     """
 
@@ -83,6 +84,7 @@ class AnswerCounts(Counts):
     queued_at: float
     prompt_tokens: int
     has_prediction: bool = False
+    reasoning_tokens: int = 0
     waited: float = 0.0
     first_at: float | None = None
     decoding_at: float = 0.0
@@ -121,6 +123,8 @@ class AnswerCounts(Counts):
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": rejected,
         }
+        if self.reasoning_tokens:
+            details["reasoning_tokens"] = self.reasoning_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.tokens,

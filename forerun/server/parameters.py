@@ -10,6 +10,7 @@ from forerun.api.requests import requests
 from forerun.engine.sequence import Request
 from forerun.model.kv_cache import positions_within
 from forerun.sampling.params import MIN_TEMPERATURE, SamplingParams
+from forerun.sampling.thoughts import AnswerMarks
 from forerun.server.errors import ApiError
 from forerun.server.schemas import SamplingBody
 from forerun.text.tools import NO_TOOLS, Tools
@@ -36,7 +37,7 @@ def requests_for(
     decoder: Decoder,
     default_tokens: int,
     logprobs: int | None,
-    ends: frozenset[int],
+    marks: AnswerMarks,
     tools: Tools = NO_TOOLS,
 ) -> list[Request]:
     """Return the requests of prompts. Raises ApiError.
@@ -47,7 +48,7 @@ def requests_for(
         decoder: the decoder that is to answer.
         default_tokens: the number of new tokens if the body does not say it.
         logprobs: the number of most probable tokens to return with each token; None for none.
-        ends: tokens that end an answer, beside the decoder's own.
+        marks: what ends an answer beside the decoder's own tokens, and its thoughts.
         tools: how the tools of the body are used.
     """
     copies = copies_of(body)
@@ -78,7 +79,7 @@ def requests_for(
             **given,
         )
         prompts = [row for row in rows for _ in range(copies)]
-        made = requests(prompts, params, decoder.target, decoder.tokenizer, ends=ends)
+        made = requests(prompts, params, decoder.target, decoder.tokenizer, marks=marks)
     except ValueError as error:
         raise _sampling_error(str(error), body, tools) from None
     is_plain = body.forerun_method == "ar"

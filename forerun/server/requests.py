@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,6 +19,7 @@ from forerun.api.decoder import Decoder
 from forerun.api.requests import encode, encode_text
 from forerun.engine.sequence import Request
 from forerun.sampling.response_format import form_of
+from forerun.sampling.thoughts import NO_MARKS, AnswerMarks, Thoughts
 from forerun.server.errors import ApiError, blame
 from forerun.server.parameters import (
     MAX_CHOICES,
@@ -33,8 +35,9 @@ from forerun.server.schemas import (
     DetokenizeBody,
     TokenizeBody,
 )
-from forerun.text.chat import PromptEnd, chat_prompt, checked_text, turn_ends
+from forerun.text.chat import PromptEnd, chat_prompt, checked_text, has_template, turn_ends
 from forerun.text.infill import infill_form
+from forerun.text.thinking import thoughts_after
 from forerun.text.tools import NO_TOOLS, Tools, checked_choice, checked_tools, tools_for
 
 CHAT_TOKENS = 1024  # new tokens of a chat by default
@@ -66,6 +69,7 @@ class Prepared:
         is_scoring: whether the answers are to have no token, because `max_tokens` is 0. The engine
             needs a token to score a prompt; it is left out.
         tools: how the tools of the body are used.
+        thoughts: the thoughts before the answers; None if there are none to expect.
     """
 
     requests: list[Request]
@@ -73,6 +77,7 @@ class Prepared:
     echo: list[str] | None = None
     is_scoring: bool = False
     tools: Tools = NO_TOOLS
+    thoughts: Thoughts | None = None
 
 
 def prepare_chat(body: ChatBody, decoder: Decoder, parser: str | None = None) -> Prepared:
@@ -80,12 +85,7 @@ def prepare_chat(body: ChatBody, decoder: Decoder, parser: str | None = None) ->
 
     `parser` names the form of tool calls, as in `Settings.tool_parser`. Raises ApiError.
     """
-    template = body.chat_template_kwargs or {}
-    with blame("chat_template_kwargs"):
-        for name in template:
-            if not name.isidentifier() or name in _RESERVED:
-                raise ValueError(f"chat_template_kwargs must not contain the name {name[:40]!r}")
-        _check_length(len(json.dumps(template)), decoder)
+    template = _template_arguments(body, decoder)
     tools = read_tools(body, decoder, parser)
     with blame("messages"):
         end = _prompt_end(body.add_generation_prompt, body.continue_final_message)
@@ -96,10 +96,76 @@ def prepare_chat(body: ChatBody, decoder: Decoder, parser: str | None = None) ->
     top = (body.top_logprobs or 0) if body.logprobs else None
     if limit_of(body) == 0:
         raise ApiError(400, "max_tokens: a chat needs at least 1 token", limit_field(body))
-    made = requests_for(
-        body, [row], decoder, CHAT_TOKENS, top, _turn_ends(decoder.tokenizer), tools
-    )
-    return Prepared(made, copies_of(body), tools=tools)
+    thoughts = _thoughts(body, decoder, row)
+    marks = AnswerMarks(_turn_ends(decoder.tokenizer), thoughts)
+    made = requests_for(body, [row], decoder, CHAT_TOKENS, top, marks, tools)
+    return Prepared(made, copies_of(body), tools=tools, thoughts=thoughts)
+
+
+def _template_arguments(body: ChatBody, decoder: Decoder) -> dict[str, Any]:
+    """Return further names for the chat template. Raises ApiError.
+
+    `reasoning_effort` and `thinking` go to templates that know such a thing under one of their
+    names. Where a template does not, they are refused, unless they ask for no thoughts.
+    """
+    names = dict(body.chat_template_kwargs or {})
+    with blame("chat_template_kwargs"):
+        for name in names:
+            if not name.isidentifier() or name in _RESERVED:
+                raise ValueError(f"chat_template_kwargs must not contain the name {name[:40]!r}")
+        _check_length(len(json.dumps(names)), decoder)
+    template = _template(decoder)
+    effort = body.reasoning_effort
+    if effort is not None and re.search(r"\breasoning_effort\b", template):
+        names.setdefault("reasoning_effort", effort)
+    elif effort is not None:
+        names |= _switched("reasoning_effort", effort != "none", template)
+    if body.thinking is not None:
+        names |= _switched("thinking", body.thinking.type != "disabled", template)
+    return names
+
+
+def _switched(field: str, is_on: bool, template: str) -> dict[str, bool]:
+    """Return the name by which a template switches thoughts. Raises ApiError if it has none."""
+    for name in ("enable_thinking", "thinking"):
+        if re.search(rf"\{{%[^%]*\b{name}\b", template):
+            return {name: is_on}
+    if is_on:
+        raise ApiError(
+            400, f"{field} is not supported: this model's chat template has no such switch", field
+        )
+    return {}
+
+
+def _template(decoder: Decoder) -> str:
+    """Return the chat template as text; "" without one."""
+    tokenizer = decoder.tokenizer
+    if tokenizer is None or not has_template(tokenizer):
+        return ""
+    template = tokenizer.chat_template
+    return "".join(template.values()) if isinstance(template, dict) else str(template)
+
+
+def _thoughts(body: ChatBody, decoder: Decoder, row: list[int]) -> Thoughts:
+    """Return the thoughts that an answer may begin with. Raises ApiError."""
+    tokenizer = decoder.tokenizer
+    assert tokenizer is not None
+    last: Any = body.messages[-1]  # the messages have been checked when they were rendered
+    content = last.get("content") if last.get("role") == "assistant" else None
+    prefill = content if isinstance(content, str) else None
+    thoughts = thoughts_after(tokenizer, _template(decoder), row, prefill)
+    field = "thinking_budget_tokens"
+    budget = body.thinking_budget_tokens
+    if budget is None and body.thinking is not None:
+        field = "thinking"
+        budget = body.thinking.budget_tokens
+    if budget is None or budget < 0:
+        return thoughts
+    if thoughts.close_token is None:
+        raise ApiError(
+            400, f"{field} is not supported: {thoughts.close} is no token of this model", field
+        )
+    return replace(thoughts, budget=budget)
 
 
 def read_tools(body: ChatBody, decoder: Decoder, parser: str | None) -> Tools:
@@ -151,15 +217,16 @@ def prepare_completion(body: CompletionBody, decoder: Decoder) -> Prepared:
     prompt: Any = body.prompt
     is_list_of_prompts = isinstance(prompt, list) and prompt and not _is_token(prompt[0])
     prompts = prompt if is_list_of_prompts else [prompt]
-    ends = frozenset[int]()
+    marks = NO_MARKS
     if body.suffix:
         prompts, ends = _fill_in_the_middle(prompts, body, decoder)
+        marks = AnswerMarks(ends)
     with blame("prompt"):
         rows = encode_prompts(prompts, decoder)
     is_scoring = limit_of(body) == 0
     if is_scoring and not body.echo:
         raise ApiError(400, "max_tokens: 0 needs echo, else there is no answer", limit_field(body))
-    made = requests_for(body, rows, decoder, COMPLETION_TOKENS, body.logprobs, ends)
+    made = requests_for(body, rows, decoder, COMPLETION_TOKENS, body.logprobs, marks)
     copies = copies_of(body)
     if not body.echo:
         return Prepared(made, copies)

@@ -6,6 +6,7 @@ A body is read as that of a chat under other names, and its answer is written as
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from time import time
 from typing import Any
 from uuid import uuid4
@@ -31,6 +32,7 @@ _SAME_NAME = (
     "ignore_eos",
     "cache_salt",
     "forerun_method",
+    "thinking_budget_tokens",
     "chat_template_kwargs",
     "stream",
     "parallel_tool_calls",
@@ -40,6 +42,7 @@ _OTHER_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -84,6 +87,8 @@ def _chat_body(body: ResponsesBody) -> ChatBody:
     with blame("tool_choice"):
         _check_json(body.tool_choice)
         fields["tool_choice"] = _tool_choice(body.tool_choice)
+    if body.reasoning is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
     return ChatBody.model_construct(
         **fields, max_completion_tokens=body.max_output_tokens, response_format=form
     )
@@ -125,7 +130,13 @@ def _add_item(messages: list[dict[str, Any]], number: int, item: Any) -> None:
                 f"input item {number} has the role 'tool'; the result of a tool is an item of type "
                 "function_call_output"
             )
-        messages.append({"role": item.get("role"), "content": _content(item.get("content"))})
+        message = {"role": item.get("role"), "content": _content(item.get("content"))}
+        has_thoughts = bool(messages) and "content" not in messages[-1]
+        if has_thoughts and message["role"] == "assistant":
+            message = messages.pop() | message
+        messages.append(message)
+    elif kind == "reasoning":
+        messages.append({"role": "assistant", "reasoning_content": _thoughts_of(item)})
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
@@ -142,9 +153,20 @@ def _add_item(messages: list[dict[str, Any]], number: int, item: Any) -> None:
         )
     else:
         raise ValueError(
-            f"input item {number} has the type {str(kind)[:40]!r}; the types message, "
+            f"input item {number} has the type {str(kind)[:40]!r}; the types message, reasoning, "
             "function_call and function_call_output are supported"
         )
+
+
+def _thoughts_of(item: dict[str, Any]) -> str:
+    """Return the thoughts of an item of an earlier response; "" if it has only a summary."""
+    parts = item.get("content") or []
+    if not isinstance(parts, list):
+        raise ValueError("the content of a reasoning item must be a list of parts")
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("the parts of a reasoning item must have texts")
+    return "\n".join(map(str, texts))
 
 
 def _content(content: Any) -> Any:
@@ -184,6 +206,35 @@ def _tool_choice(choice: Any) -> Any:
     return {"type": "function", "function": {"name": choice["name"]}}
 
 
+@dataclass(frozen=True)
+class _TextKind:
+    """A kind of item that has a text.
+
+    Attributes:
+        prefix: what its id begins with.
+        item: its members.
+        part: the type of its only part, after which its events are named.
+        more: further members of the part.
+        logprobs: further members of its events.
+    """
+
+    prefix: str
+    item: dict[str, Any]
+    part: str
+    more: dict[str, Any] = field(default_factory=dict)
+    logprobs: dict[str, Any] = field(default_factory=dict)
+
+
+_MESSAGE = _TextKind(
+    "msg",
+    {"type": "message", "role": "assistant"},
+    "output_text",
+    {"annotations": [], "logprobs": []},
+    {"logprobs": []},
+)
+_REASONING = _TextKind("rs", {"type": "reasoning", "summary": []}, "reasoning_text")
+
+
 class ResponseAnswer(Answer):
     """An answer as a response: texts and calls are its items; a stream tells them as events.
 
@@ -203,7 +254,7 @@ class ResponseAnswer(Answer):
             "model": model,
         } | _echoed_fields(body)
         self._items: list[dict[str, Any]] = []
-        self._is_text_open = False  # whether the last item is a text that may go on
+        self._open_kind: _TextKind | None = None  # of the last item, if its text may go on
         self._sequence_number = 0  # of the next event
 
     async def whole(self, until: float) -> bytes:
@@ -257,45 +308,35 @@ class ResponseAnswer(Answer):
         return self._response(self._status) | {"usage": usage, **self.counts.statistics()}
 
     def _new_events(self) -> list[bytes]:
-        """Return the events of the text and the calls that have come since the last call."""
+        """Return the events of what has come since the last call: thoughts, text and calls."""
         (choice,) = self.choices
-        pieces: list[str | ToolCall] = []
+        events: list[bytes] = []
+        if choice.reasoning:
+            events += self._text_events(_REASONING, choice.reasoning)
         if choice.text:
-            pieces.append(choice.text)
-        pieces += choice.calls
+            events += self._text_events(_MESSAGE, choice.text)
+        for call in choice.calls:
+            events += self._close_text("completed")
+            events += self._call_events(call)
+        choice.reasoning = ""
         choice.text = ""
         choice.calls = []
-        events: list[bytes] = []
-        for piece in pieces:
-            if isinstance(piece, ToolCall):
-                events += self._close_text("completed")
-                events += self._call_events(piece)
-            else:
-                events += self._text_events(piece)
         return events
 
-    def _text_events(self, text: str) -> list[bytes]:
+    def _text_events(self, kind: _TextKind, text: str) -> list[bytes]:
         """Return the events of a text, which continues the open item or begins a new one."""
         events = []
-        if not self._is_text_open:
-            self._is_text_open = True
-            events.append(
-                self._open_item(
-                    {
-                        "type": "message",
-                        "id": f"msg_{uuid4().hex}",
-                        "role": "assistant",
-                        "content": [],
-                    }
-                )
-            )
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        if self._open_kind is not kind:
+            events += self._close_text("completed")
+            self._open_kind = kind
+            item_id = f"{kind.prefix}_{uuid4().hex}"
+            events.append(self._open_item({"id": item_id, **kind.item, "content": []}))
+            part = {"type": kind.part, "text": "", **kind.more}
             self._items[-1]["content"] = [part]
             events.append(self._event("response.content_part.added", **self._text_place, part=part))
         self._items[-1]["content"][0]["text"] += text
-        events.append(
-            self._event("response.output_text.delta", **self._text_place, delta=text, logprobs=[])
-        )
+        name = f"response.{kind.part}.delta"
+        events.append(self._event(name, **self._text_place, delta=text, **kind.logprobs))
         return events
 
     def _call_events(self, call: ToolCall) -> list[bytes]:
@@ -335,22 +376,24 @@ class ResponseAnswer(Answer):
 
     def _close_text(self, status: str) -> list[bytes]:
         """Return the events that end the text of the last item, if it is open."""
-        if not self._is_text_open:
+        kind = self._open_kind
+        if kind is None:
             return []
-        self._is_text_open = False
+        self._open_kind = None
         item = self._items[-1]
         item["status"] = status
         (part,) = item["content"]
         place = self._text_place
+        name = f"response.{kind.part}.done"
         return [
-            self._event("response.output_text.done", **place, text=part["text"], logprobs=[]),
+            self._event(name, **place, text=part["text"], **kind.logprobs),
             self._event("response.content_part.done", **place, part=part),
             self._close_item(),
         ]
 
     def _ending_events(self) -> list[bytes]:
         """Return the events that end the last item. A response without items gets an empty text."""
-        events = [] if self._items else self._text_events("")
+        events = [] if self._items else self._text_events(_MESSAGE, "")
         return [*events, *self._close_text(self._status)]
 
     @property
@@ -387,7 +430,7 @@ def _echoed_fields(body: ResponsesBody) -> dict[str, Any]:
         "store": False,
         "background": False,
         "previous_response_id": None,
-        "reasoning": None,
+        "reasoning": None if body.reasoning is None else body.reasoning.model_dump(),
     }
 
 

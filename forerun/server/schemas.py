@@ -76,7 +76,6 @@ UNSUPPORTED_RESPONSES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "repetition_penalty": (1,),
     "include": ([], ["reasoning.encrypted_content"]),
-    "reasoning": ({}, {"effort": None}, {"summary": None}, {"effort": None, "summary": None}),
     "service_tier": ("auto", "default"),
     "truncation": ("disabled",),
 }
@@ -249,6 +248,15 @@ class SamplingBody(AnsweredBody):
     forerun: bool | None = None
 
 
+class Thinking(BaseModel):
+    """Whether the model is to think, and how long."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["enabled", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+
+
 class ChatBody(SamplingBody):
     """A chat that the model continues."""
 
@@ -262,6 +270,9 @@ class ChatBody(SamplingBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     prediction: dict[str, Any] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=40), AfterValidator(_encodable)] | None = None
+    thinking: Thinking | None = None
+    thinking_budget_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
 
     def unknown(self) -> list[str]:
         """Return the names of unknown fields, and those of unknown keys of messages."""
@@ -280,9 +291,9 @@ class CompletionBody(SamplingBody):
 
 
 class InputItem(BaseModel):
-    """An item of the input of /v1/responses: a message, a call, or the output of a call."""
+    """An item of the input of /v1/responses: a message, thoughts, a call, or its output."""
 
-    type: Literal["message", "function_call", "function_call_output"] | None = None
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[dict[str, Any]] | None = None
     call_id: str | None = None
@@ -312,6 +323,15 @@ class TextOptions(BaseModel):
     verbosity: Literal["medium"] | None = None
 
 
+class Reasoning(BaseModel):
+    """How much the model is to think. There are no summaries of thoughts."""
+
+    model_config = ConfigDict(strict=True)
+
+    effort: Annotated[str, Field(max_length=40), AfterValidator(_encodable)] | None = None
+    summary: Literal["auto"] | None = None
+
+
 class ResponsesBody(AnsweredBody):
     """What the model answers as a response."""
 
@@ -327,6 +347,8 @@ class ResponsesBody(AnsweredBody):
     ] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
+    thinking_budget_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
     stream_options: dict[str, Any] | None = None

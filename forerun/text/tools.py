@@ -358,7 +358,9 @@ class _CallGrammar:
 
         They are one schema, because they may begin alike, which rules of Lark do not allow.
         """
-        choices: list[Any] = [_moved(json.loads(schema), "#/anyOf/0")]
+        answer = json.loads(schema)
+        style = answer.pop("x-guidance") if isinstance(answer, dict) else {}
+        choices: list[Any] = [_moved(answer, "#/anyOf/0")]
         for number, tool in enumerate(self.tools, 1):
             place = f"#/anyOf/{number}/properties/{self.form.key}"
             arguments = _moved(_arguments(tool, self.is_forced), place)
@@ -372,14 +374,19 @@ class _CallGrammar:
                     "additionalProperties": False,
                 }
             )
-        return f"start: %json {json.dumps({'anyOf': choices})}"
+        return f"start: %json {json.dumps({'x-guidance': style, 'anyOf': choices})}"
 
 
 def _arguments(tool: Tool, is_forced: bool) -> dict[str, Any]:
-    """Return the schema of a call's arguments: any object, unless the tool's own must be kept."""
+    """Return the schema of a call's arguments: any object, unless the tool's own must be kept.
+
+    A tool without parameters takes none.
+    """
     schema: dict[str, Any] = {"type": "object"}
     if is_forced or tool.strict:
         schema |= tool.given["function"]["parameters"]
+        if schema.keys() <= {"type", "properties"} and schema.get("properties") == {}:
+            schema["additionalProperties"] = False
     return schema
 
 

@@ -21,6 +21,7 @@ from tests.support.toys import (
     noisy_copy,
     p_value,
     random_head,
+    random_layer,
     refuses,
     tiny,
 )
@@ -38,9 +39,15 @@ PENALTIES: list[dict[str, Any]] = [
 
 def made(name: str = "sd", vocab: int = 64, **options: Any) -> Decoder:
     model = tiny("llama", vocab=vocab)
-    head = random_head(CausalLM(model), kind=name) if method(name).head else None
+    kind = method(name).head
+    head = random_head(CausalLM(model), kind=kind) if kind is not None else None
     draft = noisy_copy(model, 0.05) if method(name).needs_draft else None
-    return Decoder(model, None, draft, method(name), False, head=head, **options)
+    layer = None
+    if method(name).layer is not None:
+        layer = random_layer(model, noisy_copy(model, 0.05))
+        draft = noisy_copy(model, 0.05)
+    options |= {"head": head, "pre_verifier": layer}
+    return Decoder(model, None, draft, method(name), False, **options)
 
 
 @pytest.mark.parametrize("name", sorted({*METHODS} - {"ar"}))

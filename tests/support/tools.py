@@ -17,6 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from forerun.api import requests
 from forerun.api.decoder import Decoder
+from forerun.sampling.thoughts import NO_MARKS, AnswerMarks
 from tests.support.toys import noisy_copy, tiny, tiny_tokenizer
 
 NAMES = ("hermes", "llama3", "mistral")
@@ -71,7 +72,7 @@ def scripted(say: Callable[[str], str]) -> Callable[..., Any]:
     """
 
     def make(
-        rows: Any, params: Any, target: Any, tokenizer: Any, ends: frozenset[int] = frozenset()
+        rows: Any, params: Any, target: Any, tokenizer: Any, marks: AnswerMarks = NO_MARKS
     ) -> Any:
         scripts = [
             tokenizer.encode(say(tokenizer.decode(row)), add_special_tokens=False) for row in rows
@@ -84,7 +85,7 @@ def scripted(say: Callable[[str], str]) -> Callable[..., Any]:
         return [
             each
             for row, own in given
-            for each in requests.requests([row], params, target, tokenizer, own, ends=ends)
+            for each in requests.requests([row], params, target, tokenizer, own, marks=marks)
         ]
 
     return make

@@ -209,7 +209,7 @@ def test_mistakes_on_the_command_line_are_one_line(
         (
             "x",
             {"target": "embedded"},
-            "the embedded model has no chat template; `forerun fetch smollm2` gets one",
+            "the embedded model has no chat template; `forerun fetch qwen-coder`",
         ),
         ("", {}, "the prompt is empty"),
         ("x", {"method": "sd"}, "needs a draft model"),

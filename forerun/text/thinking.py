@@ -1,0 +1,120 @@
+"""The thoughts that a model writes before its answer: their marks, and how they are read.
+
+It needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from forerun.sampling.thoughts import Thoughts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# What begins and ends thoughts. A template names the marks of its model; the first are the default.
+_MARKS = (
+    ("<think>", "</think>"),  # DeepSeek, Qwen, GLM, SmolLM3
+    ("[THINK]", "[/THINK]"),  # Magistral
+    ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("<thought>", "</thought>"),  # EXAONE
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
+    ("\u25c1think\u25b7", "\u25c1/think\u25b7"),  # Kimi
+)
+_SPACE = " \t\r\n"
+_TAIL = 16  # tokens at the end of a prompt, among which a mark is looked for
+
+
+class ThoughtStream:
+    """One answer, separated into thoughts and text while it comes in pieces.
+
+    How the text was cut into pieces changes nothing. White space around thoughts is dropped.
+    Thoughts stand at the beginning of an answer; a later mark is text.
+
+    Attributes:
+        marks: the marks.
+        is_thinking: whether the next text may belong to thoughts.
+        has_begun: whether thoughts have begun.
+    """
+
+    def __init__(self, thoughts: Thoughts) -> None:
+        self.is_thinking = True
+        self.marks = thoughts
+        self.has_begun = thoughts.is_open
+        self._is_first = True  # whether no character of the present part has come yet
+        self._rest = ""
+
+    def push(self, text: str, finished: bool) -> tuple[str, str]:
+        """Return the thoughts and the text that are certain now; with `finished`, all."""
+        self._rest += text
+        if self.is_thinking and not self.has_begun:
+            self._begin(finished)
+        thoughts = self._think(finished) if self.is_thinking and self.has_begun else ""
+        if self.is_thinking:
+            return thoughts, ""
+        return thoughts, self._take(len(self._rest), "")
+
+    def _begin(self, finished: bool) -> None:
+        """Look for the mark that begins thoughts. Without it all is text."""
+        start = self._rest.lstrip(_SPACE)
+        begin = self.marks.begin
+        if start.startswith(begin):
+            self._rest = start[len(begin) :]
+            self.has_begun = True
+        elif finished or not begin.startswith(start):
+            self.is_thinking = False
+            self._is_first = False  # white space before a text without thoughts stays
+
+    def _think(self, finished: bool) -> str:
+        """Return the thoughts that are certain."""
+        close = self.marks.close
+        end = self._rest.find(close)
+        if end >= 0:
+            thoughts = self._take(end, _SPACE)
+            self._rest = self._rest.lstrip(_SPACE)[len(close) :]
+            self.is_thinking = False
+            self._is_first = True
+            return thoughts
+        if finished:
+            return self._take(len(self._rest), _SPACE)
+        held = max(size for size in range(len(close)) if self._rest.endswith(close[:size]))
+        return self._take(len(self._rest) - held, _SPACE)
+
+    def _take(self, length: int, trailing: str) -> str:
+        """Take the first characters of the rest, without the white space at their end."""
+        part = self._rest[:length].rstrip(trailing) if trailing else self._rest[:length]
+        self._rest = self._rest[len(part) :]
+        if self._is_first:
+            part = part.lstrip(_SPACE)
+            self._is_first = not part
+        return part
+
+
+def thoughts_after(
+    tokenizer: PreTrainedTokenizerBase, template: str, prompt: Sequence[int], prefill: str | None
+) -> Thoughts:
+    """Return the thoughts that an answer to a prompt may begin with.
+
+    Args:
+        tokenizer: that of the model.
+        template: its chat template, which names the marks.
+        prompt: the tokens of the prompt.
+        prefill: the beginning of the answer, if the prompt has one.
+    """
+    begin, close = next(
+        (marks for marks in _MARKS if marks[0] in template or marks[1] in template), _MARKS[0]
+    )
+    tail = str(tokenizer.decode(list(prompt[-_TAIL:]), clean_up_tokenization_spaces=False))
+    is_open = tail.rstrip(_SPACE).endswith(begin)
+    is_over = tail.rstrip(_SPACE).endswith(close)
+    if prefill:
+        is_open = is_open or prefill.rfind(begin) > prefill.rfind(close)
+        is_over = not is_open
+    added = tokenizer.added_tokens_decoder
+    ids = {str(token): id for id, token in added.items()}
+    special = {
+        ids[mark]: mark for mark in (begin, close) if mark in ids and added[ids[mark]].special
+    }
+    begin_token = None if is_over else ids.get(begin)
+    return Thoughts(begin, close, is_open, begin_token, ids.get(close), special)
