@@ -175,7 +175,8 @@ def test_floats_beside_blocks_stay_floats(tmp_path: Path) -> None:
 
 def test_the_configuration_is_the_models_own(tmp_path: Path) -> None:
     original = ggufs.small("qwen3", num_attention_heads=8)
-    metadata = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.padding_token_id": 5}
+    metadata = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 8}
+    metadata["tokenizer.ggml.padding_token_id"] = 5
     path = ggufs.write(tmp_path / "a.gguf", original, "F16", metadata=metadata)
     config = gguf_config(open_gguf(path))
     sizes = (
@@ -197,7 +198,7 @@ def test_the_configuration_is_the_models_own(tmp_path: Path) -> None:
     assert config.model_type == "qwen3" and config.rms_norm_eps == pytest.approx(1e-5)
     assert config.rope_parameters["rope_theta"] == 5000 and config.pad_token_id == 5
     model, _ = load_gguf(path)
-    assert config.eos_token_id == model.generation_config.eos_token_id == [2, 7]
+    assert config.eos_token_id == model.generation_config.eos_token_id == [2, 7, 8]
     untied = open_gguf(ggufs.write(path, ggufs.small(tie_word_embeddings=False), "F16"))
     assert not gguf_config(untied).tie_word_embeddings
     plain = gguf_config(open_gguf(ggufs.write(path, original, "F16", tokenizer=False)))
@@ -259,6 +260,12 @@ def test_tokenizers_cut_texts_as_their_kind_does(tmp_path: Path) -> None:
         ("llama-bpe", "  1234 the", ["Ġ", "Ġ", "123", "4", "Ġthe"]),  # three at most
         ("qwen2", " 12A\u030a", ["Ġ", "1", "2", "Ã", "ħ"]),  # composed: one letter
         ("tekken", "12lowTHE", ["1", "2", "l", "ow", "T", "H", "E"]),
+        ("default", " 1234=the", ["Ġ", "123", "4", "=", "t", "he"]),
+        ("gpt-4o", " 1234lowTHE's", ["Ġ", "123", "4", "l", "ow", "T", "H", "E", "'", "s"]),
+        ("dbrx", " 1234 the", ["Ġ", "123", "4", "Ġthe"]),
+        ("seed-coder", "12 the", ["1", "2", "Ġthe"]),
+        ("hunyuan-dense", "1234 the", ["123", "4", "Ġthe"]),
+        ("qwen35", " 12 the", ["Ġ", "1", "2", "Ġthe"]),
     ):
         tokenizer = gguf_tokenizer(ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F16", pre=pre))
         ids = tokenizer(text)["input_ids"]
@@ -294,7 +301,7 @@ def test_pieces_are_cut_as_sentencepiece_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "pre", ["gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "tekken", "pieces"]
+    "pre", ["default", "gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o", "pieces"]
 )
 def test_tokens_equal_those_of_llama_cpp(tmp_path: Path, pre: str) -> None:
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
@@ -340,7 +347,7 @@ def test_special_tokens_and_the_chat_template_are_those_of_the_file(tmp_path: Pa
 def test_tokenizers_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"tokenizer": False}, "it has no tokenizer"),
-        ({"pre": "new"}, "pre-tokenizer is 'new'; known are default, gpt-2, smollm"),
+        ({"pre": "new"}, "pre-tokenizer is 'new'; known are default, gpt-2, olmo"),
         (
             {"metadata": {"tokenizer.ggml.eos_token_id": 400}},
             "eos_token_id is 400; there are 320 tokens",

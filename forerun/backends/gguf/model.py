@@ -539,17 +539,17 @@ def _checked_sizes(metadata: Metadata) -> _Sizes:
 def special_ids(file: GgufFile) -> dict[str, Any]:
     """Return the tokens that begin, end and pad a text, by their names in a configuration.
 
-    A token that the file lacks is None. An end of turn ends a text too: if a file has both,
-    `eos_token_id` is a list.
+    A token that the file lacks is None. An end of turn and an end of message end a text too: if a
+    file has several of them, `eos_token_id` is a list.
     """
-    names = ("bos", "eos", "eot", "padding")
+    names = ("bos", "padding", "eos", "eot", "eom")
     tokens = [file.value(f"tokenizer.ggml.{name}_token_id", int) for name in names]
     rows = int(file.tensor(_EMBEDDING).shape[-1])
     for name, token in zip(names, tokens, strict=True):
         if token is not None and not 0 <= token < rows:
             raise file.error(f"tokenizer.ggml.{name}_token_id is {token}; there are {rows} tokens")
-    bos, eos, end_of_turn, padding = tokens
-    ends = list(dict.fromkeys(token for token in (eos, end_of_turn) if token is not None))
+    bos, padding = tokens[:2]
+    ends = list(dict.fromkeys(token for token in tokens[2:] if token is not None))
     return {
         "bos_token_id": bos,
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
