@@ -1,8 +1,8 @@
 """The C library of `forerun/csrc`: its structures, its functions and its choice of instruction set.
 
 The library is built when forerun is installed. It runs the best instruction set of the machine,
-unless FORERUN_KERNELS names another one ("plain", "avx2", "avxvnni", "avx512vnni" or "neon"). If it
-is "none", torch does the work, more slowly.
+unless FORERUN_KERNELS names another one ("plain", "avx2", "avxvnni", "avx512vnni", "neon" or
+"i8mm"). If it is "none", torch does the work, more slowly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from forerun.csrc.build import HERE, LIBRARY, build_of, sources_id
 
 ABI = 7  # FORERUN_ABI of forerun.h, for which the structures below are written
 VARIABLE = "FORERUN_KERNELS"  # the environment variable that names the instruction set
-VARIANTS = ("plain", "avx2", "avxvnni", "avx512vnni", "neon")
+VARIANTS = ("plain", "avx2", "avxvnni", "avx512vnni", "neon", "i8mm")
 _LOG = logging.getLogger("forerun")
 _LOCK = Lock()  # guards `_CHOSEN`
 _CHOSEN: list[str] = []  # the variant of this process, once it is chosen
@@ -27,6 +27,7 @@ _INT = ctypes.c_int32
 _LONG = ctypes.c_int64
 _SIZE = ctypes.c_size_t
 _FLOAT = ctypes.c_float
+_DOUBLE = ctypes.c_double
 _TEXT = ctypes.c_char_p
 _NO_MEMORY = -2  # FR_NO_MEMORY of forward.h
 
@@ -174,6 +175,9 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fr_forward": (_INT, (_POINTER, _POINTER, _POINTER)),
     "fr_chain": (_INT, (_POINTER, _POINTER, _POINTER)),
     "fr_grow": (_INT, (_POINTER, _POINTER, _POINTER)),
+    "fr_exp": (_DOUBLE, (_DOUBLE,)),
+    "fr_log": (_DOUBLE, (_DOUBLE,)),
+    "fr_log1p": (_DOUBLE, (_DOUBLE,)),
 }
 
 
@@ -316,7 +320,7 @@ def _check_process(functions: Any, wanted: str) -> None:
         running = f"this process runs {chosen!r} already"
         raise ValueError(f"{VARIABLE} is {wanted!r}, but {running}: start another one")
     path = HERE / LIBRARY
-    installed = build_of(path) if path.is_file() else None
+    installed = build_of(path.read_bytes()) if path.is_file() else None
     loaded = functions.fr_build().decode()
     if installed != loaded:
         running = f"this process runs {loaded}"

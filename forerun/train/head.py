@@ -84,6 +84,7 @@ class HeadRecipe:
         unrolled = f"1 to {self.output - 1}, less than the output"
         for name, is_right, allowed in (
             ("kind", self.kind in HEAD_KINDS, f"one of {', '.join(HEAD_KINDS)}"),
+            ("layers", self.layers >= 1, "at least 1"),
             ("rank", self.rank >= 0, "at least 0"),
             ("hot", self.hot is None or 0 < self.hot <= 1, "above 0 and at most 1"),
             ("inner", self.inner is None or self.inner > 0, "at least 1"),

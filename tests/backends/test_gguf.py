@@ -92,14 +92,37 @@ def test_forwards_of_a_file_are_those_of_its_values(
 
 
 def test_formats_that_the_library_does_not_know_are_stored_anew(tmp_path: Path) -> None:
-    original = ggufs.small(num_hidden_layers=1)
-    path = ggufs.write(tmp_path / "a.gguf", original, "IQ4_NL")
+    original = ggufs.small(num_hidden_layers=1, hidden_size=256, intermediate_size=256)
+    path = ggufs.write(tmp_path / "a.gguf", original, "IQ4_XS")
     model, note = load_gguf(path)
-    assert note == "a.gguf: 9 IQ4_NL matrices stored anew in 8 bits"
+    assert note == "a.gguf: 9 IQ4_XS matrices stored anew in 8 bits"
     assert model.lm_head.stored.type == Type.Q8_0
     for name, linear in linears(load_gguf(path, "float32")[0]).items():
         wanted = RawMatrix.quantised(linear.weight, Type.Q8_0).floats()
         assert torch.equal(model.get_submodule(name).stored.floats(), wanted)
+
+
+@pytest.mark.parametrize("kind", ["IQ4_NL", "MXFP4"])
+def test_tables_of_sixteen_numbers_are_widened_exactly(tmp_path: Path, kind: str) -> None:
+    original = ggufs.small(num_hidden_layers=1)
+    path = ggufs.write(tmp_path / "a.gguf", original, kind)
+    model, note = load_gguf(path)
+    assert note == f"a.gguf: 9 {kind} matrices widened exactly to 8 bits"
+    plain = load_gguf(path, "float32")[0]
+    for name, linear in linears(plain).items():
+        module = model.get_submodule(name)
+        assert module.stored.type == Type.Q8_0
+        assert torch.equal(module.stored.floats(), linear.weight)
+    tokens = torch.arange(ggufs.VOCAB)
+    assert torch.equal(model.model.embed_tokens(tokens), plain.model.embed_tokens(tokens))
+
+
+def test_a_scale_of_mxfp4_that_is_no_float16_is_refused(tmp_path: Path) -> None:
+    original = ggufs.small(num_hidden_layers=1)
+    with torch.no_grad():
+        original.model.layers[0].mlp.up_proj.weight[3, 5] = 1e9
+    path = ggufs.write(tmp_path / "a.gguf", original, "MXFP4")
+    assert "blk.0.ffn_up.weight cannot be widened: it has scales that are no" in refused(path)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "bfloat16"])
@@ -175,8 +198,8 @@ def test_floats_beside_blocks_stay_floats(tmp_path: Path) -> None:
 
 def test_the_configuration_is_the_models_own(tmp_path: Path) -> None:
     original = ggufs.small("qwen3", num_attention_heads=8)
-    metadata = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 8}
-    metadata["tokenizer.ggml.padding_token_id"] = 5
+    metadata = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.padding_token_id": 5}
+    metadata["tokenizer.ggml.eom_token_id"] = 9
     path = ggufs.write(tmp_path / "a.gguf", original, "F16", metadata=metadata)
     config = gguf_config(open_gguf(path))
     sizes = (
@@ -198,7 +221,7 @@ def test_the_configuration_is_the_models_own(tmp_path: Path) -> None:
     assert config.model_type == "qwen3" and config.rms_norm_eps == pytest.approx(1e-5)
     assert config.rope_parameters["rope_theta"] == 5000 and config.pad_token_id == 5
     model, _ = load_gguf(path)
-    assert config.eos_token_id == model.generation_config.eos_token_id == [2, 7, 8]
+    assert config.eos_token_id == model.generation_config.eos_token_id == [2, 7, 9]
     untied = open_gguf(ggufs.write(path, ggufs.small(tie_word_embeddings=False), "F16"))
     assert not gguf_config(untied).tie_word_embeddings
     plain = gguf_config(open_gguf(ggufs.write(path, original, "F16", tokenizer=False)))
@@ -342,6 +365,17 @@ def test_special_tokens_and_the_chat_template_are_those_of_the_file(tmp_path: Pa
     assert max(tokenizer.get_vocab().values()) < ggufs.VOCAB - 40  # without what only fills up
     path = ggufs.write(path, ggufs.small(), "F16", metadata={"tokenizer.ggml.add_bos_token": True})
     assert gguf_tokenizer(path)("the")["input_ids"] == [1, *tokenizer("the")["input_ids"]]
+
+
+def test_a_large_vocabulary_needs_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers asks the hub about vocabularies of more than 100,000 tokens by their name."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    path = ggufs.write_vocabulary(tmp_path / "a.gguf", 100_100)
+    tokenizer = gguf_tokenizer(path)
+    assert len(tokenizer) == 100_100 and tokenizer.name_or_path == str(path)
+    assert tokenizer.decode(tokenizer("the low word400")["input_ids"]) == "the low word400"
 
 
 def test_tokenizers_that_cannot_be_made_are_refused(tmp_path: Path) -> None:

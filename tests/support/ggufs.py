@@ -294,6 +294,7 @@ SCALES = {
     "Q5_K": (0, 2),
     "Q6_K": (208,),
     "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
 }
 
 
@@ -515,6 +516,21 @@ def add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str, file
             data = data + np.float32(kind_of_model.gain)
         is_float = stored_as in ("F16", "F32")
         writer.add_tensor(name, data, raw_dtype=None if is_float else Type[stored_as])
+
+
+def write_vocabulary(path: Path, size: int) -> Path:
+    """Write a file of a tokenizer alone: bytes, a few merges and words up to `size` tokens."""
+    writer = gguf.GGUFWriter(path, "llama")
+    tokens = [*SPECIAL, *bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in MERGES)]
+    tokens += [f"word{i}" for i in range(len(tokens), size)]
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (size - len(SPECIAL)))
+    writer.add_token_merges(list(MERGES))
+    add_metadata(writer, {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.eos_token_id": 2})
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
 
 
 def tokenizer_metadata(writer: gguf.GGUFWriter, size: int, pre: str) -> dict[str, Any]:

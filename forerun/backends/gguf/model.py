@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
+from gguf.gguf_reader import ReaderTensor
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -24,6 +25,7 @@ from forerun.backends import architectures
 from forerun.backends.architectures.architecture import Architecture
 from forerun.backends.gguf.metadata import Metadata
 from forerun.backends.gguf.rotation import LONG_FACTORS, SHORT_FACTORS, rotation_of_file
+from forerun.backends.gguf.widened import is_widened, widen
 from forerun.backends.panels import LIBRARY_FORMATS, RawMatrix, check_inputs, pack
 from forerun.backends.stored import (
     STORED_TYPES,
@@ -39,6 +41,8 @@ from forerun.backends.stored import (
 from forerun.zoo.gguf_file import GgufFile, open_gguf
 
 _EMBEDDING = "token_embd.weight"
+# What ends a text, by names in the metadata: its end, the end of a turn, and that of a message.
+_ENDS = ("eos", "eot", "eom")
 _HEAD = "output.weight"  # missing if it is tied to the embedding
 _FREQUENCY_FACTORS = "rope_freqs.weight"
 # Formats of a file that already have the bits of a weight format.
@@ -360,6 +364,9 @@ def _raw_matrix(
 ) -> RawMatrix:
     """Return a matrix in the file's format or in `kind`, and count it if that is a change."""
     tensor = file.tensor(name)
+    if kind is None and is_widened(tensor.tensor_type):
+        changes[tensor.tensor_type.name, "widened exactly to 8 bits"] += 1
+        return _widened_matrix(file, tensor)
     if kind is None and tensor.tensor_type not in LIBRARY_FORMATS:
         kind = "int8"
     if kind is None or tensor.tensor_type in _KEPT[kind]:
@@ -381,6 +388,15 @@ def _raw_matrix(
         for values in file.floats(tensor)
     ]
     return RawMatrix(np.concatenate(parts), stored_type)
+
+
+def _widened_matrix(file: GgufFile, tensor: ReaderTensor) -> RawMatrix:
+    """Return a matrix in 8 bits that has the same values."""
+    try:
+        parts = [widen(rows, tensor.tensor_type) for rows in file.rows(tensor)]
+    except ValueError as error:
+        raise file.error(f"{tensor.name} cannot be widened: {error}") from None
+    return RawMatrix(np.concatenate(parts), Type.Q8_0)
 
 
 def _fill_plain(filling: _Filling) -> None:
@@ -540,18 +556,18 @@ def special_ids(file: GgufFile) -> dict[str, Any]:
     """Return the tokens that begin, end and pad a text, by their names in a configuration.
 
     A token that the file lacks is None. An end of turn and an end of message end a text too: if a
-    file has several of them, `eos_token_id` is a list.
+    file has several, `eos_token_id` is a list.
     """
-    names = ("bos", "padding", "eos", "eot", "eom")
-    tokens = [file.value(f"tokenizer.ggml.{name}_token_id", int) for name in names]
     rows = int(file.tensor(_EMBEDDING).shape[-1])
-    for name, token in zip(names, tokens, strict=True):
+    tokens: dict[str, int | None] = {}
+    for name in ("bos", "padding", *_ENDS):
+        token = file.value(f"tokenizer.ggml.{name}_token_id", int)
         if token is not None and not 0 <= token < rows:
             raise file.error(f"tokenizer.ggml.{name}_token_id is {token}; there are {rows} tokens")
-    bos, padding = tokens[:2]
-    ends = list(dict.fromkeys(token for token in tokens[2:] if token is not None))
+        tokens[name] = token
+    ends = list(dict.fromkeys(tokens[name] for name in _ENDS if tokens[name] is not None))
     return {
-        "bos_token_id": bos,
+        "bos_token_id": tokens["bos"],
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
-        "pad_token_id": padding,
+        "pad_token_id": tokens["padding"],
     }

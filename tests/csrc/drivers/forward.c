@@ -7,6 +7,8 @@
 #include "chains.h"
 #include "forward.h"
 #include "multiply.h"
+#include "streams.h"
+#include "system.h"
 #include "trees.h"
 
 #include <math.h>
@@ -32,11 +34,14 @@ enum {
     BEAMS = 3,
     NODES = 5,
     INFORMATION = 32,
+    EXPERTS = 5,
+    EXPERT_INNER = 64,
     OLDS = 4,
 };
 
 static fr_layer layers[LAYERS];
-static fr_rotation rotation = {.dims = SIZE};
+static fr_rotation rotation = {.dims = SIZE, .is_interleaved = 1};
+static fr_experts experts;
 static fr_cache caches[LAYERS];
 static uint16_t memory[LAYERS][2][ROWS][GROUPS][CAPACITY][SIZE];
 
@@ -60,13 +65,39 @@ static fr_matrix matrix(int outputs, int inputs) {
     size_t panel_bytes = fr_panel_bytes(FR_Q4_0, outputs, inputs, &m.layout);
     size_t row_bytes = (size_t)outputs * inputs / 32 * 18;
     uint8_t *rows = malloc(row_bytes);
-    uint8_t *panels = aligned_alloc(64, (panel_bytes + 63) / 64 * 64);
+    uint8_t *panels = fr_allocate((int64_t)panel_bytes);
     for (size_t i = 0; i < row_bytes; i++)
         rows[i] = i % 18 == 1 ? 0x28 : next();
     if (fr_pack_all(FR_Q4_0, rows, row_bytes, outputs, inputs, panels)) exit(5);
     m.panels = panels;
     free(rows);
     return m;
+}
+
+static fr_matrix *matrices(int outputs, int inputs) {
+    fr_matrix *made = malloc(sizeof(fr_matrix) * EXPERTS);
+    for (int i = 0; i < EXPERTS; i++)
+        made[i] = matrix(outputs, inputs);
+    return made;
+}
+
+static void add_experts(fr_layer *layer) {
+    experts.router = matrix(EXPERTS, WIDTH);
+    experts.shared_gate = matrix(1, WIDTH);
+    experts.gate = matrices(EXPERT_INNER, WIDTH);
+    experts.up = matrices(EXPERT_INNER, WIDTH);
+    experts.down = matrices(WIDTH, EXPERT_INNER);
+    experts.router_bias = numbers(EXPERTS, 1);
+    experts.choice_bias = numbers(EXPERTS, 1);
+    experts.gate_bias = numbers(EXPERTS * EXPERT_INNER, 1);
+    experts.up_bias = numbers(EXPERTS * EXPERT_INNER, 1);
+    experts.down_bias = numbers(EXPERTS * WIDTH, 1);
+    experts.scoring = FR_SIGMOID;
+    experts.norms_weights = 1;
+    experts.factor = 2;
+    experts.count = EXPERTS;
+    experts.chosen = 3;
+    layer->experts = &experts;
 }
 
 static void make_layer(fr_layer *layer, int index) {
@@ -86,6 +117,17 @@ static void make_layer(fr_layer *layer, int index) {
     layer->k_norm = numbers(SIZE, 3);
     layer->window = index == 1 ? 5 : 0;
     layer->rotation = index == 2 ? -1 : 0;
+    layer->activation = index;
+    if (index == 0) return;
+    layer->attention_after.gain = numbers(WIDTH, 2);
+    layer->mlp_after.gain = numbers(WIDTH, 2);
+    layer->mlp_after.bias = numbers(WIDTH, 1);
+    layer->o_bias = numbers(WIDTH, 1);
+    layer->gate_bias = numbers(INNER, 1);
+    layer->up_bias = numbers(INNER, 1);
+    layer->down_bias = numbers(WIDTH, 1);
+    layer->sinks = numbers(HEADS, 1);
+    if (index == 2) add_experts(layer);
 }
 
 static fr_model make_model(void) {
@@ -114,6 +156,11 @@ static fr_model make_model(void) {
         .rotations = 1,
         .embed_row = WIDTH * sizeof(float),
         .eps = 1e-6f,
+        .score_cap = 20,
+        .logit_cap = 30,
+        .embedding_factor = 1.5f,
+        .residual_factor = 0.5f,
+        .logit_factor = 0.7f,
     };
     model.norm.gain = numbers(WIDTH, 2);
     rotation.cos = numbers(CAPACITY * SIZE / 2, 1);
@@ -278,6 +325,7 @@ static int run_trees(fr_model *model, const int32_t *pending) {
 
 int main(int argc, char **argv) {
     if (argc != 3 || fr_select(argv[1]) < 0) return 3;
+    have_bytes_in_streams();
     fr_threads(atoi(argv[2]));
     fr_model model = make_model();
     int32_t token[TOKENS];
