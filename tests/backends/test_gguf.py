@@ -92,14 +92,37 @@ def test_forwards_of_a_file_are_those_of_its_values(
 
 
 def test_formats_that_the_library_does_not_know_are_stored_anew(tmp_path: Path) -> None:
-    original = ggufs.small(num_hidden_layers=1)
-    path = ggufs.write(tmp_path / "a.gguf", original, "IQ4_NL")
+    original = ggufs.small(num_hidden_layers=1, hidden_size=256, intermediate_size=256)
+    path = ggufs.write(tmp_path / "a.gguf", original, "IQ4_XS")
     model, note = load_gguf(path)
-    assert note == "a.gguf: 9 IQ4_NL matrices stored anew in 8 bits"
+    assert note == "a.gguf: 9 IQ4_XS matrices stored anew in 8 bits"
     assert model.lm_head.stored.type == Type.Q8_0
     for name, linear in linears(load_gguf(path, "float32")[0]).items():
         wanted = RawMatrix.quantised(linear.weight, Type.Q8_0).floats()
         assert torch.equal(model.get_submodule(name).stored.floats(), wanted)
+
+
+@pytest.mark.parametrize("kind", ["IQ4_NL", "MXFP4"])
+def test_tables_of_sixteen_numbers_are_widened_exactly(tmp_path: Path, kind: str) -> None:
+    original = ggufs.small(num_hidden_layers=1)
+    path = ggufs.write(tmp_path / "a.gguf", original, kind)
+    model, note = load_gguf(path)
+    assert note == f"a.gguf: 9 {kind} matrices widened exactly to 8 bits"
+    plain = load_gguf(path, "float32")[0]
+    for name, linear in linears(plain).items():
+        module = model.get_submodule(name)
+        assert module.stored.type == Type.Q8_0
+        assert torch.equal(module.stored.floats(), linear.weight)
+    tokens = torch.arange(ggufs.VOCAB)
+    assert torch.equal(model.model.embed_tokens(tokens), plain.model.embed_tokens(tokens))
+
+
+def test_a_scale_of_mxfp4_that_is_no_float16_is_refused(tmp_path: Path) -> None:
+    original = ggufs.small(num_hidden_layers=1)
+    with torch.no_grad():
+        original.model.layers[0].mlp.up_proj.weight[3, 5] = 1e9
+    path = ggufs.write(tmp_path / "a.gguf", original, "MXFP4")
+    assert "blk.0.ffn_up.weight cannot be widened: it has scales that are no" in refused(path)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "bfloat16"])
@@ -260,6 +283,12 @@ def test_tokenizers_cut_texts_as_their_kind_does(tmp_path: Path) -> None:
         ("llama-bpe", "  1234 the", ["Ġ", "Ġ", "123", "4", "Ġthe"]),  # three at most
         ("qwen2", " 12A\u030a", ["Ġ", "1", "2", "Ã", "ħ"]),  # composed: one letter
         ("tekken", "12lowTHE", ["1", "2", "l", "ow", "T", "H", "E"]),
+        ("default", " 1234=the", ["Ġ", "123", "4", "=", "t", "he"]),
+        ("gpt-4o", " 1234lowTHE's", ["Ġ", "123", "4", "l", "ow", "T", "H", "E", "'", "s"]),
+        ("dbrx", " 1234 the", ["Ġ", "123", "4", "Ġthe"]),
+        ("seed-coder", "12 the", ["1", "2", "Ġthe"]),
+        ("hunyuan-dense", "1234 the", ["123", "4", "Ġthe"]),
+        ("qwen35", " 12 the", ["Ġ", "1", "2", "Ġthe"]),
     ):
         tokenizer = gguf_tokenizer(ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F16", pre=pre))
         ids = tokenizer(text)["input_ids"]
@@ -295,7 +324,7 @@ def test_pieces_are_cut_as_sentencepiece_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "pre", ["gpt-2", "smollm", "llama-bpe", "smaug-bpe", "qwen2", "tekken", "pieces"]
+    "pre", ["default", "gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o", "pieces"]
 )
 def test_tokens_equal_those_of_llama_cpp(tmp_path: Path, pre: str) -> None:
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
@@ -352,7 +381,7 @@ def test_a_large_vocabulary_needs_no_network(
 def test_tokenizers_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"tokenizer": False}, "it has no tokenizer"),
-        ({"pre": "new"}, "pre-tokenizer is 'new'; known are default, gpt-2, smollm"),
+        ({"pre": "new"}, "pre-tokenizer is 'new'; known are default, gpt-2, olmo"),
         (
             {"metadata": {"tokenizer.ggml.eos_token_id": 400}},
             "eos_token_id is 400; there are 320 tokens",

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
+from gguf.gguf_reader import ReaderTensor
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -24,6 +25,7 @@ from forerun.backends import architectures
 from forerun.backends.architectures.architecture import Architecture
 from forerun.backends.gguf.metadata import Metadata
 from forerun.backends.gguf.rotation import LONG_FACTORS, SHORT_FACTORS, rotation_of_file
+from forerun.backends.gguf.widened import is_widened, widen
 from forerun.backends.panels import LIBRARY_FORMATS, RawMatrix, check_inputs, pack
 from forerun.backends.stored import (
     STORED_TYPES,
@@ -362,6 +364,9 @@ def _raw_matrix(
 ) -> RawMatrix:
     """Return a matrix in the file's format or in `kind`, and count it if that is a change."""
     tensor = file.tensor(name)
+    if kind is None and is_widened(tensor.tensor_type):
+        changes[tensor.tensor_type.name, "widened exactly to 8 bits"] += 1
+        return _widened_matrix(file, tensor)
     if kind is None and tensor.tensor_type not in LIBRARY_FORMATS:
         kind = "int8"
     if kind is None or tensor.tensor_type in _KEPT[kind]:
@@ -383,6 +388,15 @@ def _raw_matrix(
         for values in file.floats(tensor)
     ]
     return RawMatrix(np.concatenate(parts), stored_type)
+
+
+def _widened_matrix(file: GgufFile, tensor: ReaderTensor) -> RawMatrix:
+    """Return a matrix in 8 bits that has the same values."""
+    try:
+        parts = [widen(rows, tensor.tensor_type) for rows in file.rows(tensor)]
+    except ValueError as error:
+        raise file.error(f"{tensor.name} cannot be widened: {error}") from None
+    return RawMatrix(np.concatenate(parts), Type.Q8_0)
 
 
 def _fill_plain(filling: _Filling) -> None:

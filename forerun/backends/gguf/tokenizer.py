@@ -24,7 +24,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from forerun.zoo.gguf_file import GgufFile, open_gguf
 
 # Pre-tokenizers: how a text is split before pairs are merged, by llama.cpp's names
-# (`tokenizer.ggml.pre`). None stands for GPT-2's way.
+# (`tokenizer.ggml.pre`). Without expressions it is split in GPT-2's way.
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -35,13 +36,48 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CASES = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Letters with their marks.
+_MARKED_WORDS = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Line ends never stay with the signs before them.
+_LINE_ENDS = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Of files that do not say how to split: signs, then GPT-2's way, then digits by three.
+_DEFAULT = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
+# Digits by three, then Chinese and Japanese, then the rest, each in what is left by the others.
+_SCRIPTS = (
+    r"\p{N}{1,3}",
+    r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")
-_SPLITS: dict[str, str | None] = {
-    **dict.fromkeys(("default", "gpt-2")),
-    **dict.fromkeys(_DIGITS, r"\p{N}"),  # and then in GPT-2's way
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe"), _WORDS % "{1,3}"),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _WORDS % ""),
-    "tekken": _TEKKEN,
+_SPLITS: dict[str, tuple[str, ...]] = {
+    "default": _DEFAULT,
+    **dict.fromkeys(("gpt-2", "olmo", "exaone4"), ()),
+    **dict.fromkeys(_DIGITS, (r"\p{N}",)),  # and then in GPT-2's way
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), (_WORDS % "{1,3}",)),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), (_WORDS % "{1,3}",)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (_WORDS % "",)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _SCRIPTS),
+    "qwen35": (_MARKED_WORDS,),
+    "seed-coder": (_LINE_ENDS,),
+    "gpt-4o": (_CASES,),
+    "tekken": (_TEKKEN,),
 }
 # With these pre-tokenizers a word that is a token needs no merges.
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
@@ -168,9 +204,9 @@ def _byte_level(file: GgufFile, tokens: list[str], types: list[int]) -> Tokenize
     merges: Any = [tuple(line.split(" ", 1)) for line in lines]
     vocabulary = _vocabulary(tokens, types)
     backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut in _WHOLE_WORDS))
-    split = _SPLITS[cut]
-    steps: list[Any] = [] if split is None else [pre_tokenizers.Split(Regex(split), "isolated")]
-    as_gpt2 = split is None or cut in _DIGITS
+    splits = _SPLITS[cut]
+    steps: list[Any] = [pre_tokenizers.Split(Regex(split), "isolated") for split in splits]
+    as_gpt2 = not splits or cut in _DIGITS
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=as_gpt2))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()

@@ -34,11 +34,14 @@ enum {
     BEAMS = 3,
     NODES = 5,
     INFORMATION = 32,
+    EXPERTS = 5,
+    EXPERT_INNER = 64,
     OLDS = 4,
 };
 
 static fr_layer layers[LAYERS];
-static fr_rotation rotation = {.dims = SIZE};
+static fr_rotation rotation = {.dims = SIZE, .is_interleaved = 1};
+static fr_experts experts;
 static fr_cache caches[LAYERS];
 static uint16_t memory[LAYERS][2][ROWS][GROUPS][CAPACITY][SIZE];
 
@@ -71,6 +74,32 @@ static fr_matrix matrix(int outputs, int inputs) {
     return m;
 }
 
+static fr_matrix *matrices(int outputs, int inputs) {
+    fr_matrix *made = malloc(sizeof(fr_matrix) * EXPERTS);
+    for (int i = 0; i < EXPERTS; i++)
+        made[i] = matrix(outputs, inputs);
+    return made;
+}
+
+static void add_experts(fr_layer *layer) {
+    experts.router = matrix(EXPERTS, WIDTH);
+    experts.shared_gate = matrix(1, WIDTH);
+    experts.gate = matrices(EXPERT_INNER, WIDTH);
+    experts.up = matrices(EXPERT_INNER, WIDTH);
+    experts.down = matrices(WIDTH, EXPERT_INNER);
+    experts.router_bias = numbers(EXPERTS, 1);
+    experts.choice_bias = numbers(EXPERTS, 1);
+    experts.gate_bias = numbers(EXPERTS * EXPERT_INNER, 1);
+    experts.up_bias = numbers(EXPERTS * EXPERT_INNER, 1);
+    experts.down_bias = numbers(EXPERTS * WIDTH, 1);
+    experts.scoring = FR_SIGMOID;
+    experts.norms_weights = 1;
+    experts.factor = 2;
+    experts.count = EXPERTS;
+    experts.chosen = 3;
+    layer->experts = &experts;
+}
+
 static void make_layer(fr_layer *layer, int index) {
     layer->q = matrix(HEADS * SIZE, WIDTH);
     layer->k = matrix(KEY_WIDTH, WIDTH);
@@ -88,6 +117,17 @@ static void make_layer(fr_layer *layer, int index) {
     layer->k_norm = numbers(SIZE, 3);
     layer->window = index == 1 ? 5 : 0;
     layer->rotation = index == 2 ? -1 : 0;
+    layer->activation = index;
+    if (index == 0) return;
+    layer->attention_after.gain = numbers(WIDTH, 2);
+    layer->mlp_after.gain = numbers(WIDTH, 2);
+    layer->mlp_after.bias = numbers(WIDTH, 1);
+    layer->o_bias = numbers(WIDTH, 1);
+    layer->gate_bias = numbers(INNER, 1);
+    layer->up_bias = numbers(INNER, 1);
+    layer->down_bias = numbers(WIDTH, 1);
+    layer->sinks = numbers(HEADS, 1);
+    if (index == 2) add_experts(layer);
 }
 
 static fr_model make_model(void) {
@@ -116,6 +156,11 @@ static fr_model make_model(void) {
         .rotations = 1,
         .embed_row = WIDTH * sizeof(float),
         .eps = 1e-6f,
+        .score_cap = 20,
+        .logit_cap = 30,
+        .embedding_factor = 1.5f,
+        .residual_factor = 0.5f,
+        .logit_factor = 0.7f,
     };
     model.norm.gain = numbers(WIDTH, 2);
     rotation.cos = numbers(CAPACITY * SIZE / 2, 1);
