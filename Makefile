@@ -11,7 +11,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-
 .PHONY: demo serve test test-fast sanitize quality format update wheels clean
 
 demo: $(INSTALLED)
-	$(BIN)/forerun demo
+	$(BIN)/forerun demo $(if $(TARGET),--target $(TARGET))
 
 serve: $(INSTALLED)-serve
 	$(BIN)/forerun fetch smollm2 || true

@@ -16,7 +16,7 @@ from typing import Any
 
 from forerun.csrc.build import HERE, LIBRARY, build_of, sources_id
 
-ABI = 6  # FORERUN_ABI of forerun.h, for which the structures below are written
+ABI = 7  # FORERUN_ABI of forerun.h, for which the structures below are written
 VARIABLE = "FORERUN_KERNELS"  # the environment variable that names the instruction set
 VARIANTS = ("plain", "avx2", "avxvnni", "avx512vnni", "neon", "i8mm")
 _LOG = logging.getLogger("forerun")
@@ -47,14 +47,41 @@ class MatrixArgument(ctypes.Structure):
     _fields_ = (*_fields(_INT, "layout", "outputs", "inputs"), ("panels", _POINTER))
 
 
+class NormArgument(ctypes.Structure):
+    """A norm (`fr_norm`)."""
+
+    _fields_ = _fields(_POINTER, "gain", "bias")
+
+
+class RotationArgument(ctypes.Structure):
+    """A rotation of queries and keys (`fr_rotation`)."""
+
+    _fields_ = (*_fields(_POINTER, "cos", "sin", "scale"), *_fields(_INT, "dims", "is_interleaved"))
+
+
+class ExpertsArgument(ctypes.Structure):
+    """The experts of a layer (`fr_experts`)."""
+
+    _fields_ = (
+        *_fields(MatrixArgument, "router", "shared_gate"),
+        *_fields(_POINTER, "gate", "up", "down", "router_bias", "choice_bias"),
+        *_fields(_POINTER, "gate_bias", "up_bias", "down_bias"),
+        *_fields(_INT, "count", "chosen", "scoring", "norms_weights"),
+        ("factor", _FLOAT),
+    )
+
+
 class LayerArgument(ctypes.Structure):
     """A decoder layer (`fr_layer`)."""
 
     _fields_ = (
         *_fields(MatrixArgument, "q", "k", "v", "o", "gate", "up", "down"),
-        *_fields(_POINTER, "attention_norm", "mlp_norm", "q_bias", "k_bias", "v_bias"),
-        *_fields(_POINTER, "q_norm", "k_norm"),
-        *_fields(_INT, "window", "rotary_dims"),
+        *_fields(NormArgument, "attention_norm", "mlp_norm", "attention_after", "mlp_after"),
+        *_fields(_POINTER, "q_bias", "o_bias", "k_bias", "v_bias"),
+        *_fields(_POINTER, "gate_bias", "up_bias", "down_bias"),
+        *_fields(_POINTER, "q_norm", "k_norm", "sinks", "experts"),
+        *_fields(_INT, "window", "rotation", "activation"),
+        *_fields(_INT, "norms_heads_together", "norms_heads_rotated", "is_parallel"),
     )
 
 
@@ -63,11 +90,15 @@ class ModelArgument(ctypes.Structure):
 
     _fields_ = (
         *_fields(_INT, "d", "heads", "groups", "size"),
-        *_fields(_INT, "layers", "positions", "vocabulary", "embed_format"),
-        *_fields(_POINTER, "layer", "norm", "cos", "sin", "embed"),
+        *_fields(_INT, "layers", "positions", "rotations", "vocabulary", "embed_format"),
+        ("norms_by_mean", _INT),
+        *_fields(_POINTER, "layer", "rotation"),
+        ("norm", NormArgument),
+        ("embed", _POINTER),
         ("embed_row", _LONG),
         *_fields(MatrixArgument, "head", "fuse", "alone"),
-        ("eps", _FLOAT),
+        *_fields(_FLOAT, "eps", "attention_scale", "score_cap", "logit_cap"),
+        *_fields(_FLOAT, "embedding_factor", "residual_factor", "logit_factor"),
     )
 
 

@@ -150,7 +150,7 @@ class Engine:
             seqs = self._retries.choose(self.running)
             if seqs:
                 for seq in seqs:
-                    seq.save_checkpoint()
+                    seq.save_checkpoint(self._reports.number)
                 self._step(seqs)
                 self._retries.passed(seqs)
         except BaseException as error:

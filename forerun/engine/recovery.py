@@ -34,6 +34,8 @@ class Recovery:
     def undo(self) -> list[Sequence]:
         """Drop all rows, and requeue their sequences as they were before the step.
 
+        A sequence whose growth is reported keeps it, because a caller would see the tokens twice.
+
         Return the sequences that the step ran; none if it failed before it ran any.
         """
         ended = self._reports.ended
@@ -41,7 +43,10 @@ class Recovery:
         for seq in self._scheduler.admitted:
             if seq.checkpoint is not None and seq.id not in ended:
                 stepped.append(seq)
-                seq.restore()
+                if self._reports.holds_later(seq, seq.checkpoint.steps):
+                    seq.checkpoint = None
+                else:
+                    seq.restore()
             self._drafter.drop(seq)  # after `restore`: undone tokens are no output to draft from
         self._target.reset()
         self._scheduler.requeue_all()

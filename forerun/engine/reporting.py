@@ -55,6 +55,10 @@ class Reports:
         """Return the ids of the sequences whose last step is in the outbox."""
         return {step.id for step in self.outbox if step.finish_reason is not None}
 
+    def holds_later(self, seq: Sequence, number: int) -> bool:
+        """Return whether the outbox holds a step of a sequence after the step of that number."""
+        return any(step.id == seq.id and step.number > number for step in self.outbox)
+
     def add_end(self, seq: Sequence) -> None:
         """Report a sequence that ended outside of a step."""
         self.outbox.append(

@@ -35,6 +35,7 @@ class Phase(Enum):
 class Checkpoint(NamedTuple):
     """What a step changes in a sequence, as it was before the step."""
 
+    steps: int  # the number of steps that the engine had reported
     length: int  # in tokens
     random_state: Tensor | None  # of the sequence's generator, if it has one
 
@@ -223,10 +224,14 @@ class Sequence:
         tokens = self.tokens[start : start + len(logits)]
         self.prompt_logprobs += logprobs_of(logits, tokens, self.request.logprobs or 0)
 
-    def save_checkpoint(self) -> None:
-        """Remember the present state, so that `restore` can undo a step."""
+    def save_checkpoint(self, steps: int = 0) -> None:
+        """Remember the present state, so that `restore` can undo a step.
+
+        Args:
+            steps: the number of steps that the engine has reported.
+        """
         random_state = None if self.generator is None else self.generator.get_state()
-        self.checkpoint = Checkpoint(len(self.tokens), random_state)
+        self.checkpoint = Checkpoint(steps, len(self.tokens), random_state)
 
     def restore(self) -> None:
         """Undo the present step, if any, so that it can run again."""

@@ -91,6 +91,7 @@ def end_drafting_of_nan(outcomes: abc.Sequence[RowOutcome]) -> list[Sequence]:
         seq = outcome.sequence
         if isinstance(seq.error, NotNumbersError) and outcome.draft.drafted:
             seq.clear_error()
+            seq.prompt_logprobs = None  # because the prompt is read again, and reported then
             seq.request = replace(seq.request, plain=True)
             spoilt.append(seq)
     return spoilt

@@ -97,7 +97,7 @@ class Folder:
             return
         try:
             known = json.loads(path.read_bytes())
-            settings = known["settings"]
+            settings = dict(known["settings"])
             is_same_input = known["input"] == self._job["input"]
         except (OSError, ValueError, TypeError, KeyError):
             raise ValueError(f"{path} is damaged; choose another folder") from None

@@ -314,6 +314,19 @@ def test_what_is_undone_is_no_output_to_learn_from(monkeypatch: pytest.MonkeyPat
     )
 
 
+@pytest.mark.parametrize("after", range(3))
+def test_what_is_reported_is_reported_once(after: int) -> None:
+    """An interrupt right after a report, before the step's end, takes nothing back."""
+    engine = engine_of("ar")
+    interrupt_once(*part(engine, "_reports.add_step"), after)
+    id = engine.add(Request(PROMPTS[0], 3))
+    steps: dict[int, list[Step]] = {}
+    with pytest.raises(KeyboardInterrupt):
+        drain(engine, steps)
+    assert tokens_of(drain(engine, steps)[id]) == all_alone("ar", "four")[0][:3]
+    assert_empty(engine)
+
+
 CALLS = ["target.forward", "target.commit", "target.prefill", "target.join"]
 CALLS += ["drafter.admit", "drafter.propose", "drafter.observe"]
 OTHER_CALLS = [
@@ -326,6 +339,7 @@ OTHER_CALLS = [
     "scheduler.dismiss",
     "scheduler.requeue",
     "_observe",
+    "_reports.add_step",
 ]
 
 

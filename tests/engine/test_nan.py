@@ -150,6 +150,15 @@ def test_a_criterion_that_raises_ends_its_sequence_whatever_was_drafted(
     assert len(calls) == 1
 
 
+def test_a_prompt_that_is_read_again_is_reported_once(target: CausalLM) -> None:
+    engine = Engine(target.fresh(), Fixed(GOOD[0][0], [POISON, 4]))
+    id = engine.add(Request(GOOD[0], 5, prompt_logprobs=True))
+    steps = drain(engine)[id]
+    assert tokens_of(steps) == solo(target, [GOOD[0]])[0][:5]
+    reports = [step.prompt_logprobs for step in steps if step.prompt_logprobs is not None]
+    assert [len(report) for report in reports] == [len(GOOD[0]) - 1]
+
+
 @pytest.mark.parametrize("is_fast", [False, True])
 def test_padding_spoils_no_neighbour(is_fast: bool) -> None:
     model = families.tiny("llama")

@@ -342,8 +342,10 @@ def test_inputs_and_folders_that_are_refused(tmp_path: Path) -> None:
     again = Folder(out, source, job)
     assert again.done == {2} and path.read_bytes() == record
     again.close()
-    (out / "job.json").write_text("{}")
-    refuses(r"job\.json is damaged", Folder, out, source, job)
+    known = json.loads((out / "job.json").read_text())
+    for damaged in ({}, known | {"settings": 5}):
+        (out / "job.json").write_text(json.dumps(damaged))
+        refuses(r"job\.json is damaged", Folder, out, source, job)
 
 
 def test_mistakes_are_named_before_anything_is_written(

@@ -436,6 +436,7 @@ def test_training_refuses_at_once(target: str, tmp_path: Path) -> None:
     for changes, message in (
         ({"kind": "medusa"}, "kind must be one of lyanna, eagle, not 'medusa'"),
         ({"rank": -1}, "rank must be at least 0, not -1"),
+        ({"layers": 0}, "layers must be at least 1, not 0"),
         ({"inner": 0}, "inner must be at least 1, not 0"),
         ({"hot": 0.0}, "hot must be above 0 and at most 1, not 0.0"),
         ({"held": 0.9}, "held must be above 0 and at most 0.5, not 0.9"),

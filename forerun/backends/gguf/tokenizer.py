@@ -142,12 +142,14 @@ def _wrapped(
     backend.__deepcopy__ = lambda memo: backend
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        name_or_path=str(file.path),
         chat_template=file.value("tokenizer.chat_template", str),
         clean_up_tokenization_spaces=False,
         **special,
     )
     del backend.__deepcopy__
+    # transformers takes a name that it is given at once for one of the hub: it asks there whether
+    # a large vocabulary is Mistral's, and without network it refuses a path as a wrong name.
+    tokenizer.name_or_path = str(file.path)
     return tokenizer
 
 

@@ -38,6 +38,7 @@ enum {
 };
 
 static fr_layer layers[LAYERS];
+static fr_rotation rotation = {.dims = SIZE};
 static fr_cache caches[LAYERS];
 static uint16_t memory[LAYERS][2][ROWS][GROUPS][CAPACITY][SIZE];
 
@@ -78,15 +79,15 @@ static void make_layer(fr_layer *layer, int index) {
     layer->gate = matrix(INNER, WIDTH);
     layer->up = matrix(INNER, WIDTH);
     layer->down = matrix(WIDTH, INNER);
-    layer->attention_norm = numbers(WIDTH, 2);
-    layer->mlp_norm = numbers(WIDTH, 2);
+    layer->attention_norm.gain = numbers(WIDTH, 2);
+    layer->mlp_norm.gain = numbers(WIDTH, 2);
     layer->q_bias = numbers(HEADS * SIZE, 1);
     layer->k_bias = numbers(KEY_WIDTH, 1);
     layer->v_bias = numbers(KEY_WIDTH, 1);
     layer->q_norm = numbers(SIZE, 3);
     layer->k_norm = numbers(SIZE, 3);
     layer->window = index == 1 ? 5 : 0;
-    layer->rotary_dims = index == 2 ? 0 : SIZE;
+    layer->rotation = index == 2 ? -1 : 0;
 }
 
 static fr_model make_model(void) {
@@ -111,12 +112,14 @@ static fr_model make_model(void) {
         .vocabulary = VOCABULARY,
         .embed_format = FR_F32,
         .layer = layers,
+        .rotation = &rotation,
+        .rotations = 1,
         .embed_row = WIDTH * sizeof(float),
         .eps = 1e-6f,
     };
-    model.norm = numbers(WIDTH, 2);
-    model.cos = numbers(CAPACITY * SIZE / 2, 1);
-    model.sin = numbers(CAPACITY * SIZE / 2, 1);
+    model.norm.gain = numbers(WIDTH, 2);
+    rotation.cos = numbers(CAPACITY * SIZE / 2, 1);
+    rotation.sin = numbers(CAPACITY * SIZE / 2, 1);
     model.embed = numbers(VOCABULARY * WIDTH, 1);
     model.head = matrix(VOCABULARY, WIDTH);
     return model;
