@@ -43,6 +43,7 @@ quality: $(INSTALLED)-dev
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 	$(BIN)/python .ci/tidy $(BIN)/clang-tidy
+	$(BIN)/hadolint deploy/Dockerfile
 
 format: $(INSTALLED)-dev
 	$(BIN)/ruff check --fix .

@@ -97,7 +97,7 @@ def folder_of(options: EngineOptions) -> PromptFolder | None:
     """
     if options.prompt_cache is None:
         return None
-    from forerun.model.prompt_folder import PromptFolder  # late, because Windows lacks its locks
+    from forerun.model.prompt_folder import PromptFolder
 
     return PromptFolder(Path(options.prompt_cache).expanduser(), options.prompt_cache_bytes)
 

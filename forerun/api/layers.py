@@ -149,7 +149,7 @@ def load_eagle3(folder: Path, name: str, target: CausalLM) -> Eagle3Head:
     """
     path = config_file(folder, name)
     with loading(f"{name}: config.json"):
-        settings = json.loads(path.read_text())
+        settings = json.loads(path.read_text(encoding="utf-8"))
     with loading(name):
         weights = _eagle3_weights(folder)
         config = read_config(settings, frozenset(weights), target.config.num_hidden_layers)
@@ -231,7 +231,7 @@ def _load_layer(folder: Path, name: str, cls: type[_Layer]) -> _Layer:
     path = config_file(folder, name)
     check_role(folder, ROLE_OF_TYPE[config_class.model_type])
     with loading(f"{name}: config.json"):
-        settings = json.loads(path.read_text())
+        settings = json.loads(path.read_text(encoding="utf-8"))
         known = set(config_class().to_dict()) | {"architectures", "dtype"} | _OLDER_FIELDS
         unknown = sorted(set(settings) - known)
     if unknown:

@@ -43,6 +43,6 @@ def facts_of(model: CausalLM) -> dict[str, Any]:
 def processor() -> str:
     """Return the name of the CPU."""
     path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.is_file() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
 from types import FrameType
 
 INTERRUPTED = 130  # the exit status that shells give for Ctrl-C
@@ -31,6 +32,7 @@ def main() -> None:
     """
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded
     gc.set_threshold(GC_THRESHOLD)
+    _print_what_consoles_lack()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     try:
@@ -44,6 +46,16 @@ def main() -> None:
         if not is_interrupt(error):
             raise
         _leave()
+
+
+def _print_what_consoles_lack() -> None:
+    """Print "?" for characters that the output's encoding lacks, instead of ending with an error.
+
+    This is for Windows, where it may have an old code page, without the lines of tables.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.encoding.lower() != "utf-8":
+            stream.reconfigure(errors="replace")
 
 
 def _run() -> int:

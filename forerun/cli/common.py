@@ -8,6 +8,8 @@ from collections.abc import Callable
 from inspect import getdoc
 from typing import Any
 
+from forerun.csrc.cores import default_threads
+
 # The colour of a token by its origin. Tokens that the target itself sampled ("bonus") stay plain.
 STYLES = {
     "draft": "green",
@@ -36,7 +38,10 @@ def shown_size(count: int) -> str:
 
 
 def quiet(threads: int | None = None) -> None:
-    """Keep transformers' progress bars and warnings out of the output, and set torch's threads."""
+    """Keep transformers' progress bars and warnings out of the output, and set torch's threads.
+
+    Without a number they are as many as the fast physical cores, if torch would take more.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Without a network the hub's client warns at every attempt to reach it.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
@@ -45,6 +50,9 @@ def quiet(threads: int | None = None) -> None:
 
     transformers_logging: Any = logging  # its functions have no types
     transformers_logging.disable_progress_bar()
+    cores = default_threads()
+    if threads is None and cores is not None and cores < torch.get_num_threads():
+        threads = cores
     if threads:
         torch.set_num_threads(threads)
 

@@ -123,7 +123,7 @@ def usable_cores(root: Path = Path("/")) -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         cores = len(os.sched_getaffinity(0))
     try:
-        quota, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = (root / "sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
     except (OSError, ValueError):
         return cores
     if not quota.isdecimal():  # "max"

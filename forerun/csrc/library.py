@@ -279,7 +279,7 @@ def _loaded() -> tuple[Any | None, str]:
     except OSError:
         return None, (
             "they were not built when forerun was installed: "
-            "install a C compiler, then forerun again"
+            "install one of its wheels, or a C compiler and then forerun again"
         )
     if not _has_our_structures(functions):
         return None, f"{LIBRARY} is of another version: install forerun again"

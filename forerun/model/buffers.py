@@ -110,7 +110,7 @@ def can_reserve() -> bool:
     if sys.platform != "linux" or platform.machine() not in MACHINES:
         return False
     with suppress(OSError):
-        if Path("/proc/sys/vm/overcommit_memory").read_text() == COUNTED:
+        if Path("/proc/sys/vm/overcommit_memory").read_text(encoding="utf-8") == COUNTED:
             return False
     import resource  # which Windows lacks
 

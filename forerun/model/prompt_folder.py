@@ -8,7 +8,6 @@ model runs its tokens again.
 from __future__ import annotations
 
 import atexit
-import fcntl
 import logging
 import os
 import re
@@ -22,7 +21,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from forerun.engine.target import Capture
-from forerun.files import private_folder
+from forerun.files import OPEN_FLAGS, private_folder, replace, wait_for_lock
 from forerun.model.segments import NAME, Layout, contents
 from forerun.model.shelf import Job, Shelf
 
@@ -132,9 +131,9 @@ class PromptFolder:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the lock that processes share."""
-        file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o600)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)  # a killed process leaves no lock behind
+            wait_for_lock(file)
             yield
         finally:
             os.close(file)
@@ -212,10 +211,10 @@ def _write_file(path: Path, data: bytes) -> None:
     with suppress(FileNotFoundError):
         temporary.unlink()
     try:
-        opened = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        opened = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | OPEN_FLAGS, 0o600)
         with os.fdopen(opened, "wb") as file:
             file.write(data)
-        temporary.replace(path)
+        replace(temporary, path)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()

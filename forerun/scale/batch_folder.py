@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from forerun.files import write_text
+from forerun.files import take_lock, write_text
 from forerun.scale.batch_file import BadLine, Input, Line
 
 SUMS = ("answered", "refused", "bad_lines", "failed", "prompt_tokens", "completion_tokens", "steps")
@@ -68,15 +67,19 @@ class Folder:
         with self._writing():
             path.mkdir(parents=True, exist_ok=True)
             self._lock = (path / ".lock").open("ab")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not self._has_lock():
             self._lock.close()
-            raise ValueError(f"another process is working on this job: {path}") from None
+            raise ValueError(f"another process is working on this job: {path}")
         if (path / "records.jsonl").exists():
             with self._writing():
                 self._read_records(path / "records.jsonl")
         self.sums_before = self.sums.copy()
+
+    def _has_lock(self) -> bool:
+        try:
+            return take_lock(self._lock.fileno())
+        except OSError:  # a file system without locks
+            return False
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from secrets import token_hex
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import ray
@@ -29,6 +29,7 @@ from forerun.server.worker import Worker
 _LOG = logging.getLogger("forerun.server")
 
 OBJECT_STORE_BYTES = 100 * 2**20  # of a local cluster, whose replicas share no objects
+DAY = 24 * 3600.0  # seconds
 GPU_FRACTIONS = 10_000  # Ray rounds fractions of a GPU to so many parts, perhaps up
 
 
@@ -171,7 +172,7 @@ def run(
             serve.run(made, name=name)
             _LOG.info("ready in %.1f s: http://%s:%d", perf_counter() - started_at, host, port)
             while True:
-                signal.pause()
+                sleep(DAY)  # until a signal; Windows has no signal.pause
         except (RayError, RayServeException, RuntimeError) as error:
             reason = _reason(name, error)
             raise ValueError(f"--ray: the replicas did not start: {reason}") from None

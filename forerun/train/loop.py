@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from forerun.files import write_text
+from forerun.files import replace, write_text
 
 BIG_MODEL = 200_000_000  # parameters
 # Numbers of a matrix. With larger ones Muon's products take longer on a CPU than the step itself.
@@ -132,7 +132,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file whole or not at all."""
     temporary = path.with_suffix(".tmp")
     save_file({name: value.contiguous() for name, value in tensors.items()}, temporary)
-    temporary.replace(path)
+    replace(temporary, path)
 
 
 def save_missing(
@@ -177,7 +177,7 @@ def save_checkpoint(
         "optims": [optim.state_dict() for optim in optims],
     }
     torch.save(state, temporary)
-    temporary.replace(path)
+    replace(temporary, path)
 
 
 def load_checkpoint(path: Path, model: nn.Module, optims: list[torch.optim.Optimizer]) -> int:
@@ -200,7 +200,7 @@ def claim(folder: Path, settings: Mapping[str, Any]) -> None:
     text = json.dumps(settings, sort_keys=True)
     if not mark.exists():
         write_text(mark, text)
-    elif mark.read_text() != text:
+    elif mark.read_text(encoding="utf-8") != text:
         raise ValueError(
             f"{folder} holds a run with other settings ({mark}): give another folder or remove it"
         )
@@ -233,7 +233,7 @@ def train(
         say(f"resuming {folder.name} at step {first} of {config.steps}")
     model.train()
     started_at = time.perf_counter()
-    with (folder / "log.jsonl").open("a") as log:
+    with (folder / "log.jsonl").open("a", encoding="utf-8") as log:
         for step in range(first + 1, config.steps + 1):
             value = _update(model, loss, batch(step - 1).to(device), optims, config, step)
             record = {"step": step, "loss": value}

