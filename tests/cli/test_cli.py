@@ -54,7 +54,7 @@ def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
         ),
         (
             ["generate", "x", "--temperature", "-1"],
-            "temperature must be 0 (greedy) or at least 0.001, not -1.0",
+            "temperature must be 0 (greedy) or at least 0.00001, not -1.0",
         ),
         (["generate", "x", "--tempreature", "1"], "No such option: --tempreature"),
         (
