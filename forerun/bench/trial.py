@@ -385,7 +385,7 @@ class _Trial:
     def _answer(self, name: str, task: str, prompt: list[int], size: _Size) -> Answer:
         """Decode a task, once more if its answer is too short to measure."""
         answer = self._decoded(name, prompt, size.tokens, task in self._forced)
-        if len(answer) < min(SHORT_ANSWER, size.tokens) and task not in self._forced:
+        if len(answer.tokens) < min(SHORT_ANSWER, size.tokens) and task not in self._forced:
             self._forced.add(task)
             answer = self._decoded(name, prompt, size.tokens, True)
         seconds = sum(step.seconds for step in answer.steps)

@@ -31,6 +31,7 @@ DEFAULT_SECONDS = 120
 LEAST_SECONDS = 10
 # Another method than the recommended one is named for edits if it is so much faster there.
 EDIT_GAIN = 1.1
+NEARLY = 0.9  # of the long prompt: with less, a line says so
 
 
 @grouped
@@ -151,14 +152,11 @@ def _show(verdict: Verdict, command: str) -> None:
 
     tasks = list(verdict.prompt_tokens)
     table = Table(title="times as fast as plain decoding")
-    table.add_column("method")
-    for task in tasks:
-        heading = f"{task}, {verdict.prompt_tokens[task]} tokens"
-        table.add_column(heading, justify="right")
-    for heading in ("overall", "same words", "rounds"):
-        table.add_column(heading, justify="right")
+    table.add_column("method", no_wrap=True)
+    for heading in (*tasks, "overall", "same words", "rounds"):
+        table.add_column(heading, justify="right", no_wrap=True)
     speeds = [f"{verdict.plain_speeds[task]:.1f}" for task in tasks]
-    table.add_row("plain, in tokens/s", *speeds, "", "", str(len(verdict.rounds)))
+    table.add_row("plain, tokens/s", *speeds, "", "", str(len(verdict.rounds)))
     ranked = sorted(verdict.methods, key=lambda name: -verdict.overall[name])
     for name in ranked:
         if name != PLAIN:
@@ -195,15 +193,15 @@ def advice(verdict: Verdict) -> list[str]:
     if verdict.gains[edit_best][EDIT.name] > EDIT_GAIN * verdict.gains[best][EDIT.name]:
         edit_gain = verdict.gains[edit_best][EDIT.name]
         lines.append(f"For edits alone {edit_best} is faster ({edit_gain:.1f} times).")
-    if verdict.prompt_tokens[EDIT.name] < EDIT_TOKENS * 0.9:
+    if verdict.prompt_tokens[EDIT.name] < NEARLY * EDIT_TOKENS:
         lines.append(
             f"The edit has {verdict.prompt_tokens[EDIT.name]} tokens instead of {EDIT_TOKENS:,}, "
             "because this model's context or speed leaves room for no more."
         )
     for name, (task, place) in verdict.differences.items():
-        lines.append(
-            f"{name} differs from plain decoding: token {place + 1} of {task}. {_reason(verdict)}"
-        )
+        lines.append(f"{name} differs from plain decoding: token {place + 1} of {task}.")
+    if verdict.differences:
+        lines.append(_reason(verdict))
     return lines
 
 
@@ -211,10 +209,10 @@ def _reason(verdict: Verdict) -> str:
     """Return why answers may differ."""
     if verdict.exact == "rounding":
         return (
-            "This model's forwards round differently for one token and for several, so nearly "
-            "equal scores may change places."
+            "On this machine the model's forwards round differently for one token and for several, "
+            "so nearly equal scores may change places."
         )
-    return "That should never happen: please report it, with the output of `forerun doctor`."
+    return "Answers should never differ: please report it, with the output of `forerun doctor`."
 
 
 def _command(
