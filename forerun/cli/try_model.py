@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 DEFAULT_SECONDS = 120
 LEAST_SECONDS = 10
-# Another method than the recommended one is named for edits if it is so much faster there.
-EDIT_GAIN = 1.1
+# Another method than the recommended one is named for a task if it is so much faster there.
+TASK_GAIN = 1.1
 NEARLY = 0.9  # of the long prompt: with less, a line says so
 
 
@@ -189,10 +189,11 @@ def advice(verdict: Verdict) -> list[str]:
     else:
         gain = verdict.overall[best]
         lines.append(f"Use {best}: {gain:.1f} times as fast as plain decoding, the same words.")
-    edit_best = verdict.best_of(EDIT.name)
-    if verdict.gains[edit_best][EDIT.name] > EDIT_GAIN * verdict.gains[best][EDIT.name]:
-        edit_gain = verdict.gains[edit_best][EDIT.name]
-        lines.append(f"For edits alone {edit_best} is faster ({edit_gain:.1f} times).")
+    for task in verdict.prompt_tokens:
+        name = verdict.best_of(task)
+        gain = verdict.gains[name][task]
+        if gain > TASK_GAIN * verdict.gains[best][task]:
+            lines.append(f"For {task} alone {name} is faster ({gain:.1f} times).")
     if verdict.prompt_tokens[EDIT.name] < NEARLY * EDIT_TOKENS:
         lines.append(
             f"The edit has {verdict.prompt_tokens[EDIT.name]} tokens instead of {EDIT_TOKENS:,}, "
