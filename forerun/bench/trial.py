@@ -55,6 +55,9 @@ ENOUGH_ROUNDS = 5  # once plain decoding and one other method are left
 # Of methods that differ by no more than this, the simplest is recommended. Figures of other prompts
 # differ by more.
 SAME_SPEED = 0.02
+# The default method of a known target was chosen on far more prompts than three, so it is
+# recommended unless another one is so much faster.
+DEFAULT_MARGIN = 0.1
 MIN_GAIN = 0.02  # with less, plain decoding is recommended
 KEPT_BYTES = 2**32  # of keys and values of the prompts on disk, while a trial runs
 OPEN_SHARE = 0.2  # of the free memory, for buffers of engines that stay open
@@ -111,6 +114,7 @@ class Verdict:
         prompt_tokens: {task: tokens of its prompt}.
         exact: of the target (`forerun.model.causal_lm.CausalLM.exact`).
         seconds: how long it all took.
+        default: the method that ships with the target, if one does.
     """
 
     methods: Mapping[str, Method]
@@ -118,6 +122,7 @@ class Verdict:
     prompt_tokens: dict[str, int]
     exact: str
     seconds: float
+    default: str | None = None
 
     @cached_property
     def plain_speeds(self) -> dict[str, float]:
@@ -154,13 +159,16 @@ class Verdict:
     def best(self) -> str:
         """The method to use.
 
-        It is the simplest of those that are about as fast as the fastest, among the methods whose
-        answers are equal; "ar" if none gains.
+        It is the default that ships with the target, unless another is clearly faster; else the
+        simplest of those that are about as fast as the fastest. Only methods whose answers are
+        equal count; "ar" if none gains.
         """
         equal = {name: gain for name, gain in self.overall.items() if name not in self.differences}
         fastest = max(equal.values())
         if fastest < 1 + MIN_GAIN:
             return PLAIN
+        if equal.get(self.default or "", 0.0) >= fastest * (1 - DEFAULT_MARGIN):
+            return str(self.default)
         close = [name for name, gain in equal.items() if gain >= fastest * (1 - SAME_SPEED)]
         return min(close, key=lambda name: (*_parts(self.methods[name]), -equal[name]))
 
@@ -354,12 +362,14 @@ class _Trial:
             share = len(names) / len(rounds[-1])
             if is_decided or seconds * share > self._clock.left:
                 break
+        plan = self._subject.plan
         return Verdict(
-            {name: self._decoders[name].method for name in self._subject.plan.methods},
+            {name: self._decoders[name].method for name in plan.methods},
             rounds,
             {task: len(prompt) for task, prompt in size.prompts.items()},
             self._target.exact,
             self._clock.elapsed,
+            shipped(plan.target, plan.draft).get("default", {}).get("greedy"),
         )
 
     def _order(self, names: list[str]) -> list[str]:

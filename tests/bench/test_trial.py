@@ -75,6 +75,13 @@ def test_of_methods_that_are_alike_the_simplest_is_recommended() -> None:
     assert plain.best == "ar" and advice(plain)[0].startswith("Use plain decoding")
 
 
+def test_the_default_that_ships_with_a_target_needs_a_clear_reason_to_be_left() -> None:
+    for lyanna, best in ((1.5, "lyanna"), (1.3, "suffix")):
+        told = replace(verdict(answers(suffix=1.6, lyanna=lyanna)), default="lyanna")
+        assert told.best == best
+    assert replace(verdict(answers(suffix=0.9, lyanna=1.0)), default="lyanna").best == "ar"
+
+
 def test_a_method_with_other_words_is_never_recommended() -> None:
     wrong = answers(sd=2.0, suffix=1.5)
     wrong["sd"][CODE.name] = Answer([0, 1, 7, 3], 0.1, 5)
