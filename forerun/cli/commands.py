@@ -7,7 +7,18 @@ from typing import Annotated, Any
 import typer
 
 from forerun import __version__
-from forerun.cli import batch_jobs, bench, cache, demo, doctor, generate, info, serve, train
+from forerun.cli import (
+    batch_jobs,
+    bench,
+    cache,
+    demo,
+    doctor,
+    generate,
+    info,
+    serve,
+    train,
+    try_model,
+)
 from forerun.cli.common import help_text, say
 from forerun.zoo import MODELS, SMOLLM2, require
 from forerun.zoo.fetch import fetch as download
@@ -87,5 +98,6 @@ COMMANDS = (
 )
 for command in COMMANDS:
     app.command(help=help_text(command))(command)
+app.command("try", help=help_text(try_model.try_model))(try_model.try_model)
 app.add_typer(train.app, name="train")
 app.add_typer(cache.app, name="cache")

@@ -40,6 +40,18 @@ def run(chunks: Iterable[Chunk], lane: Lane | None = None) -> Run:
 
     Only the seconds inside the decoder count, so that a slow terminal slows down nobody.
     """
+    try:
+        answer = _decoded(chunks, lane)
+    finally:
+        if lane is not None:
+            lane.close()
+    if lane is not None:
+        lane.show(answer)
+    return answer
+
+
+def _decoded(chunks: Iterable[Chunk], lane: Lane | None) -> Run:
+    """Decode a stream to its end, drawn in a lane if one is given."""
     from forerun.engine.stats import summarise
 
     seconds = 0.0
@@ -55,10 +67,7 @@ def run(chunks: Iterable[Chunk], lane: Lane | None = None) -> Run:
         if lane is not None:
             lane.add(chunk, seconds)
     tokens = [token for step in steps for token in step.tokens]
-    answer = Run(tokens, summarise(steps, seconds))
-    if lane is not None:
-        lane.finish(answer)
-    return answer
+    return Run(tokens, summarise(steps, seconds))
 
 
 class Lane:
@@ -99,10 +108,13 @@ class Lane:
             clock = self._clock(seconds, self._tokens)
             self._live.update(Group(clock, self._last_lines()), refresh=True)
 
-    def finish(self, answer: Run) -> None:
-        """Replace what was drawn by the whole answer."""
+    def close(self) -> None:
+        """Remove what was drawn. Also an interrupt does so, because drawing hides the cursor."""
         if self._live is not None:
             self._live.stop()
+
+    def show(self, answer: Run) -> None:
+        """Print the whole answer."""
         self._console.print(self._clock(answer.stats.seconds, answer.stats.tokens))
         if self._shows_text:
             self._console.print(self.text, end="\n\n")
