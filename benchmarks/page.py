@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.pages.race import OUT as RACE
 from benchmarks.pages.race import race
+from benchmarks.pages.results import CURRENT_SINCE
 from benchmarks.speed.report import named_row, save_plots
 from forerun.bench.report import COLUMNS
 from forerun.files import write_text
@@ -26,7 +27,6 @@ Results = dict[str, Any]
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "speed"
 PAGES = ROOT / "docs" / "results"
-CURRENT_SINCE = "2026-11-28"  # the day from which on kernels are as they are today
 CHAT_TITLES = {
     "greedy": "Greedy, 128 new tokens",
     "greedy-xeon": "Greedy on an Intel Xeon (Emerald Rapids)",

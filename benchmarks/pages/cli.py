@@ -5,36 +5,57 @@ python -m benchmarks.pages.cli
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import typer
 from typer.main import get_command
 
 from forerun.cli.commands import app
+from forerun.cli.options import DecodeOptions, LoadOptions
 
 OUT = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
-SHARED_BY = 3  # commands from which on an option is described once, at the page's end
 FRONT = """# The command line
 
 Made from the code by `python -m benchmarks.pages.cli`. `forerun COMMAND --help` says the same. A
 user's mistake gives one line on stderr and the exit status 2. Options that several commands share
-stand at [the end](#shared-options).
+stand at the end: those of [loading](#loading), [decoding](#decoding) and [training](#training).
 """
 Command = typer.main.TyperCommand | typer.main.TyperGroup
 Option = tuple[str, str]  # its names, and what stands beside them
 
 
+@dataclass(frozen=True)
+class Group:
+    """Options that several commands share, by the dataclass or the command that has them."""
+
+    title: str
+    names: frozenset[str]
+
+
+LOADING = Group("Loading", frozenset(field.name for field in fields(LoadOptions)))
+DECODING = Group(
+    "Decoding", frozenset(field.name for field in fields(DecodeOptions)) - LOADING.names
+)
+
+
 def page() -> str:
     """Return the page: each command with its own options, then those that are shared."""
     commands = dict(walk(get_command(app), "forerun"))
-    uses = Counter(option for command in commands.values() for option in options(command))
-    shared = [option for option, count in uses.items() if count >= SHARED_BY]
+    trainings = [
+        {parameter.name for parameter in command.params}
+        for name, command in commands.items()
+        if name.startswith("forerun train ")
+    ]
+    groups = (LOADING, DECODING, Group("Training", frozenset(set.intersection(*trainings))))
     lines = [FRONT]
     for name, command in commands.items():
-        lines += section(name, command, set(shared))
-    lines += ["## Shared options", "", *table(shared)]
+        lines += section(name, command, groups)
+    for group in groups:
+        owner = next(command for command in commands.values() if takes(command, group))
+        rows = [option for name, option in options(owner).items() if name in group.names]
+        lines += [f"## {group.title}", "", *table(rows), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -48,18 +69,28 @@ def walk(command: Command, name: str) -> Iterator[tuple[str, Command]]:
         yield from walk(inner, f"{name} {part}")
 
 
-def section(name: str, command: Command, shared: set[Option]) -> list[str]:
+def takes(command: Command, group: Group) -> bool:
+    """Return whether a command has all options of a group, as the dataclass describes them."""
+    names = options(command).keys()
+    if group is DECODING and not LOADING.names <= names:
+        return False
+    return group.names <= names
+
+
+def section(name: str, command: Command, groups: tuple[Group, ...]) -> list[str]:
     """Return the section of a command."""
     arguments = [
         parameter for parameter in command.params if parameter.param_type_name == "argument"
     ]
     given = " ".join(usage(parameter) for parameter in arguments)
-    own = [option for option in options(command) if option not in shared]
-    common = [names for names, _ in options(command) if (names, _) in shared]
+    taken = [group for group in groups if takes(command, group)]
+    shared = {name for group in taken for name in group.names}
+    own = [option for name, option in options(command).items() if name not in shared]
     lines = [f"## `{' '.join([name, given]).strip()}`", "", prose(command.help), ""]
     lines += [*table(own), ""] if own else []
-    if common:
-        lines += [f"It also takes {', '.join(common)}.", ""]
+    if taken:
+        links = " and ".join(f"[{group.title.lower()}](#{group.title.lower()})" for group in taken)
+        lines += [f"It also takes the options of {links}.", ""]
     return lines
 
 
@@ -69,13 +100,13 @@ def usage(argument: typer.core.TyperArgument) -> str:
     return name if argument.required else f"[{name}]"
 
 
-def options(command: Command) -> list[Option]:
-    """Return the options of a command, without `--help`."""
-    return [
-        (names(parameter), described(parameter))
+def options(command: Command) -> dict[str, Option]:
+    """Return the options of a command by the names of their parameters, without `--help`."""
+    return {
+        parameter.name: (names(parameter), described(parameter))
         for parameter in command.params
         if parameter.param_type_name == "option" and parameter.name != "help"
-    ]
+    }
 
 
 def names(parameter: typer.core.TyperOption) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.pages import api, cli, methods, race, results
+from forerun.backends import architectures
 
 ROOT = Path(__file__).parents[2]
 TALK = ("test.jsonl", "humaneval")
@@ -96,6 +97,12 @@ def readme() -> dict[str, Rows]:
 @pytest.mark.parametrize("header", FIGURES)
 def test_figures_are_those_of_the_files(header: str, readme: dict[str, Rows]) -> None:
     assert wrong(FIGURES[header], readme[header]) == []
+
+
+def test_the_page_of_architectures_has_all() -> None:
+    page = (ROOT / "docs/reference/architectures.md").read_text(encoding="utf-8")
+    missing = [name for name in architectures.names() if f"`{name}`" not in page]
+    assert missing == []
 
 
 def test_every_table_is_looked_at(readme: dict[str, Rows]) -> None:
