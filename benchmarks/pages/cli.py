@@ -5,7 +5,7 @@ python -m benchmarks.pages.cli
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -28,34 +28,34 @@ Option = tuple[str, str]  # its names, and what stands beside them
 
 @dataclass(frozen=True)
 class Group:
-    """Options that several commands share, by the dataclass or the command that has them."""
+    """Options that several commands share, by the names of their parameters."""
 
     title: str
-    names: frozenset[str]
-
-
-LOADING = Group("Loading", frozenset(field.name for field in fields(LoadOptions)))
-DECODING = Group(
-    "Decoding", frozenset(field.name for field in fields(DecodeOptions)) - LOADING.names
-)
+    options: Mapping[str, Option]
 
 
 def page() -> str:
     """Return the page: each command with its own options, then those that are shared."""
     commands = dict(walk(get_command(app), "forerun"))
+    serve = options(commands["forerun serve"])
+    loading = {field.name for field in fields(LoadOptions)}
+    decoding = {field.name for field in fields(DecodeOptions)} - loading
     trainings = [
-        {parameter.name for parameter in command.params}
+        options(command).items()
         for name, command in commands.items()
         if name.startswith("forerun train ")
     ]
-    groups = (LOADING, DECODING, Group("Training", frozenset(set.intersection(*trainings))))
+    in_all = set.intersection(*map(set, trainings))
+    groups = (
+        Group("Loading", {name: option for name, option in serve.items() if name in loading}),
+        Group("Decoding", {name: option for name, option in serve.items() if name in decoding}),
+        Group("Training", dict(pair for pair in trainings[0] if pair in in_all)),
+    )
     lines = [FRONT]
     for name, command in commands.items():
         lines += section(name, command, groups)
     for group in groups:
-        owner = next(command for command in commands.values() if takes(command, group))
-        rows = [option for name, option in options(owner).items() if name in group.names]
-        lines += [f"## {group.title}", "", *table(rows), ""]
+        lines += [f"## {group.title}", "", *table(list(group.options.values())), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -69,23 +69,16 @@ def walk(command: Command, name: str) -> Iterator[tuple[str, Command]]:
         yield from walk(inner, f"{name} {part}")
 
 
-def takes(command: Command, group: Group) -> bool:
-    """Return whether a command has all options of a group, as the dataclass describes them."""
-    names = options(command).keys()
-    if group is DECODING and not LOADING.names <= names:
-        return False
-    return group.names <= names
-
-
 def section(name: str, command: Command, groups: tuple[Group, ...]) -> list[str]:
     """Return the section of a command."""
     arguments = [
         parameter for parameter in command.params if parameter.param_type_name == "argument"
     ]
     given = " ".join(usage(parameter) for parameter in arguments)
-    taken = [group for group in groups if takes(command, group)]
-    shared = {name for group in taken for name in group.names}
-    own = [option for name, option in options(command).items() if name not in shared]
+    has = options(command)
+    taken = [group for group in groups if group.options.items() <= has.items()]
+    shared = {name for group in taken for name in group.options}
+    own = [option for name, option in has.items() if name not in shared]
     lines = [f"## `{' '.join([name, given]).strip()}`", "", prose(command.help), ""]
     lines += [*table(own), ""] if own else []
     if taken:

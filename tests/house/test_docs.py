@@ -22,6 +22,7 @@ MAX_WORDS = 25_000  # of the site
 MAX_README_LINES = 130
 MAX_README_WORDS = 900
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+PATH = re.compile(r"`((?:forerun|tests|benchmarks|deploy|examples)/[\w./-]+)`")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -30,9 +31,9 @@ def shown(path: Path) -> str:
 
 
 def words(path: Path) -> int:
-    """Return the words of a page, without the bars of its tables."""
+    """Return the words of a page. Figures and the bars of tables are none."""
     text = path.read_text(encoding="utf-8")
-    return sum(any(map(str.isalnum, word)) for word in text.split())
+    return sum(any(map(str.isalpha, word)) for word in text.split())
 
 
 def links(path: Path) -> list[str]:
@@ -69,6 +70,12 @@ def broken(path: Path) -> list[str]:
 @pytest.mark.parametrize("path", [*SITE, *BESIDE], ids=shown)
 def test_links_lead_somewhere(path: Path) -> None:
     assert broken(path) == []
+
+
+@pytest.mark.parametrize("path", [*SITE, *BESIDE], ids=shown)
+def test_files_that_a_page_names_are_there(path: Path) -> None:
+    named = PATH.findall(path.read_text(encoding="utf-8"))
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_the_site_is_short() -> None:
