@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint
 INSTALLED := $(VENV)/installed-by-$(or $(notdir $(CONSTRAINTS)),nothing)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header --upgrade pyproject.toml
 
-.PHONY: demo serve test test-fast sanitize quality format update wheels clean
+.PHONY: demo serve docs test test-fast sanitize quality format update wheels clean
 
 demo: $(INSTALLED)
 	$(BIN)/forerun demo $(if $(TARGET),--target $(TARGET))
@@ -16,6 +16,10 @@ demo: $(INSTALLED)
 serve: $(INSTALLED)-serve
 	$(BIN)/forerun fetch smollm2 || true
 	$(BIN)/forerun serve
+
+# The site, into site/. A dead link, a page that the site does not list and a warning end it.
+docs: $(INSTALLED)-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test: $(INSTALLED)-dev
 	$(BIN)/pytest -n auto --dist worksteal
@@ -81,9 +85,13 @@ $(INSTALLED)-serve: $(INSTALLED)
 	$(INSTALL) --editable ".[serve,grammar]"
 	touch $@
 
+$(INSTALLED)-docs: $(INSTALLED)
+	$(INSTALL) --editable ".[docs]"
+	touch $@
+
 $(INSTALLED)-dev: $(INSTALLED)
 	$(INSTALL) --editable ".[dev]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache

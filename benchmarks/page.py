@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.pages.race import OUT as RACE
 from benchmarks.pages.race import race
+from benchmarks.pages.results import CURRENT_SINCE
 from benchmarks.speed.report import named_row, save_plots
 from forerun.bench.report import COLUMNS
 from forerun.files import write_text
@@ -26,7 +27,6 @@ Results = dict[str, Any]
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "speed"
 PAGES = ROOT / "docs" / "results"
-CURRENT_SINCE = "2026-11-28"  # the day from which on kernels are as they are today
 CHAT_TITLES = {
     "greedy": "Greedy, 128 new tokens",
     "greedy-xeon": "Greedy on an Intel Xeon (Emerald Rapids)",
@@ -151,7 +151,17 @@ def is_current(results: Results) -> bool:
 def section(page: str, name: str, title: str, results: Results) -> list[str]:
     """Return the section of a run, and write its pictures."""
     command = f"python benchmarks/run.py --data DATA --only {page}/{name}"
-    lines = [f"## {title}", "", "```", command, "```", "", measured_by(name, results), ""]
+    lines = [
+        f"## {title}",
+        "",
+        "```sh",
+        "# takes hours",
+        command,
+        "```",
+        "",
+        measured_by(results),
+        "",
+    ]
     for dataset, part in results["datasets"].items():
         lines += [f"### {dataset}, {part['prompts']} prompts", "", *table(part["methods"]), ""]
     if name in DRAWN:
@@ -159,20 +169,25 @@ def section(page: str, name: str, title: str, results: Results) -> list[str]:
     return lines
 
 
-def measured_by(name: str, results: Results) -> str:
+def measured_by(results: Results) -> str:
     """Return when, where, with which software and with which settings a run was measured."""
     arguments = results["arguments"]
     versions = results["versions"]
     software = [f"{part} {versions[part]}" for part in VERSIONS if versions.get(part)]
     methods = []
     for method, chosen in arguments["methods"].items():
-        settings = [f"{key} {value}" for key, value in chosen.items() if key in SETTINGS]
+        settings = [
+            f"{key} {value}"
+            for key, value in chosen.items()
+            if key in SETTINGS and value is not None
+        ]
         if settings:
             methods.append(f"`{method}` {', '.join(settings)}")
+    rounds = arguments["rounds"]
     return (
         f"{results['date']}, {versions['cpu']}, {versions['threads']} threads, "
-        f"{', '.join(software)}, {versions['commit']}; {arguments['rounds']} rounds; "
-        f"`{name}.json`. Settings: {'; '.join(methods)}."
+        f"{', '.join(software)}, commit {versions['commit']}, {rounds} "
+        f"{'round' if rounds == 1 else 'rounds'}. Settings: {'; '.join(methods)}."
     )
 
 

@@ -31,6 +31,7 @@ FRONT = """# The Python API
 Made from the docstrings by `python -m benchmarks.pages.api`. [From Python](../guide/python.md)
 has examples.
 """
+WIDTH = 90  # characters of a signature on one line
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns):$")
 ITEM = re.compile(r"(\S[^:]*): (.*)")
 
@@ -45,9 +46,9 @@ def page() -> str:
 
 def entry(name: str, value: Any) -> str:
     """Return a function, or a class with its own public methods and properties."""
+    lines = [f"## `{name}`", "", signature(name, value), "", text(value), ""]
     if not inspect.isclass(value):
-        return f"## {signed(name, value)}\n\n{text(value)}\n"
-    lines = [f"## {signed(name, value)}", "", text(value), ""]
+        return "\n".join(lines)
     init = vars(value).get("__init__")
     if init is not None and init.__doc__:
         lines += [text(init), ""]
@@ -56,17 +57,21 @@ def entry(name: str, value: Any) -> str:
         function = member.fget if is_property else member
         if key.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
             continue
-        title = f"`{name}.{key}`" if is_property else signed(f"{name}.{key}", function)
-        lines += [f"### {title}", "", text(function), ""]
+        lines += [f"### `{name}.{key}`", ""]
+        if not is_property:
+            lines += [signature(f"{name}.{key}", function), ""]
+        lines += [text(function), ""]
     return "\n".join(lines)
 
 
-def signed(name: str, function: Any) -> str:
-    """Return the name with its arguments, as code."""
-    arguments = ", ".join(map(argument, inspect.signature(function).parameters.values()))
-    if arguments == "self":
-        arguments = ""
-    return f"`{name}({arguments.removeprefix('self, ')})`"
+def signature(name: str, function: Any) -> str:
+    """Return the name with its arguments, in a block: on one line, or an argument a line."""
+    parameters = inspect.signature(function).parameters.values()
+    arguments = [argument(parameter) for parameter in parameters if parameter.name != "self"]
+    line = f"{name}({', '.join(arguments)})"
+    if len(line) > WIDTH:
+        line = "\n".join([f"{name}(", *(f"    {part}," for part in arguments), ")"])
+    return f"```text\n{line}\n```"
 
 
 def argument(parameter: inspect.Parameter) -> str:

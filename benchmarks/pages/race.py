@@ -24,8 +24,8 @@ RUNNERS = {
 PAUSE = 2.0  # seconds between two races
 
 # Pixels.
-LEFT = 120  # of the names
-SECOND = 90  # of a second
+LEFT = 130  # of the names
+SECOND = 85  # of a second
 TOP = 46
 LANE = 40
 BAR = 24
@@ -47,11 +47,17 @@ def race() -> str:
         f'<text x="{LEFT}" y="28" fill="#222" font-weight="bold">{title}</text>',
     ]
     for number, (method, (name, colour)) in enumerate(RUNNERS.items()):
-        speedup = seconds["ar"] / seconds[method]
-        ending = f"{seconds[method]:.1f} s" + ("" if method == "ar" else f", {speedup:.1f} times")
+        ending = f"{seconds[method]:.1f} s"
+        if method != "ar":
+            ending += f", {methods[method]['speedup']:.1f} times as fast"
         lines += lane(number, name, colour, seconds[method], lap)
         x = LEFT + seconds[method] * SECOND + 8
-        lines.append(f'<text x="{x:.0f}" y="{text_line(number)}" fill="#222">{ending}</text>')
+        appears = f'values="0;1" keyTimes="0;{seconds[method] / lap:.4f}" calcMode="discrete"'
+        lines += [
+            f'<text x="{x:.0f}" y="{text_line(number)}" fill="#222">{ending}',
+            f'<animate attributeName="opacity" {appears} {repeats(lap)}/>',
+            "</text>",
+        ]
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -59,13 +65,18 @@ def lane(number: int, name: str, colour: str, seconds: float, lap: float) -> lis
     """Return the name of a runner and its bar, which grows for `seconds` of each `lap`."""
     width = seconds * SECOND
     shape = f'x="{LEFT}" y="{TOP + number * LANE}" width="{width:.0f}" height="{BAR}" rx="3"'
-    times = f'keyTimes="0;{seconds / lap:.4f};1" dur="{lap:.2f}s" repeatCount="indefinite"'
+    times = f'keyTimes="0;{seconds / lap:.4f};1" {repeats(lap)}'
     return [
         f'<text x="{LEFT - 10}" y="{text_line(number)}" text-anchor="end">{name}</text>',
         f'<rect {shape} fill="{colour}">',
         f'<animate attributeName="width" values="0;{width:.0f};{width:.0f}" {times}/>',
         "</rect>",
     ]
+
+
+def repeats(lap: float) -> str:
+    """Return the attributes of an animation that begins anew after `lap` seconds."""
+    return f'dur="{lap:.2f}s" repeatCount="indefinite"'
 
 
 def text_line(number: int) -> int:

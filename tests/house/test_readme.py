@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.pages import api, race
-from forerun.methods import METHODS
+from benchmarks.pages import api, cli, methods, race, results
+from forerun.backends import architectures
 
 ROOT = Path(__file__).parents[2]
 TALK = ("test.jsonl", "humaneval")
@@ -26,27 +26,19 @@ def columns(datasets: tuple[str, ...], *files: str) -> list[tuple[str, str]]:
     return [(file, dataset) for file in files for dataset in datasets]
 
 
-# Tables of figures: by page and header (after its first column), each column's file in
-# benchmarks/speed/ and its dataset.
+# Tables of figures: by header (after its first column), each column's file in benchmarks/speed/ and
+# its dataset.
 FIGURES = {
-    (
-        README,
-        "own prompts | HumanEval as chat | prompts of 4,000 tokens"
-        " | a question about 4,000 known tokens",
-    ): [
+    "own prompts | HumanEval as chat | prompts of 4,000 tokens"
+    " | a question about 4,000 known tokens": [
         *columns(TALK, "qwen-coder/greedy.json"),
         ("qwen-coder/long/4000.json", "long-4000.jsonl.gz"),
         ("qwen-coder/long/known.json", "long-known.jsonl.gz"),
     ],
 }
-NAMES = {"llama.cpp": "llama-cpp"}  # rows that are not named as their methods
-# Tables of words, without figures.
-LENGTHS = "1 token | 8 tokens | prompt tokens/s | llama.cpp: 1 token | its prompt tokens/s"
-WORDS = {
-    README: {"", "read", "take | by", "who proposes | settings", LENGTHS},
-}
+NAMES = {"llama.cpp": "llama-cpp", "plain decoding": "ar", "forerun": "hybrid"}  # of rows
+WORDS = {"state", "read"}  # tables without figures
 Rows = dict[str, list[str]]
-Pages = dict[str, dict[str, Rows]]
 
 
 def tables(text: str) -> dict[str, Rows]:
@@ -94,58 +86,42 @@ def wrong(sources: list[tuple[str, str]], rows: Rows) -> list[str]:
         for row in rows
         if not any(is_of(row, name) for name in ran)
     ]
-    return found + [
-        f"a method without a row: {name}"
-        for name in ran
-        if not any(is_of(row, name) for row in rows)
-    ]
+    return found
 
 
 @pytest.fixture(scope="module")
-def pages() -> Pages:
-    return {page: tables((ROOT / page).read_text(encoding="utf-8")) for page in (README,)}
+def readme() -> dict[str, Rows]:
+    return tables((ROOT / README).read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(("page", "header"), FIGURES)
-def test_figures_are_those_of_the_files(page: str, header: str, pages: Pages) -> None:
-    assert wrong(FIGURES[page, header], pages[page][header]) == []
+@pytest.mark.parametrize("header", FIGURES)
+def test_figures_are_those_of_the_files(header: str, readme: dict[str, Rows]) -> None:
+    assert wrong(FIGURES[header], readme[header]) == []
 
 
-def test_forwards_by_length_are_those_of_the_file(pages: Pages) -> None:
-    results = json.loads((ROOT / "benchmarks/kernels/context.json").read_text())["results"][
-        "qwen-coder"
-    ]
-    ours, theirs = (results[name]["contexts"] for name in ("avx512vnni", "llama.cpp"))
-    wanted = {}
-    for length, forwards in ours.items():
-        ms, peer = forwards["ms"], theirs[length]
-        reading = [f"{each['prompt_tokens_per_s_after']:.0f}" for each in (forwards, peer)]
-        wanted[f"{int(length):,}"] = [
-            f"{ms['1']:.1f}",
-            f"{ms['8']:.1f}",
-            reading[0],
-            f"{peer['ms']['1']:.1f}",
-            reading[1],
-        ]
-    assert pages[README][LENGTHS] == wanted
+def test_the_page_of_architectures_has_all() -> None:
+    page = (ROOT / "docs/reference/architectures.md").read_text(encoding="utf-8")
+    missing = [name for name in architectures.names() if f"`{name}`" not in page]
+    assert missing == []
+
+
+def test_every_table_is_looked_at(readme: dict[str, Rows]) -> None:
+    assert readme.keys() == FIGURES.keys() | WORDS
 
 
 @pytest.mark.parametrize(
     ("path", "made", "command"),
     [
         (api.OUT, api.page, "python -m benchmarks.pages.api"),
+        (cli.OUT, cli.page, "python -m benchmarks.pages.cli"),
+        (methods.OUT, methods.page, "python -m benchmarks.pages.methods"),
+        (results.KERNELS, results.kernels_page, "python -m benchmarks.pages.results"),
+        (results.RESTART, results.restart_page, "python -m benchmarks.pages.results"),
         (race.OUT, race.race, "python -m benchmarks.pages.race"),
     ],
-    ids=("api", "race"),
+    ids=lambda value: getattr(value, "name", None),
 )
 def test_what_commands_write_is_up_to_date(
     path: Path, made: Callable[[], str], command: str
 ) -> None:
     assert path.read_text(encoding="utf-8") == made(), f"{path} is old: {command}"
-
-
-def test_every_table_is_looked_at_and_methods_are_those_of_the_package(pages: Pages) -> None:
-    for page, words in WORDS.items():
-        assert pages[page].keys() == {header for name, header in FIGURES if name == page} | words
-    assert {name.strip("`") for name in pages[README]["who proposes | settings"]} == METHODS.keys()
-    assert len((ROOT / README).read_text(encoding="utf-8").splitlines()) <= 200
