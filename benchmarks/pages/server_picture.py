@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument(
         "--both",
         action="store_true",
-        help="race the last one with plain decoding: on a machine without other work",
+        help="draw a race with plain decoding too: on a machine without other work",
     )
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--out", type=Path, default=Path("docs/images/page.png"))
@@ -83,14 +83,16 @@ def main() -> None:
         page.click("#tab-settings")
         page.fill("#max_tokens", str(args.max_tokens))
         page.click("#tab-figures")
-        for number, question in enumerate(args.questions, 1):
-            ask(page, question, both=args.both and number == len(args.questions))
+        for question in args.questions:
+            ask(page, question, both=False)
         show_best_step(page)
         show(page, "Tokens", ".question")
         draw(page, args.out.with_stem(f"{args.out.stem}-tokens"))
         show(page, "Read", ".question")
         draw(page, args.out)
         if args.both:
+            page.click("#clear")
+            ask(page, args.questions[0], both=True)
             show(page, "Read", ".race")
             draw(page, args.out.with_stem(f"{args.out.stem}-race"))
         browser.close()

@@ -63,9 +63,11 @@ export class Race {
     const track = element("span", "track");
     const done = element("span", "done");
     const clock = element("span", "clock", "–");
-    track.append(done);
+    const mark = element("span", "mark");
+    mark.hidden = true;
+    track.append(done, mark);
     box.append(element("span", "name", name), track, clock);
-    return { box, done, clock };
+    return { box, done, mark, clock };
   }
 
   /** Shows the race as it is `now`, a time of `performance.now()`, and once more at its end. */
@@ -88,9 +90,20 @@ export class Race {
       return;
     }
     this.#showLane(this.lanes[1], plain, time, length);
+    this.#showMark(time, length);
     const isShown = fast.tokens > 0 && plain.tokens > 0;
     const times = isShown ? ratio(this.answers, Math.min(time, Math.max(fast.time, plain.time))) : null;
     this.number.textContent = times === null ? "–" : `${times.toFixed(times < 9.95 ? 2 : 1)}×`;
+  }
+
+  /** Marks where plain decoding was when the other answer was home. */
+  #showMark(time, length) {
+    const [fast, plain] = this.answers;
+    const { mark } = this.lanes[1];
+    const at = tokensAt(plain, fast.time) / length;
+    mark.hidden = fast.state !== "done" || time < fast.time || at >= 1;
+    mark.style.setProperty("--at", String(at));
+    mark.title = `Here when the answer with drafts had ended, after ${seconds(fast.time)}`;
   }
 
   #showLane({ box, done, clock }, answer, time, length) {
