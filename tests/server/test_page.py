@@ -405,6 +405,7 @@ def test_side_by_side_says_whether_the_texts_are_equal(page: Any, stub: Stub) ->
     assert fast == plain
     times = float(said.text_content().split(": ")[-1].split()[0])
     ratio = page.locator(".ratio")
+    expect(page.get_by_role("button", name="Answer again")).to_have_count(1)
     assert ratio.text_content() == f"{times:.2f}\N{MULTIPLICATION SIGN}"
     clocks = page.locator(".clock").all_text_contents()
     page.get_by_role("button", name="Run the clocks again").click()

@@ -55,6 +55,7 @@ function count(answer, step) {
 function facts(answer) {
   if (isOpen(answer) || (answer.state === "failed" && !answer.tokens)) return "";
   const ends = { stopped: "stopped", failed: "", done: answer.finish === "length" ? "cut at max tokens" : "" };
+  if (!answer.tokens) return ends[answer.state];
   const gain = rests(answer) ? RESTS : answer.drafted ? `tau ${tau(answer)}` : "";
   const parts = [plural(answer.tokens, "token"), seconds(answer.time), `${speed(answer)} tokens/s`, gain];
   return [...parts, ends[answer.state]].filter(Boolean).join(" · ");
@@ -169,5 +170,6 @@ export function markChosen(view, isChosen) {
 
 export function allowAgain(view, isAllowed, hasText) {
   view.again.disabled = !isAllowed;
+  view.again.hidden = view.answer.plain; // a race is run again as a whole, from its first answer
   relabel(view.again, hasText ? "Answer again" : "Send again");
 }

@@ -50,11 +50,11 @@ export class Race {
     this.verdict = element("p", "verdict");
     this.again = button("Run the clocks again", () => this.#replay(), "quiet");
     this.lanes = ["With drafts", "Plain"].map((name) => this.#lane(name));
-    const score = element("p", "score");
-    score.append(this.number, element("span", "", "the tokens per second"));
+    this.score = element("p", "score");
+    this.score.append(this.number, element("span", "", "the tokens per second"));
     const tracks = element("div", "tracks");
     tracks.append(...this.lanes.map((lane) => lane.box));
-    this.box.append(tracks, score, this.verdict, this.again);
+    this.box.append(tracks, this.score, this.verdict, this.again);
     this.frame = 0;
   }
 
@@ -74,7 +74,10 @@ export class Race {
   draw(startedAt, now) {
     const [fast, plain] = this.answers;
     const isOver = !isOpen(fast) && !isOpen(plain);
-    this.again.hidden = !isOver;
+    const isCompared = isOver && fast.state === "done" && plain.state === "done";
+    this.box.classList.toggle("over", isOver);
+    this.again.hidden = !isCompared;
+    this.score.hidden = isOver && !isCompared;
     this.verdict.hidden = !isOver;
     if (isOver) this.verdict.textContent = verdict(this.answers, this.temperature);
     if (isOver && this.frame) return; // the clocks run again
