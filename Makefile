@@ -8,10 +8,10 @@ INSTALL := $(BIN)/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint
 INSTALLED := $(VENV)/installed-by-$(or $(notdir $(CONSTRAINTS)),nothing)
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header --upgrade pyproject.toml
 
-.PHONY: demo serve test test-fast sanitize quality format update clean
+.PHONY: demo serve test test-fast sanitize quality format update wheels clean
 
 demo: $(INSTALLED)
-	$(BIN)/forerun demo
+	$(BIN)/forerun demo $(if $(TARGET),--target $(TARGET))
 
 serve: $(INSTALLED)-serve
 	$(BIN)/forerun fetch smollm2 || true
@@ -54,6 +54,18 @@ update: $(BIN)/python
 	$(BIN)/python -m pip install --quiet --upgrade uv
 	$(COMPILE) --all-extras --output-file constraints.txt
 	$(COMPILE) --extra serve --extra grammar --resolution lowest-direct --output-file constraints-lowest.txt
+
+# Wheels for all platforms, and the sdist, into dist/: by Zig's compiler, so that no other is needed. The versions of
+# what builds them are exact, because they are in the bytes.
+WHEELS := $(VENV)/wheels
+wheels: $(WHEELS)/installed
+	$(WHEELS)/bin/python -m deploy.wheels dist
+	$(WHEELS)/bin/python -m deploy.check_wheels dist
+
+$(WHEELS)/installed: deploy/wheels.txt
+	$(PYTHON) -m venv $(WHEELS)
+	$(WHEELS)/bin/python -m pip install --quiet --requirement deploy/wheels.txt
+	touch $@
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,6 +1,7 @@
 """Build the C library beside the package.
 
-It has no Python ABI, so that one wheel per platform serves every Python.
+It has no Python ABI, so that one wheel per platform serves every Python. FORERUN_PLATFORM names
+another platform to build for with Zig's compiler (`PLATFORMS` of forerun/csrc/build.py).
 """
 
 import os
@@ -15,6 +16,10 @@ from setuptools.errors import CompileError
 
 CSRC = Path("forerun/csrc")
 build = runpy.run_path(str(CSRC / "build.py"))
+PLATFORM = os.environ.get("FORERUN_PLATFORM")
+LIBRARY = (
+    build["library_name"](build["PLATFORMS"][PLATFORM].system) if PLATFORM else build["LIBRARY"]
+)
 
 
 class Library(build_ext):
@@ -22,12 +27,15 @@ class Library(build_ext):
 
     def get_ext_filename(self, fullname: str) -> str:
         """Return the library's path, which has no tag of a Python."""
-        return str(Path(*fullname.split(".")[:-1], build["LIBRARY"]))
+        return str(Path(*fullname.split(".")[:-1], LIBRARY))
 
     def build_extension(self, ext: Extension) -> None:
         """Compile the library, or go on without it."""
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
+        if PLATFORM:
+            build["build_for"](PLATFORM, target)
+            return
         try:
             build["build"](target)
         except (OSError, RuntimeError) as error:
@@ -51,11 +59,11 @@ class AnyPython(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         """Return the tags of Python, ABI and platform."""
-        return "py3", "none", super().get_tag()[2]
+        return "py3", "none", PLATFORM or super().get_tag()[2]
 
 
 sources = sorted(str(path) for path in CSRC.iterdir() if path.suffix in (".c", ".h", ".py"))
 setup(
-    ext_modules=[Extension("forerun.csrc._forerun", sources, optional=True)],
+    ext_modules=[Extension("forerun.csrc._forerun", sources, optional=not PLATFORM)],
     cmdclass={"build_ext": Library, "bdist_wheel": AnyPython},
 )

@@ -1,4 +1,4 @@
-"""Runs the benches behind docs/results/chat.md, embedded.md and qwen-coder.md, and keeps results.
+"""Runs the benches behind docs/results (chat, embedded and qwen-coder), and keeps results.
 
     python benchmarks/run.py --data DATA [--only chat/greedy,qwen-coder/long] [--runs runs]
 

@@ -1,4 +1,4 @@
-"""Writes docs/api.md from the docstrings of all names of forerun, and of what they return.
+"""Writes docs/reference/api.md from the docstrings of all names of forerun.
 
 python -m benchmarks.pages.api
 """
@@ -14,7 +14,7 @@ import forerun
 from forerun.engine.stats import Stats
 from forerun.engine.step import Step
 
-OUT = Path(__file__).parents[2] / "docs" / "api.md"
+OUT = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
 # Names that users meet first.
 FIRST = (
     "load",
@@ -28,7 +28,8 @@ FIRST = (
 )
 FRONT = """# The Python API
 
-Made from the docstrings by `python -m benchmarks.pages.api`. [python.md](python.md) has examples.
+Made from the docstrings by `python -m benchmarks.pages.api`. [From Python](../guide/python.md)
+has examples.
 """
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns):$")
 ITEM = re.compile(r"(\S[^:]*): (.*)")

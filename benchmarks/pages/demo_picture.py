@@ -1,4 +1,4 @@
-"""Draws docs/demo.svg for the README: the same tokens plainly and with drafts.
+"""Draws docs/images/demo.svg for the README: the same tokens plainly and with drafts.
 
     python benchmarks/pages/demo_picture.py
 
@@ -20,7 +20,7 @@ import forerun
 from forerun.cli.common import STYLES
 from forerun.train.corpus import held_out_prompts
 
-OUT = Path(__file__).parents[2] / "docs" / "demo.svg"
+OUT = Path(__file__).parents[2] / "docs" / "images" / "demo.svg"
 PROMPT = 8  # of the held-out prompts
 TOKENS = 96
 

@@ -2,8 +2,8 @@
 
     python benchmarks/serving/memory.py [--requests 500] [--threads 4] [--method pacer-ouroboros]
         [--prefix-bytes N]
-    python benchmarks/serving/memory.py --context 32768 --model qwen-coder-draft [--method ar]
-        [--new 8]
+    python benchmarks/serving/memory.py --context 32768 --model qwen-coder-draft
+        [--method default] [--new 8]
 
 Requests come from several threads, and every fourth one is a stream that is abandoned in the
 middle. The last line is one JSON object: resident MB after each tenth of the requests, and after
@@ -107,7 +107,9 @@ def read(model: str, context: int, new: int, method: str, prefix_bytes: int) -> 
     forerun.load(method="ar").generate("a", max_new_tokens=2)
     gc.collect()
     before = resident()
-    decoder = forerun.load(model, method=method, prefix_bytes=prefix_bytes)
+    # A method that is named may bring the target's draft model along.
+    named = None if method == "default" else method
+    decoder = forerun.load(model, method=named, prefix_bytes=prefix_bytes)
     decoder.generate([1000, 1001, 1002], max_new_tokens=4)
     forget_peak()
     chance = random.Random(0)
@@ -130,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--method", default="pacer-ouroboros")
+    parser.add_argument("--method", default="pacer-ouroboros", help="of the target: default")
     parser.add_argument("--prefix-bytes", type=int, default=2**28)
     parser.add_argument("--context", type=int, help="positions that one request fills")
     parser.add_argument("--model", default="qwen-coder-draft", help="a GGUF model, for --context")

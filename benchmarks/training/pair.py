@@ -4,7 +4,7 @@
         [--threads N]
 
 It makes the tokenizer, the target and the draft, and says whether the pair is fit to measure with
-(docs/results/pair.md). Every stage continues where it was stopped.
+(docs/lab/2026-11/pair.md). Every stage continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -461,7 +461,7 @@ def gate(
 ) -> dict[str, Any]:
     """Return whether the pair is fit to measure with, on files that no stage has seen.
 
-    See docs/results/pair.md.
+    See docs/lab/2026-11/pair.md.
     """
     shares: dict[str, float] = {}
     drafting: dict[str, dict[str, Any]] = {}

@@ -22,6 +22,7 @@ from forerun.engine.sequence import Sequence
 from forerun.engine.step import Drafter, Proposal, RowOutcome
 from forerun.methods import AR, Method, Parts
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.corrected_costs import CorrectedCosts
 from forerun.planning.cost_model import Costs
 from forerun.planning.forecast import PlannedDrafter, PlannerByMode
 from forerun.planning.guard import Guard, GuardedDrafter
@@ -45,6 +46,13 @@ def measured(methods: list[Method], parts: Parts) -> Costs | None:
     models: dict[str, Any] = {"layer": parts.pre_verifier, "head": head}
     file = file_of(target, parts.draft, **models)
     return kept(file, lambda: measure_costs(target, parts.draft, **models))
+
+
+def corrected(costs: Costs | None, known: CorrectedCosts | None) -> CorrectedCosts | None:
+    """Return what steps correct: that of an earlier engine with this table, or a new one."""
+    if costs is None or (known is not None and known.measured is costs):
+        return known
+    return CorrectedCosts(costs)
 
 
 def build_engine(
@@ -71,7 +79,8 @@ def build_engine(
     if is_guarded and not all(isinstance(method, AR) for method in methods):
         # Two guards, because sampling differs from greedy decoding in costs and acceptance.
         keys = (methods[0], True), (methods[-1], False)
-        drafter = GuardedDrafter(drafter, *(trackers.setdefault(key, Guard(clock)) for key in keys))
+        guards = [trackers.setdefault(key, Guard(clock)) for key in keys]
+        drafter = GuardedDrafter(drafter, guards[0], guards[1], parts.corrected)
     return Engine(
         target,
         drafter,

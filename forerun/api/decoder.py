@@ -16,7 +16,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from forerun.api.build import build_engine, measured
+from forerun.api.build import build_engine, corrected, measured
 from forerun.api.choose import resolve
 from forerun.api.completion import Call, Chunk
 from forerun.api.layers import layers_for
@@ -36,10 +36,10 @@ from forerun.heads.heads import HiddenDrafter
 from forerun.heads.pre_verifier import PreVerifier
 from forerun.methods import Method, Parts
 from forerun.model.causal_lm import CausalLM
+from forerun.planning.corrected_costs import CorrectedCosts
 from forerun.planning.cost_model import Costs
 from forerun.planning.guard import Guard
 from forerun.sampling.params import SamplingParams
-from forerun.sampling.response_format import form_of
 from forerun.text.chat import chat_prompt, turn_ends
 from forerun.text.stop_strings import TextStream
 from forerun.text.tools import NO_TOOLS, Tools, checked_choice, checked_tools, tools_for
@@ -55,11 +55,13 @@ class _State:
 
     Attributes:
         costs: what forwards cost, measured when a method first needs it.
+        corrected: the same, as steps correct it; None without a guard, because it reads a clock.
         session: the session in use, or None.
         lock: held while either is made.
     """
 
     costs: Costs | None
+    corrected: CorrectedCosts | None = None
     session: Session | None = None
     lock: Lock = field(default_factory=Lock)
 
@@ -290,15 +292,11 @@ class Decoder:
         tokenizer = self.tokenizer
         single, rows = encode(prompts, tokenizer, self.target.context, self.target.vocab_size)
         params = merged(params, options)
-        if tools.form is not None and form_of(params.response_format) is not None:
-            raise ValueError(
-                "response_format cannot be given beside tools, unless tool_choice is none"
-            )
         if tools.grammar is not None:
             params = replace(params, response_format=tools.grammar)
-        asked = requests(rows, params, self.target, tokenizer, logits_processor, stopping_criteria)
-        if not params.ignore_eos:
-            asked = [replace(request, eos=request.eos | ends) for request in asked]
+        asked = requests(
+            rows, params, self.target, tokenizer, logits_processor, stopping_criteria, ends
+        )
         if progress is not None:
             asked = [replace(request, progress=progress) for request in asked]
         texts: list[TextStream | None] = [None for _ in rows]
@@ -320,7 +318,9 @@ class Decoder:
     ) -> Call:
         """Return the requests of one conversation or of several."""
         checked = checked_tools(tools or [])
-        use = tools_for(checked, checked_choice(tool_choice, checked), True, self.tokenizer)
+        form = options.get("response_format", params.response_format if params else None)
+        choice = checked_choice(tool_choice, checked)
+        use = tools_for(checked, choice, self.tokenizer, response_format=form)
         first = messages[0] if isinstance(messages, list | tuple) and messages else None
         is_single = not isinstance(first, list | tuple)
         conversations = [messages] if is_single else messages
@@ -374,7 +374,9 @@ class Decoder:
                 names = ("target", "draft", "pre_verifier", "costs", "pools", "head", "translation")
                 parts = Parts(**{name: getattr(self, name) for name in names})
                 state.costs = measured(methods, parts)
-                parts = replace(parts, costs=state.costs)
+                if self.options.guard is not False:
+                    state.corrected = corrected(state.costs, state.corrected)
+                parts = replace(parts, costs=state.costs, corrected=state.corrected)
                 state.session = Session(build_engine(methods, parts, self.options, self._trackers))
             return state.session
 

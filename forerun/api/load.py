@@ -43,8 +43,8 @@ def load(  # noqa: PLR0913 - users give these by name, and each is documented he
             package; "smollm2" and "qwen-coder" are models that `forerun fetch` downloads.
         draft: likewise. Default: the draft that belongs to a target of that name.
         method: a name from `forerun.methods.METHODS`, its dataclass with settings, or
-            "package.module:Class" for a method of another package (docs/methods.md). Default: see
-            `forerun.api.choose.resolve`.
+            "package.module:Class" for a method of another package (docs/guide/add-a-method.md).
+            Default: see `forerun.api.choose.resolve`.
         tokenizer: the target's by default; needed for text.
         pre_verifier: the trained layer of "pacer", a folder or the layer. Default: the one that
             ships with forerun.

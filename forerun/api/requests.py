@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
@@ -61,7 +63,7 @@ def encode(
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise ValueError("text prompts need a tokenizer; give token ids or tokenizer=...")
-            prompt = tokenizer(prompt)["input_ids"]
+            prompt = encode_text(prompt, tokenizer)
         row = [int(token) for token in prompt]
         if not row:
             raise ValueError(f"prompt {number} is empty; it needs at least one token")
@@ -76,6 +78,16 @@ def encode(
     return is_single, rows
 
 
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of a text, with one begin token where the text has written its own."""
+    tokens: list[int] = tokenizer(text)["input_ids"]
+    begin = tokenizer.bos_token_id
+    is_doubled = begin is not None and tokens[:2] == [begin, begin]
+    if is_doubled and tokenizer("")["input_ids"][:1] == [begin]:
+        return tokens[1:]
+    return tokens
+
+
 def requests(
     rows: Sequence[Sequence[int]],
     params: SamplingParams,
@@ -83,24 +95,31 @@ def requests(
     tokenizer: PreTrainedTokenizerBase | None = None,
     processors: LogitsProcessorList | None = None,
     criteria: StoppingCriteriaList | None = None,
+    ends: frozenset[int] = frozenset(),
 ) -> list[Request]:
     """Return a request for each prompt of token ids. Row i samples from stream i of the seed.
 
-    Of the checkpoint's generation config only the end tokens are used.
+    Of the checkpoint's generation config only the end tokens are used. An output also ends at
+    `ends`, unless the parameters say `ignore_eos`.
 
-    Raises ValueError for stop strings without a tokenizer, and for a response format or a processor
-    that cannot be used.
+    Raises ValueError for stop strings without a tokenizer, for a token to stop at that is not in
+    the vocabulary, and for a response format or a processor that cannot be used.
     """
     check_processors(processors)
     form = form_of(params.response_format)
-    ends = None if params.ignore_eos else target.model.generation_config.eos_token_id
-    eos = frozenset([ends] if isinstance(ends, int) else ends or [])
+    eos = frozenset[int]()
+    if not params.ignore_eos:
+        known = target.model.generation_config.eos_token_id
+        eos = ends.union([known] if isinstance(known, int) else known or [])
+    if max(params.stop_token_ids, default=0) >= target.vocab_size:
+        raise ValueError(f"stop_token_ids has token ids outside 0..{target.vocab_size - 1}")
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer; give tokenizer=...")
     stops = StopStrings(tokenizer, params.stop) if params.stop and tokenizer is not None else None
     if form is not None:  # any end token ends such an output, in a chat or not
         eos |= turn_ends(tokenizer) | end_of(tokenizer)
     grammar_of = compiled(form, tokenizer, eos) if form is not None else None
+    eos |= frozenset(params.stop_token_ids)
     made: list[Request] = []
     sampler = None
     grammar = None
@@ -108,6 +127,8 @@ def requests(
         # If the prompts do not matter, all rows share a sampler, so that they are sampled together.
         if sampler is None or not sampler.prefix_free:
             extra = [for_row(processor, number) for processor in processors or ()]
+            if params.min_new_tokens and eos:
+                extra.append(_no_end(eos, len(row), params.min_new_tokens, target))
             grammar = grammar_of(len(row)) if grammar_of is not None else None
             if grammar is not None:
                 extra.append(grammar)
@@ -124,6 +145,14 @@ def requests(
         )
         made.append(request)
     return made
+
+
+def _no_end(
+    ends: frozenset[int], prompt_length: int, min_new_tokens: int, target: CausalLM
+) -> LogitsProcessor:
+    """Return a processor that forbids end tokens before an output has so many tokens."""
+    tokens = torch.tensor(sorted(ends), device=target.device)
+    return MinNewTokensLengthLogitsProcessor(prompt_length, min_new_tokens, tokens)
 
 
 def merged(params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:

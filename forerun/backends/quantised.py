@@ -1,8 +1,8 @@
-"""The forward of the Llama family in one call of C, with weights in few bits or small in float32.
+"""Forwards in one call of C, with weights in few bits or small in float32.
 
-The family is Llama, Mistral, Qwen2, Qwen3 and SmolLM3. A token's logits have the same bits whatever
-is run with it, on every instruction set (`forerun/csrc`). Keys and values are float16, or float32
-if the weights are.
+Which models have one is said in `forerun.backends.architectures`. A token's logits have the same
+bits whatever is run with it, on every instruction set (`forerun/csrc`). Keys and values are
+float16, or float32 if the weights are.
 """
 
 from __future__ import annotations
@@ -19,23 +19,28 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from forerun.backends.family import (
-    DecoderLayer,
-    FamilyModel,
-    family_model,
-    head_size,
-    is_plain,
-    linears,
-    rotary_dims,
-    windows,
-)
+from forerun.backends import architectures
 from forerun.backends.panels import PackedMatrix, RawMatrix, format_number
-from forerun.backends.stored import StoredEmbedding, StoredLinear
+from forerun.backends.stored import Linear, StoredEmbedding, StoredLinear
+from forerun.backends.table import (
+    ACTIVATIONS,
+    SCORINGS,
+    ExpertsTable,
+    LayerTable,
+    ModelTable,
+    Norm,
+    Rotation,
+    activation_of,
+)
 from forerun.csrc.library import (
     BatchArgument,
     CacheArgument,
+    ExpertsArgument,
     LayerArgument,
+    MatrixArgument,
     ModelArgument,
+    NormArgument,
+    RotationArgument,
     library,
     run,
 )
@@ -45,6 +50,8 @@ from forerun.model.kv_cache import KVCache
 
 # A float32 model with more parameters runs its own forward, because ours keeps copies of them.
 MAX_COPIED_PARAMETERS = 1_000_000_000
+
+_PLAIN_MODULES = {nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU}
 
 Part = np.ndarray | Tensor | ctypes.Structure | None
 
@@ -129,6 +136,46 @@ class Pointers:
         self._kept.append(copied)
         return int(copied.data_ptr())
 
+    def norm(self, norm: Norm | None) -> NormArgument:
+        """Return a norm for the library's structures; an empty one for None."""
+        if norm is None:
+            return NormArgument()
+        return NormArgument(self.floats(norm.gain), self.floats(norm.bias))
+
+
+@dataclass(frozen=True)
+class RotationTable:
+    """A rotation's tables of the first positions.
+
+    Attributes:
+        cos, sin: float32 [positions, r / 2].
+        scale: float32 [positions] factors of queries, or None.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    scale: Tensor | None
+
+    @classmethod
+    def of(cls, rotation: Rotation, positions: int) -> RotationTable:
+        """Make the tables of a rotation."""
+        places = torch.arange(positions, dtype=torch.float32)
+        angles = torch.outer(places, rotation.frequencies.float())
+        cos = angles.cos() * rotation.scaling
+        sin = angles.sin() * rotation.scaling
+        if not rotation.query_growth:
+            return cls(cos, sin, None)
+        steps = torch.floor(places / rotation.query_step)
+        return cls(cos, sin, 1 + rotation.query_growth * torch.log(1 + steps))
+
+    def argument(self, rotation: Rotation) -> RotationArgument:
+        """Return the library's structure, which points to the tables."""
+        scale = None if self.scale is None else self.scale.data_ptr()
+        dims = 2 * len(rotation.frequencies)
+        return RotationArgument(
+            self.cos.data_ptr(), self.sin.data_ptr(), scale, dims, rotation.is_interleaved
+        )
+
 
 @dataclass(frozen=True)
 class Rotated:
@@ -139,18 +186,16 @@ class Rotated:
     so keeps the tables alive.
 
     Attributes:
-        model: the library's structure, which points to the tables.
-        cos, sin: float32 [positions, D / 2].
+        model: the library's structure, which points to `arguments`.
+        arguments: the library's structures of rotations, which point to the tables.
+        tables: the tables of each rotation.
+        positions: the number of positions in the tables.
     """
 
     model: ModelArgument
-    cos: Tensor
-    sin: Tensor
-
-    @property
-    def positions(self) -> int:
-        """The number of positions in the tables."""
-        return len(self.cos)
+    arguments: ctypes.Array[RotationArgument]
+    tables: Sequence[RotationTable]
+    positions: int
 
 
 class Layers:
@@ -166,8 +211,7 @@ class Layers:
     def __init__(
         self,
         model: ModelArgument,
-        frequencies: Tensor,
-        scaling: float,
+        rotations: Sequence[Rotation],
         pointers: Pointers,
         kv_dtype: torch.dtype = torch.float16,
     ) -> None:
@@ -175,8 +219,7 @@ class Layers:
 
         Args:
             model: the library's structure without tables of rotations; it is copied.
-            frequencies: [D / 2] of the rotation.
-            scaling: of the rotation's cosines and sines.
+            rotations: the model's rotations.
             pointers: what `model` points to.
             kv_dtype: float16 or float32, of keys and values.
         """
@@ -186,23 +229,23 @@ class Layers:
         self.size = model.size
         self._pointers = pointers
         self._kv_dtype = kv_dtype
-        self._frequencies = frequencies.float()
-        self._scaling = scaling
+        self._rotations = tuple(rotations)
         self._plain = ModelArgument.from_buffer_copy(model)
         self._rotated = self._rotated_at(0)
         self._lock = Lock()  # guards `_rotated`, which only grows
         self._caches: WeakKeyDictionary[KVCache, tuple[int, Any]] = WeakKeyDictionary()
 
     def _rotated_at(self, positions: int) -> Rotated:
-        places = torch.arange(positions, dtype=torch.float32)
-        angles = torch.outer(places, self._frequencies)
-        cos = angles.cos() * self._scaling
-        sin = angles.sin() * self._scaling
+        tables = [RotationTable.of(rotation, positions) for rotation in self._rotations]
+        pairs = zip(tables, self._rotations, strict=True)
+        arguments = (RotationArgument * len(tables))(
+            *(table.argument(rotation) for table, rotation in pairs)
+        )
         model = ModelArgument.from_buffer_copy(self._plain)
-        model.cos = cos.data_ptr()
-        model.sin = sin.data_ptr()
+        model.rotation = ctypes.addressof(arguments)
+        model.rotations = len(tables)
         model.positions = positions
-        return Rotated(model, cos, sin)
+        return Rotated(model, arguments, tables, positions)
 
     def rotate_to(self, end: int) -> Rotated:
         """Return the structure with tables of at least the first `end` positions.
@@ -323,7 +366,7 @@ class QuantisedForward:
 
     def __init__(
         self,
-        model: FamilyModel,
+        table: ModelTable,
         embedding: RawMatrix,
         packed: Mapping[nn.Module, PackedMatrix],
         kv_dtype: torch.dtype = torch.float16,
@@ -331,40 +374,41 @@ class QuantisedForward:
         """Make the library's structures of a model.
 
         Args:
-            model: a model of the family.
+            table: the table of the model.
             embedding: its embedding.
             packed: all of its linear layers.
             kv_dtype: float16 or float32, of keys and values.
         """
-        config = model.config
-        base = model.model
         self.embedding = embedding
-        self.head = packed[model.lm_head]
-        layers = (LayerArgument * len(base.layers))()
+        self.head = packed[table.head]
+        layers = (LayerArgument * len(table.layers))()
         pointers = Pointers(layers, embedding, packed)
-        for argument, layer, window in zip(layers, base.layers, windows(model), strict=True):
-            _fill_layer(argument, layer, packed, pointers)
-            argument.window = window
-            is_rotated = getattr(layer.self_attn, "use_rope", True)  # only SmolLM3's has it
-            argument.rotary_dims = rotary_dims(model) if is_rotated else 0
+        for argument, layer in zip(layers, table.layers, strict=True):
+            _fill_attention(argument, layer, table, packed, pointers)
+            _fill_mlp(argument, layer, packed, pointers)
         structure = ModelArgument(
-            d=config.hidden_size,
-            heads=config.num_attention_heads,
-            groups=config.num_key_value_heads,
-            size=head_size(config),
+            d=table.width,
+            heads=table.heads,
+            groups=table.groups,
+            size=table.size,
             layers=len(layers),
             vocabulary=embedding.out,
             embed_format=format_number(embedding.type),
+            norms_by_mean=table.are_norms_by_mean,
             layer=ctypes.addressof(layers),
-            norm=pointers.floats(base.norm.weight),
+            norm=pointers.norm(table.norm),
             embed=embedding.rows.ctypes.data,
             embed_row=embedding.rows.shape[1],
             head=self.head.argument,
-            eps=config.rms_norm_eps,
+            eps=table.eps,
+            attention_scale=table.attention_scale,
+            score_cap=table.score_cap,
+            logit_cap=table.logit_cap,
+            embedding_factor=table.embedding_factor,
+            residual_factor=table.residual_factor,
+            logit_factor=table.logit_factor,
         )
-        rotary = base.rotary_emb
-        scaling = float(rotary.attention_scaling)
-        self.layers = Layers(structure, rotary.inv_freq, scaling, pointers, kv_dtype)
+        self.layers = Layers(structure, table.rotations, pointers, kv_dtype)
 
     def __call__(
         self, inputs: Inputs, cache: KVCache, logits: bool, capture: Capture
@@ -378,57 +422,166 @@ class QuantisedForward:
         return self.layers(batch, cache, tokens=tokens, logits=outputs, capture=capture)
 
 
-def _fill_layer(
+def _fill_attention(
     argument: LayerArgument,
-    layer: DecoderLayer,
+    layer: LayerTable,
+    table: ModelTable,
     packed: Mapping[nn.Module, PackedMatrix],
     pointers: Pointers,
 ) -> None:
-    """Set a layer's matrices, biases and norms in the library's structure."""
-    attention = layer.self_attn
-    mlp = layer.mlp
-    argument.q = packed[attention.q_proj].argument
-    argument.k = packed[attention.k_proj].argument
-    argument.v = packed[attention.v_proj].argument
-    argument.o = packed[attention.o_proj].argument
-    argument.gate = packed[mlp.gate_proj].argument
-    argument.up = packed[mlp.up_proj].argument
-    argument.down = packed[mlp.down_proj].argument
-    argument.q_bias = pointers.floats(attention.q_proj.bias)
-    argument.k_bias = pointers.floats(attention.k_proj.bias)
-    argument.v_bias = pointers.floats(attention.v_proj.bias)
-    argument.attention_norm = pointers.floats(layer.input_layernorm.weight)
-    argument.mlp_norm = pointers.floats(layer.post_attention_layernorm.weight)
-    for name in ("q_norm", "k_norm"):
-        norm = getattr(attention, name, None)  # only Qwen3's attention has these
-        setattr(argument, name, None if norm is None else pointers.floats(norm.weight))
+    """Set what a layer's attention needs in the library's structure."""
+    sizes = [count * table.size for count in (table.heads, table.groups, table.groups)]
+    matrices = {"q": layer.q, "k": layer.k, "v": layer.v}
+    biases = dict(zip(matrices, _biases(list(matrices.values()), sizes), strict=True))
+    for name, linear in matrices.items():
+        if linear is not None:
+            setattr(argument, name, packed[linear].argument)
+        setattr(argument, f"{name}_bias", pointers.floats(biases[name]))
+    argument.o = packed[layer.o].argument
+    argument.o_bias = pointers.floats(layer.o.bias)
+    argument.attention_norm = pointers.norm(layer.attention_norm)
+    argument.attention_after = pointers.norm(layer.attention_after)
+    argument.q_norm = pointers.floats(layer.q_norm)
+    argument.k_norm = pointers.floats(layer.k_norm)
+    argument.sinks = pointers.floats(layer.sinks)
+    argument.norms_heads_together = layer.q_norm is not None and len(layer.q_norm) != table.size
+    argument.norms_heads_rotated = layer.are_heads_normed_rotated
+    argument.window = layer.window
+    argument.rotation = -1 if layer.rotation is None else layer.rotation
+
+
+def _fill_mlp(
+    argument: LayerArgument,
+    layer: LayerTable,
+    packed: Mapping[nn.Module, PackedMatrix],
+    pointers: Pointers,
+) -> None:
+    """Set what a layer's MLP and experts need in the library's structure."""
+    gate = layer.gate
+    down = layer.down
+    if gate is not None and down is not None:
+        has_gate = layer.up is not None or gate.out_features != down.in_features
+        argument.gate = packed[gate].argument
+        if layer.up is not None:
+            argument.up = packed[layer.up].argument
+        sizes = [down.in_features] * (1 + has_gate)
+        biases = _biases([gate, layer.up][: len(sizes)], sizes)
+        argument.gate_bias = pointers.floats(biases[0])
+        argument.up_bias = pointers.floats(biases[1]) if has_gate else None
+        argument.down = packed[down].argument
+        argument.down_bias = pointers.floats(down.bias)
+    if layer.experts is not None:
+        experts = _experts(layer.experts, packed, pointers)
+        pointers.keep(experts)
+        argument.experts = ctypes.addressof(experts)
+    argument.mlp_norm = pointers.norm(layer.mlp_norm)
+    argument.mlp_after = pointers.norm(layer.mlp_after)
+    argument.activation = ACTIVATIONS.index(activation_of(layer.activation))
+    argument.is_parallel = layer.is_parallel
+
+
+def _experts(
+    table: ExpertsTable, packed: Mapping[nn.Module, PackedMatrix], pointers: Pointers
+) -> ExpertsArgument:
+    """Return the library's structure of a layer's experts."""
+    argument = ExpertsArgument(
+        router=packed[table.router].argument,
+        router_bias=pointers.floats(table.router.bias),
+        choice_bias=pointers.floats(table.choice_bias),
+        count=len(table.gate),
+        chosen=table.chosen,
+        scoring=SCORINGS.index(table.scoring),
+        norms_weights=table.are_weights_normed,
+        factor=table.factor,
+    )
+    if table.shared_gate is not None:
+        argument.shared_gate = packed[table.shared_gate].argument
+    for name, linears in (("gate", table.gate), ("up", table.up), ("down", table.down)):
+        arguments = [packed[linear].argument for linear in linears]
+        matrices = (MatrixArgument * len(arguments))(*arguments)
+        pointers.keep(matrices)
+        setattr(argument, name, ctypes.addressof(matrices))
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        bias = torch.stack(biases).detach() if biases else None
+        setattr(argument, f"{name}_bias", pointers.floats(bias))
+    return argument
+
+
+def _biases(linears: Sequence[Linear | None], sizes: Sequence[int]) -> list[Tensor | None]:
+    """Return a bias of each size: those of the layers, or parts of the first one's, if it is all.
+
+    Args:
+        linears: layers beside each other; None for those whose outputs the first one has.
+        sizes: the outputs of each.
+    """
+    first = linears[0]
+    assert first is not None
+    if all(linear is not None for linear in linears):
+        return [None if linear is None else linear.bias for linear in linears]
+    if first.bias is None:
+        return [None] * len(sizes)
+    return list(first.bias.split(list(sizes)))
 
 
 def quantised_forward(model: PreTrainedModel) -> QuantisedForward | None:
-    """Return the forward in C of a model of the family, or None for another model.
+    """Return the forward in C of a model of a known architecture, or None for another model.
 
     All its matrices must be packed, or float32 on a CPU with at most MAX_COPIED_PARAMETERS
     parameters. Without the library there is no such forward either. For float32 weights the forward
     keeps packed copies: do not train the model afterwards.
     """
-    member = family_model(model)
-    if member is None:
+    architecture = architectures.of_model(model)
+    if architecture is None:
         return None
-    modules = linears(member)
-    embedding = member.model.embed_tokens
-    if isinstance(embedding, StoredEmbedding):
-        packed: dict[nn.Module, PackedMatrix] = {}
-        for module in modules:
-            if isinstance(module, StoredLinear) and isinstance(module.stored, PackedMatrix):
-                packed[module] = module.stored
-        is_complete = len(packed) == len(modules)
-        return QuantisedForward(member, embedding.stored, packed) if is_complete else None
-    if library() is None or not is_plain(model):
+    is_float = not isinstance(model.get_input_embeddings(), StoredEmbedding)
+    if is_float and (library() is None or not _is_plain(model, architecture.plain_modules)):
         return None
+    table = architecture.table(model)
+    if not table.is_in_c:
+        return None
+    return _float_forward(model, table) if is_float else _stored_forward(table)
+
+
+def _stored_forward(table: ModelTable) -> QuantisedForward | None:
+    """Return the forward of a model with matrices in few bits, if all of them are packed."""
+    packed: dict[nn.Module, PackedMatrix] = {}
+    for module in table.linears:
+        if isinstance(module, StoredLinear) and isinstance(module.stored, PackedMatrix):
+            packed[module] = module.stored
+        elif isinstance(module, nn.Linear) and not module.weight.is_meta:  # a router
+            packed[module] = PackedMatrix(RawMatrix.plain(module.weight))
+    if len(packed) != len(table.linears):
+        return None
+    assert isinstance(table.embedding, StoredEmbedding)
+    return QuantisedForward(table, table.embedding.stored, packed)
+
+
+def _float_forward(model: PreTrainedModel, table: ModelTable) -> QuantisedForward | None:
+    """Return the forward of a model with float32 weights, unless it is too large."""
     if model.num_parameters() > MAX_COPIED_PARAMETERS:
         return None
     copies: dict[nn.Module, PackedMatrix] = {}
-    for module in modules:
+    for module in table.linears:
         assert isinstance(module, nn.Linear)  # because the model is plain
         copies[module] = PackedMatrix(RawMatrix.plain(module.weight))
-    return QuantisedForward(member, RawMatrix.plain(embedding.weight), copies, torch.float32)
+    assert isinstance(table.embedding, nn.Embedding)
+    return QuantisedForward(table, RawMatrix.plain(table.embedding.weight), copies, torch.float32)
+
+
+def _is_plain(model: PreTrainedModel, further: Sequence[type]) -> bool:
+    """Return whether all modules are those of the architecture, with float32 weights on a CPU.
+
+    Args:
+        model: the model.
+        further: classes of torch that the architecture has beside the usual ones.
+    """
+    homes = type(model).__module__, "transformers.activations"
+    known = _PLAIN_MODULES | set(further)
+    if not all(
+        type(module) in known or type(module).__module__ in homes for module in model.modules()
+    ):
+        return False
+    return all(
+        parameter.dtype == torch.float32 and parameter.device.type == "cpu"
+        for parameter in model.parameters()
+    )

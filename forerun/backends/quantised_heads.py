@@ -23,6 +23,7 @@ from forerun.backends.panels import (
 )
 from forerun.backends.quantised import Layers, Part, Pointers, lay_out
 from forerun.backends.stored import StoredEmbedding
+from forerun.backends.table import Norm, Rotation
 from forerun.csrc.library import (
     GrowthArgument,
     LayerArgument,
@@ -121,7 +122,7 @@ class QuantisedHead:
             vocabulary=min(embedding.out, config.vocab_size),
             embed_format=format_number(embedding.type),
             layer=ctypes.addressof(arguments),
-            norm=pointers.floats(head.norm.weight),
+            norm=pointers.norm(Norm(head.norm.weight)),
             embed=embedding.rows.ctypes.data,
             embed_row=embedding.rows.shape[1],
             fuse=_matrix(head.fuse.weight, pointers),
@@ -130,7 +131,7 @@ class QuantisedHead:
         if config.kind == "lyanna":
             structure.alone = _matrix(head.fuse.weight[:, : config.hidden_size], pointers)
         frequencies = layers[0].frequencies(torch.device("cpu"))
-        self.layers = Layers(structure, frequencies, 1.0, pointers)
+        self.layers = Layers(structure, [Rotation(frequencies)], pointers)
         self.context = config.max_position_embeddings
         self._logits = logits
         self._hot = head.hot.cpu().numpy().astype(np.int32)
@@ -275,9 +276,8 @@ def _fill_layer(argument: LayerArgument, layer: HeadLayer, pointers: Pointers) -
     argument.up = _matrix(up, pointers)
     argument.o = _matrix(layer.out.weight, pointers)
     argument.down = _matrix(layer.down.weight, pointers)
-    argument.rotary_dims = layer.size
-    argument.attention_norm = pointers.floats(layer.before_attention.weight)
-    argument.mlp_norm = pointers.floats(layer.before_mlp.weight)
+    argument.attention_norm = pointers.norm(Norm(layer.before_attention.weight))
+    argument.mlp_norm = pointers.norm(Norm(layer.before_mlp.weight))
 
 
 def _matrix(weight: Tensor, pointers: Pointers) -> MatrixArgument:

@@ -68,7 +68,7 @@ def batch(
     ] = None,
     max_rows: MaxRowsOption = 32,
 ) -> None:
-    """Answer a file of requests. See docs/batch.md.
+    """Answer a file of requests. See docs/guide/batch.md.
 
     If the job is interrupted, run the same command again: it continues with the remaining lines.
     """

@@ -20,7 +20,6 @@ from forerun.cli.options import (
     LoadOptions,
     MaxNewTokensOption,
     PreVerifierOption,
-    TargetOption,
     TemperatureOption,
     TopPOption,
     grouped,
@@ -60,7 +59,12 @@ class BenchOptions:
     out: Annotated[Path | None, typer.Option(help="Folder for records.jsonl and results.json.")] = (
         None
     )
-    target: TargetOption = EMBEDDED
+    target: Annotated[
+        str,
+        typer.Option(
+            help="Hub id, folder or GGUF file of the target model. Default: the embedded model."
+        ),
+    ] = EMBEDDED
     method_arg: Annotated[
         list[str] | None,
         typer.Option(help="A setting of a method, for example sd.gamma=6. May be repeated."),

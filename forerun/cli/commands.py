@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun import __version__
-from forerun.cli import batch_jobs, bench, demo, generate, info, serve, train
+from forerun.cli import batch_jobs, bench, cache, demo, doctor, generate, info, serve, train
 from forerun.cli.common import help_text, say
 from forerun.zoo import MODELS, SMOLLM2, require
 from forerun.zoo.fetch import fetch as download
@@ -79,6 +79,7 @@ COMMANDS = (
     bench.bench,
     generate.chat,
     demo.demo,
+    doctor.doctor,
     fetch,
     generate.generate,
     info.info,
@@ -87,3 +88,4 @@ COMMANDS = (
 for command in COMMANDS:
     app.command(help=help_text(command))(command)
 app.add_typer(train.app, name="train")
+app.add_typer(cache.app, name="cache")

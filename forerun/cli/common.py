@@ -26,6 +26,15 @@ def say(line: str) -> None:
     print(f"forerun: {line}", file=sys.stderr, flush=True)
 
 
+def shown_size(count: int) -> str:
+    """Return a number of bytes in the unit that suits it: 1.1 GB, 98 MB, 12 kB."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= unit:
+            size = count / unit
+            return f"{size:.1f} {name}" if size < 10 else f"{size:.0f} {name}"
+    return f"{count} bytes"
+
+
 def quiet(threads: int | None = None) -> None:
     """Keep transformers' progress bars and warnings out of the output, and set torch's threads."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

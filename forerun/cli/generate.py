@@ -20,11 +20,11 @@ from forerun.cli.options import (
     TargetOption,
     grouped,
 )
-from forerun.cli.writing import Answer, Reading, say_loading, tinted
+from forerun.cli.writing import Answer, Reading, say_default, say_loading, tinted
 from forerun.files import read_text
 from forerun.methods import Method
 from forerun.sampling.params import SamplingParams
-from forerun.zoo import EMBEDDED, SMOLLM2
+from forerun.zoo import EMBEDDED, best_fetched
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,10 +43,7 @@ class ChatOptions:
         str | None,
         typer.Option(help="System prompt. Default: the one in the chat template, if any."),
     ] = None
-    target: Annotated[
-        str,
-        typer.Option(help="Hub id, folder or GGUF file of a target model with a chat template."),
-    ] = SMOLLM2
+    target: TargetOption = None
     max_new_tokens: MaxNewTokensOption = 512
 
 
@@ -78,7 +75,7 @@ def generate(
         typer.Argument(help="The prompt. Without it, or with '-', it is read from stdin."),
     ] = None,
     file: FileOption = None,
-    target: TargetOption = EMBEDDED,
+    target: TargetOption = None,
     max_new_tokens: MaxNewTokensOption = 256,
     *,
     sampling: SamplingOptions,
@@ -91,9 +88,13 @@ def generate(
     magenta from a phrase, yellow reused, and red corrected. The prompt is dim.
     """
     params = sampling.params(max_new_tokens)
-    method = decoding.chosen_method(target)
+    model = target or best_fetched()
+    method = decoding.chosen_method(model)
     query = Query(_read_prompt(prompt, file), params)
-    _answer(_loaded(target, query, decoding, method), query, as_json)
+    decoder = _loaded(model, query, decoding, method)
+    if target is None:
+        say_default(model)
+    _answer(decoder, query, as_json)
 
 
 @grouped
@@ -122,11 +123,14 @@ def chat(
     is_conversation = prompt is None and file is None and sys.stdin.isatty()
     if is_conversation and as_json:
         raise ValueError("--json is for one answer: give a prompt")
-    method = decoding.chosen_method(chatting.target)
+    model = chatting.target or best_fetched()
+    method = decoding.chosen_method(model)
     # For a conversation any message will do: it shows whether the template can be rendered.
     text = "Hello" if is_conversation else _read_prompt(prompt, file)
     query = Query(_messages(text), params, chatting.system)
-    decoder = _loaded(chatting.target, query, decoding, method)
+    decoder = _loaded(model, query, decoding, method)
+    if chatting.target is None:
+        say_default(model)
     if is_conversation:
         from forerun.cli.talk import Talk
 
@@ -231,8 +235,8 @@ def _loaded(target: str, query: Query, decoding: DecodeOptions, method: Method |
     if not isinstance(prompt, str):
         if target == EMBEDDED and not has_template(tokenizer):
             raise ValueError(
-                "the embedded model has no chat template; "
-                "`forerun fetch smollm2` gets one that has a template"
+                "the embedded model has no chat template; `forerun fetch qwen-coder` (1.1 GB) or "
+                "`forerun fetch smollm2` (98 MB) gets one that has a template"
             )
         prompt = chat_prompt(tokenizer, prompt, query.system)
     elif sys.stderr.isatty() and has_template(tokenizer):

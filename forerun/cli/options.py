@@ -24,9 +24,12 @@ from forerun.methods import METHODS, Method
 from forerun.sampling.params import SamplingParams
 
 TargetOption = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help="Hub id, folder or GGUF file of the target model. Default: the embedded model."
+        help=(
+            "Hub id, folder or GGUF file of the target model. Default: the best known model that "
+            "is fetched, else the embedded one."
+        )
     ),
 ]
 MaxRowsOption = Annotated[
@@ -198,15 +201,7 @@ class DecodeOptions(LoadOptions):
 class ServingOptions(DecodeOptions):
     """The target and its memory, for `forerun serve` and `forerun batch`."""
 
-    target: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                "Hub id, folder or GGUF file of the target model. Default: smollm2 if it is "
-                "installed, else the embedded model."
-            )
-        ),
-    ] = None
+    target: TargetOption = None
     model_name: Annotated[
         str | None,
         typer.Option(help="Name of the model in answers. Default: the name of the target."),
@@ -227,8 +222,7 @@ class ServingOptions(DecodeOptions):
         """
         if self.target:
             return _absolute(self.target)
-        is_installed = zoo.ModelSource.parse(zoo.SMOLLM2, "target").problem is None
-        return zoo.SMOLLM2 if is_installed else zoo.EMBEDDED
+        return zoo.best_fetched()
 
     @property
     def name(self) -> str:

@@ -14,8 +14,10 @@ import typer
 
 from forerun.cli.common import quiet
 from forerun.cli.options import MaxRowsOption, ServingOptions, check_packages, grouped
+from forerun.cli.writing import say_default
 from forerun.methods import Method
 from forerun.text.tool_calls import FORMS
+from forerun.text.tools import NO_PARSER
 
 if TYPE_CHECKING:
     from forerun.api.decoder import Decoder
@@ -65,7 +67,7 @@ class ServerOptions:
         str | None,
         typer.Option(
             help=(
-                f"How the model writes tool calls: {', '.join(FORMS)}. "
+                f"How the model writes tool calls: {', '.join(FORMS)}; or none, to refuse tools. "
                 "Default: as its chat template shows."
             )
         ),
@@ -94,9 +96,10 @@ class ServerOptions:
             raise ValueError(
                 f"--log-level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}"
             )
-        if self.tool_parser not in (None, *FORMS):
+        parsers = (*FORMS, NO_PARSER)
+        if self.tool_parser not in (None, *parsers):
             raise ValueError(
-                f"--tool-parser must be one of {', '.join(FORMS)}, not {self.tool_parser!r}"
+                f"--tool-parser must be one of {', '.join(parsers)}, not {self.tool_parser!r}"
             )
         if not 0 < self.max_seconds < math.inf:
             raise ValueError(
@@ -125,7 +128,7 @@ def _can_be_sent(key: str) -> bool:
 
 @grouped
 def serve(serving: ServingOptions, options: ServerOptions) -> None:
-    """Serve a model with OpenAI's API, and a page to try it. See docs/serving.md."""
+    """Serve a model with OpenAI's API, and a page to try it. See docs/guide/serve.md."""
     started_at = perf_counter()
     check_packages("forerun serve", "serve", "fastapi", "uvicorn", "prometheus_client")
     options.check()
@@ -136,6 +139,8 @@ def serve(serving: ServingOptions, options: ServerOptions) -> None:
     port = listening.getsockname()[1]
     set_up_log(options.log_level)
     logging.getLogger("forerun.server").info("loading %s ...", serving.model)
+    if serving.target is None:
+        say_default(serving.model)
     quiet(serving.threads)
     from forerun.server import run
     from forerun.server.app import Settings

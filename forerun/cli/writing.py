@@ -22,6 +22,11 @@ READING_DELAY = 0.5  # seconds after which a line says that the prompt is still 
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
+def say_default(target: str) -> None:
+    """Say on stderr which target was chosen, because the user named none."""
+    say(f"the target is {target}, the best known model that is fetched (--target takes another)")
+
+
 def say_loading(*models: str | None) -> None:
     """Say on a terminal's stderr what is loaded.
 

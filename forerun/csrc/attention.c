@@ -472,7 +472,12 @@ static void attention_weights(const fr_attention *a, int64_t from, int64_t end) 
         float *rest = scores + whole;
         for (int64_t j = entries - whole; j < 8; j++)
             rest[j] = scores[0];
-        float largest = largest_of(scores, entries > whole ? whole + 8 : whole);
+        int64_t padded = entries > whole ? whole + 8 : whole;
+        for (int64_t j = 0; a->cap != 0 && j < padded; j += 8)
+            store8(scores + j, cap8(load8(scores + j), a->cap));
+        float largest = largest_of(scores, padded);
+        float sink = a->sinks ? a->sinks[q % a->heads] : largest;
+        if (sink > largest) largest = sink;
         f8 sum = exponentials(scores, whole, largest);
         if (entries > whole) {
             f8 last = exp8(load8(rest) - largest);
@@ -481,7 +486,9 @@ static void attention_weights(const fr_attention *a, int64_t from, int64_t end) 
             store8(rest, last);
             sum += last;
         }
-        scores[-FR_BEFORE] = 1 / sum8(sum);
+        float total = sum8(sum);
+        if (a->sinks) total += exp8(splat8(sink - largest))[0];
+        scores[-FR_BEFORE] = 1 / total;
     }
 }
 

@@ -39,7 +39,9 @@ typedef struct {
     const void *keys, *values;
     int64_t width;
     int rows, heads, d;
-    int is_float32; /* else keys and values are float16 */
+    int is_float32;     /* else keys and values are float16 */
+    float cap;          /* scores s become cap tanh(s / cap); 0: they do not */
+    const float *sinks; /* [heads] scores of an entry without a value; NULL: there is none */
     float *scores;
     float *tile; /* [FR_TILE, d], the calling thread's own */
     fr_attention_row row[FR_QUERIES];

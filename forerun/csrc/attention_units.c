@@ -96,6 +96,8 @@ static void make_unit(const fr_token_block *b, int64_t unit, int64_t place, int 
     a->heads = (int)((piece + 1) * group_heads / pieces - head);
     a->d = m->size;
     a->is_float32 = b->cache->is_float32;
+    a->cap = m->score_cap;
+    a->sinks = b->layer->sinks ? b->layer->sinks + group * group_heads + head : NULL;
     a->scores = b->scores + place * FR_QUERIES * b->score_width;
     a->tile = b->tiles + (int64_t)thread * FR_TILE * m->size;
     for (int i = 0; i < run->count; i++)

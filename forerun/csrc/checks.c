@@ -21,25 +21,60 @@ int fr_are_below(const int32_t *x, int64_t n, int64_t end) {
     return 1;
 }
 
-static int rotation_fits(const fr_model *m, const fr_layer *l) {
-    if (!l->rotary_dims) return 1;
-    if (l->rotary_dims < 0 || l->rotary_dims > m->size || l->rotary_dims % 16) return 0;
-    if (!m->cos || !m->sin) return 0;
-    /* All layers share the tables. */
-    return !m->layer->rotary_dims || l->rotary_dims == m->layer->rotary_dims;
+static int rotations_fit(const fr_model *m) {
+    for (int i = 0; i < m->rotations; i++) {
+        const fr_rotation *r = m->rotation + i;
+        if (r->dims < 16 || r->dims > m->size || r->dims % 16 || !r->cos || !r->sin) return 0;
+    }
+    return 1;
 }
 
-static int layer_fits(const fr_model *m, const fr_layer *l) {
+static int attention_fits(const fr_model *m, const fr_layer *l) {
     int64_t d = m->d;
     int64_t query_width = (int64_t)m->heads * m->size;
     int64_t key_width = (int64_t)m->groups * m->size;
-    int64_t inner = l->gate.outputs;
-    if (inner < 8 || inner % 8 || inner != m->layer->gate.outputs) return 0;
-    if (!l->attention_norm || !l->mlp_norm || l->window < 0) return 0;
+    if (l->window < 0 || l->rotation < -1 || l->rotation >= m->rotations) return 0;
+    if (!fr_matrix_fits(&l->o, d, query_width)) return 0;
+    if (!l->k.panels && !l->v.panels) return fr_matrix_fits(&l->q, query_width + 2 * key_width, d);
     return fr_matrix_fits(&l->q, query_width, d) && fr_matrix_fits(&l->k, key_width, d) &&
-           fr_matrix_fits(&l->v, key_width, d) && fr_matrix_fits(&l->o, d, query_width) &&
-           fr_matrix_fits(&l->gate, inner, d) && fr_matrix_fits(&l->up, inner, d) &&
-           fr_matrix_fits(&l->down, d, inner) && rotation_fits(m, l);
+           fr_matrix_fits(&l->v, key_width, d);
+}
+
+/* Whether all matrices of a list have the form of the first one, which fits. */
+static int list_fits(const fr_matrix *list, int count, int64_t outputs, int64_t inputs) {
+    if (!list || !fr_matrix_fits(list, outputs, inputs)) return 0;
+    for (int i = 1; i < count; i++) {
+        const fr_matrix *m = list + i;
+        if (!m->panels || m->layout != list->layout) return 0;
+        if (m->outputs != outputs || m->inputs != inputs) return 0;
+    }
+    return 1;
+}
+
+static int experts_fit(const fr_model *m, const fr_experts *e) {
+    int64_t d = m->d;
+    int64_t inner = e->down ? e->down->inputs : 0;
+    if (inner < 8 || inner % 8 || e->count < 1 || e->chosen < 1 || e->chosen > e->count) return 0;
+    if (e->scoring < 0 || e->scoring >= FR_SCORINGS) return 0;
+    if (!fr_matrix_fits(&e->router, e->count, d)) return 0;
+    if (e->shared_gate.panels && !fr_matrix_fits(&e->shared_gate, 1, d)) return 0;
+    return list_fits(e->gate, e->count, inner, d) && list_fits(e->up, e->count, inner, d) &&
+           list_fits(e->down, e->count, d, inner);
+}
+
+static int mlp_fits(const fr_model *m, const fr_layer *l) {
+    int64_t d = m->d;
+    int64_t inner = l->down.inputs;
+    if (l->activation < 0 || l->activation >= FR_ACTIVATIONS) return 0;
+    if (l->experts && !experts_fit(m, l->experts)) return 0;
+    if (l->experts && !l->down.panels) return !l->experts->shared_gate.panels;
+    if (inner < 8 || inner % 8 || !fr_matrix_fits(&l->down, d, inner)) return 0;
+    if (l->is_parallel && l->mlp_norm.gain) return 0;
+    if (l->up_bias && !fr_is_gated(l)) return 0;
+    if (l->up.panels) {
+        return fr_matrix_fits(&l->gate, inner, d) && fr_matrix_fits(&l->up, inner, d);
+    }
+    return fr_matrix_fits(&l->gate, fr_is_gated(l) ? 2 * inner : inner, d);
 }
 
 int fr_model_fits(const fr_model *m) {
@@ -50,9 +85,10 @@ int fr_model_fits(const fr_model *m) {
     if (m->fuse.panels && !fr_matrix_fits(&m->fuse, d, 2 * d)) return 0;
     if (m->alone.panels && (!m->fuse.panels || !fr_matrix_fits(&m->alone, d, d))) return 0;
     for (int i = 0; i < m->layers; i++) {
-        if (!layer_fits(m, m->layer + i)) return 0;
+        const fr_layer *l = m->layer + i;
+        if (!attention_fits(m, l) || !mlp_fits(m, l)) return 0;
     }
-    return 1;
+    return rotations_fit(m);
 }
 
 /* Whether a batch has the inputs that the model takes: states, and tokens too or a matrix for

@@ -16,7 +16,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define FORERUN_ABI 6
+#define FORERUN_ABI 7
 #define FR_PANEL 16       /* outputs of a panel */
 #define FR_SUPERBLOCK 256 /* inputs of a superblock, the unit that fr_quantise counts in */
 #define FR_ROW_GROUP 8    /* rows whose records lie side by side */
@@ -80,11 +80,13 @@ int fr_sizes(int32_t *sizes, int n);
 #define FR_AVXVNNI 2
 #define FR_AVX512VNNI 3
 #define FR_NEON 4
-#define FR_ISAS 5
+#define FR_I8MM 5
+#define FR_ISAS 6
 
-/* Chooses the instruction set: "avx512vnni", "avxvnni", "avx2", "neon" or "plain", or "" for the
-   best that this CPU has. Waits until the calls of other threads have ended. Returns the index of
-   the choice, or -1 if the CPU or this build lacks it. "plain" runs until the first call. */
+/* Chooses the instruction set: "avx512vnni", "avxvnni", "avx2", "i8mm", "neon" or "plain", or ""
+   for the best that this CPU has. Waits until the calls of other threads have ended. Returns the
+   index of the choice, or -1 if the CPU or this build lacks it. "plain" runs until the first call.
+ */
 int fr_select(const char *name);
 
 /* Returns what fr_select would return, without choosing. */

@@ -17,6 +17,7 @@
 #include "token_block.h"
 #include "vector_ops.h"
 
+#define LOGITS_PIECE 4096
 #define TORCH_EPS 0x1p-23f /* torch's default of RMSNorm, which normed embeddings of heads have */
 
 static void copy_floats(float *to, const float *from, int64_t n) {
@@ -28,7 +29,31 @@ static void read_embedding(const fr_model *m, int32_t token, float *to) {
     fr_values(m->embed_format, row, (size_t)m->embed_row, m->d, to);
 }
 
-/* Writes inputs of the first layer to `delta`. */
+/* Multiplies a state by a factor of the model. */
+static void multiply(const fr_token_block *b, float *state, float factor) {
+    if (factor != 0 && factor != 1) b->ops->scale(state, factor, 0, b->model->d);
+}
+
+static void run_norm(const fr_token_block *b, const fr_norm *norm, const float *x, float *out) {
+    const fr_model *m = b->model;
+    if (m->norms_by_mean) {
+        b->ops->norm_by_mean(x, norm->gain, norm->bias, m->eps, m->d, out);
+    } else {
+        b->ops->norm(x, norm->gain, norm->bias, m->eps, m->d, out);
+    }
+}
+
+/* normed = the norm of a token's residual, or the residual itself without a gain. */
+static void norm_state(const fr_token_block *b, const fr_norm *norm, int64_t token) {
+    int64_t d = b->model->d;
+    if (norm->gain) {
+        run_norm(b, norm, b->residual + token * d, b->normed + token * d);
+    } else {
+        copy_floats(b->normed + token * d, b->residual + token * d, d);
+    }
+}
+
+/* Writes inputs of the first layer to `residual` and `normed`. */
 static void embed_job(void *argument, int64_t first, int64_t last, int thread) {
     const fr_token_block *b = argument;
     const fr_batch *batch = b->batch;
@@ -37,10 +62,12 @@ static void embed_job(void *argument, int64_t first, int64_t last, int thread) {
     for (int64_t i = first; i < last; i++) {
         int64_t at = b->start + i;
         if (batch->states) {
-            copy_floats(b->delta + i * d, batch->states + at * d, d);
+            copy_floats(b->residual + i * d, batch->states + at * d, d);
         } else {
-            read_embedding(b->model, batch->tokens[at], b->delta + i * d);
+            read_embedding(b->model, batch->tokens[at], b->residual + i * d);
+            multiply(b, b->residual + i * d, b->model->embedding_factor);
         }
+        norm_state(b, &b->model->layer->attention_norm, i);
     }
 }
 
@@ -58,6 +85,7 @@ static void embed_beside_job(void *argument, int64_t first, int64_t last, int th
         copy_floats(state, batch->states + at * d, d);
         if (!batch->tokens) continue;
         read_embedding(b->model, batch->tokens[at], embedding);
+        multiply(b, embedding, b->model->embedding_factor);
         b->ops->norm(embedding, NULL, NULL, TORCH_EPS, d, embedding);
     }
 }
@@ -78,8 +106,8 @@ static void heads_job(void *argument, int64_t first, int64_t last, int thread) {
     const fr_model *m = b->model;
     const fr_layer *l = b->layer;
     int64_t size = m->size;
-    int64_t half = l->rotary_dims / 2;
-    float scale = 1 / sqrtf((float)size);
+    const fr_rotation *rotation = l->rotation < 0 ? NULL : m->rotation + l->rotation;
+    float scale = m->attention_scale != 0 ? m->attention_scale : 1 / sqrtf((float)size);
     (void)thread;
     for (int64_t i = first; i < last; i++) {
         int64_t at = b->start + i;
@@ -87,12 +115,26 @@ static void heads_job(void *argument, int64_t first, int64_t last, int thread) {
         float *q = b->qkv + i * b->qkv_width;
         float *k = q + b->query_width;
         float *v = k + m->groups * size;
-        const float *cos = half ? m->cos + position * half : NULL;
-        const float *sin = half ? m->sin + position * half : NULL;
-        b->ops->heads(q, l->q_bias, l->q_norm, m->eps, cos, sin, l->rotary_dims, scale, m->heads,
-                      size);
-        b->ops->heads(k, l->k_bias, l->k_norm, m->eps, cos, sin, l->rotary_dims, 1, m->groups,
-                      size);
+        fr_head_steps steps = {
+            .bias = l->q_bias,
+            .gain = l->q_norm,
+            .eps = m->eps,
+            .scale = scale,
+            .norms_together = l->norms_heads_together,
+            .norms_rotated = l->norms_heads_rotated,
+        };
+        if (rotation) {
+            steps.dims = rotation->dims;
+            steps.cos = rotation->cos + position * (rotation->dims / 2);
+            steps.sin = rotation->sin + position * (rotation->dims / 2);
+            steps.is_interleaved = rotation->is_interleaved;
+            if (rotation->scale) steps.scale *= rotation->scale[position];
+        }
+        b->ops->heads(q, &steps, m->heads, size);
+        steps.bias = l->k_bias;
+        steps.gain = l->k_norm;
+        steps.scale = 1;
+        b->ops->heads(k, &steps, m->groups, size);
         if (l->v_bias) b->ops->add(v, l->v_bias, m->groups * size);
         int64_t entry = b->batch->row[at] * b->cache->row + b->batch->slot[at] * size;
         for (int g = 0; g < m->groups; g++) {
@@ -104,7 +146,9 @@ static void heads_job(void *argument, int64_t first, int64_t last, int thread) {
 
 typedef struct {
     const fr_token_block *block;
-    const float *gain; /* NULL: no norm */
+    const float *bias;    /* of `delta`; NULL: there is none */
+    const fr_norm *after; /* of `delta` */
+    const fr_norm *next;  /* of what is read next; NULL: `normed` stays */
 } norm_request;
 
 static void norm_job(void *argument, int64_t first, int64_t last, int thread) {
@@ -113,21 +157,20 @@ static void norm_job(void *argument, int64_t first, int64_t last, int thread) {
     int64_t d = b->model->d;
     (void)thread;
     for (int64_t i = first; i < last; i++) {
-        float *residual = b->residual + i * d;
-        float *normed = b->normed + i * d;
-        const float *delta = b->delta + i * d;
-        if (request->gain) {
-            b->ops->norm(residual, delta, request->gain, b->model->eps, d, normed);
-        } else {
-            b->ops->add(residual, delta, d);
-            copy_floats(normed, residual, d);
-        }
+        float *delta = b->delta + i * d;
+        if (request->bias) b->ops->add(delta, request->bias, d);
+        if (request->after->gain) run_norm(b, request->after, delta, delta);
+        multiply(b, delta, b->model->residual_factor);
+        b->ops->add(b->residual + i * d, delta, d);
+        if (request->next) norm_state(b, request->next, i);
     }
 }
 
-/* residual += delta; normed = its norm, or the residual itself without a gain. */
-static void add_and_norm(const fr_token_block *b, const float *gain) {
-    norm_request request = {b, gain};
+/* Adds `delta`, with its bias, norm and factor, to the residual, and norms that for what reads it
+   next. */
+static void add_and_norm(const fr_token_block *b, const float *bias, const fr_norm *after,
+                         const fr_norm *next) {
+    norm_request request = {b, bias, after, next};
     fr_run(norm_job, &request, b->n, (int64_t)b->n * b->model->d);
 }
 
@@ -140,12 +183,16 @@ typedef struct {
 static void gate_job(void *argument, int64_t first, int64_t last, int thread) {
     const gate_request *request = argument;
     const fr_token_block *b = request->block;
+    const fr_layer *l = b->layer;
     int64_t from = first * FR_SUPERBLOCK;
     int64_t end = fr_min(last * FR_SUPERBLOCK, b->inner);
     (void)thread;
     for (int64_t i = 0; i < b->n; i++) {
         float *gate = b->gate_up + 2 * i * b->inner + from;
-        b->ops->gate(gate, gate + b->inner, end - from);
+        float *up = fr_is_gated(l) ? gate + b->inner : NULL;
+        if (l->gate_bias) b->ops->add(gate, l->gate_bias + from, end - from);
+        if (l->up_bias) b->ops->add(up, l->up_bias + from, end - from);
+        b->ops->activate(l->activation, gate, up, end - from);
     }
     if (!fr_is_float(request->down->matrix[0]->layout)) {
         fr_quantise_rows(request->down, first, last);
@@ -170,33 +217,46 @@ static fr_products to_delta(const fr_token_block *b, const fr_matrix *m, const f
 /* Writes what the first layer reads to `residual` and `normed`. */
 static void run_embedding(const fr_token_block *b) {
     const fr_model *m = b->model;
+    const fr_norm none = {NULL, NULL};
     int64_t numbers = (int64_t)b->n * m->d;
-    if (m->fuse.panels) {
-        fr_run(embed_beside_job, (void *)b, b->n, numbers);
-        const fr_matrix *first = b->batch->tokens ? &m->fuse : &m->alone;
-        fr_products p = to_delta(b, first, b->gate_up, 2 * (int64_t)m->d);
-        fr_run_products(&p, 0);
-    } else {
+    if (!m->fuse.panels) {
         fr_run(embed_job, (void *)b, b->n, numbers);
+        return;
     }
+    fr_run(embed_beside_job, (void *)b, b->n, numbers);
+    const fr_matrix *first = b->batch->tokens ? &m->fuse : &m->alone;
+    fr_products p = to_delta(b, first, b->gate_up, 2 * (int64_t)m->d);
+    fr_run_products(&p, 0);
     memset(b->residual, 0, (size_t)numbers * sizeof(float));
-    add_and_norm(b, m->layer->attention_norm);
+    add_and_norm(b, NULL, &none, &m->layer->attention_norm);
+}
+
+/* Adds a matrix to products, unless it is empty. */
+static void add_matrix(fr_products *p, const fr_matrix *m, float *out, int64_t stride) {
+    if (!m->panels) return;
+    p->matrix[p->count] = m;
+    p->out[p->count] = out;
+    p->out_stride[p->count] = stride;
+    p->count++;
+}
+
+static fr_products of_normed(const fr_token_block *b) {
+    return (fr_products){
+        .x = b->normed,
+        .stride = b->model->d,
+        .rows = b->n,
+        .records = b->records,
+    };
 }
 
 static void run_attention(const fr_token_block *b) {
     const fr_layer *l = b->layer;
     float *k = b->qkv + b->query_width;
     float *v = k + (int64_t)b->model->groups * b->model->size;
-    fr_products qkv = {
-        .matrix = {&l->q, &l->k, &l->v},
-        .out = {b->qkv, k, v},
-        .out_stride = {b->qkv_width, b->qkv_width, b->qkv_width},
-        .count = 3,
-        .x = b->normed,
-        .stride = b->model->d,
-        .rows = b->n,
-        .records = b->records,
-    };
+    fr_products qkv = of_normed(b);
+    add_matrix(&qkv, &l->q, b->qkv, b->qkv_width);
+    add_matrix(&qkv, &l->k, k, b->qkv_width);
+    add_matrix(&qkv, &l->v, v, b->qkv_width);
     fr_run_products(&qkv, 0);
     fr_run(heads_job, (void *)b, b->n, b->n * b->qkv_width);
     fr_attend(b);
@@ -206,16 +266,9 @@ static void run_attention(const fr_token_block *b) {
 
 static void run_mlp(const fr_token_block *b) {
     const fr_layer *l = b->layer;
-    fr_products gate_up = {
-        .matrix = {&l->gate, &l->up},
-        .out = {b->gate_up, b->gate_up + b->inner},
-        .out_stride = {2 * b->inner, 2 * b->inner},
-        .count = 2,
-        .x = b->normed,
-        .stride = b->model->d,
-        .rows = b->n,
-        .records = b->records,
-    };
+    fr_products gate_up = of_normed(b);
+    add_matrix(&gate_up, &l->gate, b->gate_up, 2 * b->inner);
+    add_matrix(&gate_up, &l->up, b->gate_up + b->inner, 2 * b->inner);
     fr_run_products(&gate_up, 0);
     fr_products down = to_delta(b, &l->down, b->gate_up, 2 * b->inner);
     gate_request request = {b, &down};
@@ -244,10 +297,14 @@ static void run_layers(fr_token_block *b, const fr_cache *cache) {
         capture(b, i);
         b->layer = m->layer + i;
         b->cache = cache + i;
+        b->inner = b->layer->down.inputs;
+        const fr_layer *l = b->layer;
+        const fr_norm *next = i + 1 < m->layers ? &l[1].attention_norm : &m->norm;
         run_attention(b);
-        add_and_norm(b, b->layer->mlp_norm);
-        run_mlp(b);
-        add_and_norm(b, i + 1 < m->layers ? b->layer[1].attention_norm : m->norm);
+        add_and_norm(b, l->o_bias, &l->attention_after, l->is_parallel ? NULL : &l->mlp_norm);
+        if (l->down.panels) run_mlp(b);
+        if (l->experts) fr_mix_experts(b);
+        add_and_norm(b, l->down_bias, &l->mlp_after, next);
     }
     capture(b, m->layers);
 }
@@ -277,6 +334,32 @@ static void extra_job(void *argument, int64_t first, int64_t last, int thread) {
     }
 }
 
+/* The rows of logits [rows, width], which are changed in pieces. */
+typedef struct {
+    const fr_token_block *block;
+    float *logits;
+    int64_t numbers;
+} logits_request;
+
+/* A part is LOGITS_PIECE logits. */
+static void finish_job(void *argument, int64_t first, int64_t last, int thread) {
+    const logits_request *request = argument;
+    const fr_model *m = request->block->model;
+    int64_t from = first * LOGITS_PIECE;
+    int64_t end = fr_min(last * LOGITS_PIECE, request->numbers);
+    float factor = m->logit_factor != 0 ? m->logit_factor : 1;
+    (void)thread;
+    request->block->ops->scale(request->logits + from, factor, m->logit_cap, end - from);
+}
+
+/* Applies the model's factor and limit to logits. */
+static void finish_logits(const fr_token_block *b, float *logits, int64_t numbers) {
+    const fr_model *m = b->model;
+    if (m->logit_cap == 0 && (m->logit_factor == 0 || m->logit_factor == 1)) return;
+    logits_request request = {b, logits, numbers};
+    fr_run(finish_job, &request, (numbers + LOGITS_PIECE - 1) / LOGITS_PIECE, numbers);
+}
+
 /* Copies the states of asked tokens to `delta`, from index `from` of `asked` on, while they are
    tokens of the block and there is room. Returns their number. */
 static int gather_asked(const fr_token_block *b, int from) {
@@ -290,6 +373,21 @@ static int gather_asked(const fr_token_block *b, int from) {
         rows++;
     }
     return rows;
+}
+
+/* Computes the logits of extra tokens, which follow those of a head, whose inputs are quantised if
+   it needs it. */
+static void add_extras(const fr_token_block *b, fr_products *p) {
+    const fr_matrix *head = p->matrix[0];
+    const fr_matrix *whole = &b->model->head;
+    p->matrix[0] = whole;
+    p->out[0] += head->outputs;
+    int is_quantised = !fr_is_float(head->layout);
+    if (!is_quantised && !fr_is_float(whole->layout)) {
+        fr_quantise_rows(p, 0, fr_superblocks(b->model->d));
+    }
+    extra_request request = {b->batch, p};
+    fr_parallel(extra_job, &request, b->batch->extras, 0);
 }
 
 /* Computes the logits of the asked tokens at the indices [from, from + rows), whose states are in
@@ -309,18 +407,11 @@ static void compute_logits(const fr_token_block *b, int from, int rows) {
         .rows = rows,
         .records = b->records,
     };
+    float *logits = p.out[0];
     fr_run_products(&p, 0);
-    if (!batch->extras) return;
-    p.matrix[0] = whole;
-    p.out[0] += head->outputs;
-    int is_quantised = !fr_is_float(head->layout);
-    if (!is_quantised && !fr_is_float(whole->layout)) {
-        fr_quantise_rows(&p, 0, fr_superblocks(b->model->d));
-    }
-    extra_request request = {batch, &p};
-    fr_parallel(extra_job, &request, batch->extras, 0);
+    if (batch->extras) add_extras(b, &p);
+    finish_logits(b, logits, rows * stride);
 }
-
 /* Computes the logits of the block's asked tokens; adjacent ones in `asked` are multiplied
    together. */
 static void answer_asked(const fr_token_block *b) {
@@ -336,6 +427,52 @@ static int64_t take(int64_t *end, int64_t bytes) {
     int64_t start = *end;
     *end += (bytes + 63) / 64 * 64;
     return start;
+}
+
+/* The numbers of buffers of experts, at most. */
+typedef struct {
+    int64_t count, chosen, inner;
+} expert_sizes;
+
+static expert_sizes sizes_of_experts(const fr_model *m) {
+    expert_sizes s = {0, 0, 0};
+    for (int i = 0; i < m->layers; i++) {
+        const fr_experts *e = m->layer[i].experts;
+        if (!e) continue;
+        s.count = fr_max(s.count, e->count);
+        s.chosen = fr_max(s.chosen, e->chosen);
+        s.inner = fr_max(s.inner, e->down->inputs);
+    }
+    return s;
+}
+
+/* Takes the buffers of experts; writes where they begin to `at`, in the order of fr_expert_room. */
+static void take_expert_room(const expert_sizes *s, int64_t rows, int64_t d, int64_t *total,
+                             int64_t at[12]) {
+    int64_t places = rows * s->chosen;
+    const int64_t numbers[] = {
+        rows * s->count, places,       places,   places,     places,
+        places,          s->count + 1, s->count, places * d, 2 * places * s->inner,
+        places * d,
+    };
+    for (int i = 0; i < 11; i++)
+        at[i] = take(total, numbers[i] * 4);
+    at[11] = take(total, (int64_t)fr_record_bytes((int)fr_max(d, s->inner), (int)places));
+}
+
+static void place_expert_room(fr_expert_room *e, char *room, const int64_t at[12]) {
+    e->scores = (float *)(room + at[0]);
+    e->weights = (float *)(room + at[1]);
+    e->chosen = (int32_t *)(room + at[2]);
+    e->place = (int32_t *)(room + at[3]);
+    e->token = (int32_t *)(room + at[4]);
+    e->expert = (int32_t *)(room + at[5]);
+    e->first = (int32_t *)(room + at[6]);
+    e->active = (int32_t *)(room + at[7]);
+    e->inputs = (float *)(room + at[8]);
+    e->gate_up = (float *)(room + at[9]);
+    e->outputs = (float *)(room + at[10]);
+    e->records = room + at[11];
 }
 
 /* The bytes of the records of a layer's widest input. */
@@ -355,7 +492,9 @@ static int make_room(fr_token_block *b, int64_t rows, int64_t longest) {
     int64_t total = 0;
     b->query_width = (int64_t)m->heads * m->size;
     b->qkv_width = b->query_width + 2 * (int64_t)m->groups * m->size;
-    b->inner = m->layer->gate.outputs;
+    b->inner = 0;
+    for (int i = 0; i < m->layers; i++)
+        b->inner = fr_max(b->inner, m->layer[i].down.inputs);
     b->longest = longest;
     b->score_width = fr_attention_width(longest);
     int64_t places = fr_score_places(m, rows, longest);
@@ -368,8 +507,12 @@ static int make_room(fr_token_block *b, int64_t rows, int64_t longest) {
     int64_t scores = take(&total, places * FR_QUERIES * b->score_width * float_bytes);
     int64_t tiles = take(&total, fr_workers() * FR_TILE * m->size * float_bytes);
     int64_t records = take(&total, widest_records(b, rows));
+    int64_t of_experts[12];
+    const expert_sizes sizes = sizes_of_experts(m);
+    take_expert_room(&sizes, rows, d, &total, of_experts);
     char *room = fr_scratch(total);
     if (!room) return 0;
+    place_expert_room(&b->experts, room, of_experts);
     b->residual = (float *)(room + residual);
     b->normed = (float *)(room + normed);
     b->delta = (float *)(room + delta);

@@ -1,8 +1,8 @@
 """The C library of `forerun/csrc`: its structures, its functions and its choice of instruction set.
 
 The library is built when forerun is installed. It runs the best instruction set of the machine,
-unless FORERUN_KERNELS names another one ("plain", "avx2", "avxvnni", "avx512vnni" or "neon"). If it
-is "none", torch does the work, more slowly.
+unless FORERUN_KERNELS names another one ("plain", "avx2", "avxvnni", "avx512vnni", "neon" or
+"i8mm"). If it is "none", torch does the work, more slowly.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 from forerun.csrc.build import HERE, LIBRARY, build_of, sources_id
 
-ABI = 6  # FORERUN_ABI of forerun.h, for which the structures below are written
+ABI = 7  # FORERUN_ABI of forerun.h, for which the structures below are written
 VARIABLE = "FORERUN_KERNELS"  # the environment variable that names the instruction set
-VARIANTS = ("plain", "avx2", "avxvnni", "avx512vnni", "neon")
+VARIANTS = ("plain", "avx2", "avxvnni", "avx512vnni", "neon", "i8mm")
 _LOG = logging.getLogger("forerun")
 _LOCK = Lock()  # guards `_CHOSEN`
 _CHOSEN: list[str] = []  # the variant of this process, once it is chosen
@@ -27,6 +27,7 @@ _INT = ctypes.c_int32
 _LONG = ctypes.c_int64
 _SIZE = ctypes.c_size_t
 _FLOAT = ctypes.c_float
+_DOUBLE = ctypes.c_double
 _TEXT = ctypes.c_char_p
 _NO_MEMORY = -2  # FR_NO_MEMORY of forward.h
 
@@ -46,14 +47,41 @@ class MatrixArgument(ctypes.Structure):
     _fields_ = (*_fields(_INT, "layout", "outputs", "inputs"), ("panels", _POINTER))
 
 
+class NormArgument(ctypes.Structure):
+    """A norm (`fr_norm`)."""
+
+    _fields_ = _fields(_POINTER, "gain", "bias")
+
+
+class RotationArgument(ctypes.Structure):
+    """A rotation of queries and keys (`fr_rotation`)."""
+
+    _fields_ = (*_fields(_POINTER, "cos", "sin", "scale"), *_fields(_INT, "dims", "is_interleaved"))
+
+
+class ExpertsArgument(ctypes.Structure):
+    """The experts of a layer (`fr_experts`)."""
+
+    _fields_ = (
+        *_fields(MatrixArgument, "router", "shared_gate"),
+        *_fields(_POINTER, "gate", "up", "down", "router_bias", "choice_bias"),
+        *_fields(_POINTER, "gate_bias", "up_bias", "down_bias"),
+        *_fields(_INT, "count", "chosen", "scoring", "norms_weights"),
+        ("factor", _FLOAT),
+    )
+
+
 class LayerArgument(ctypes.Structure):
     """A decoder layer (`fr_layer`)."""
 
     _fields_ = (
         *_fields(MatrixArgument, "q", "k", "v", "o", "gate", "up", "down"),
-        *_fields(_POINTER, "attention_norm", "mlp_norm", "q_bias", "k_bias", "v_bias"),
-        *_fields(_POINTER, "q_norm", "k_norm"),
-        *_fields(_INT, "window", "rotary_dims"),
+        *_fields(NormArgument, "attention_norm", "mlp_norm", "attention_after", "mlp_after"),
+        *_fields(_POINTER, "q_bias", "o_bias", "k_bias", "v_bias"),
+        *_fields(_POINTER, "gate_bias", "up_bias", "down_bias"),
+        *_fields(_POINTER, "q_norm", "k_norm", "sinks", "experts"),
+        *_fields(_INT, "window", "rotation", "activation"),
+        *_fields(_INT, "norms_heads_together", "norms_heads_rotated", "is_parallel"),
     )
 
 
@@ -62,11 +90,15 @@ class ModelArgument(ctypes.Structure):
 
     _fields_ = (
         *_fields(_INT, "d", "heads", "groups", "size"),
-        *_fields(_INT, "layers", "positions", "vocabulary", "embed_format"),
-        *_fields(_POINTER, "layer", "norm", "cos", "sin", "embed"),
+        *_fields(_INT, "layers", "positions", "rotations", "vocabulary", "embed_format"),
+        ("norms_by_mean", _INT),
+        *_fields(_POINTER, "layer", "rotation"),
+        ("norm", NormArgument),
+        ("embed", _POINTER),
         ("embed_row", _LONG),
         *_fields(MatrixArgument, "head", "fuse", "alone"),
-        ("eps", _FLOAT),
+        *_fields(_FLOAT, "eps", "attention_scale", "score_cap", "logit_cap"),
+        *_fields(_FLOAT, "embedding_factor", "residual_factor", "logit_factor"),
     )
 
 
@@ -143,6 +175,9 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fr_forward": (_INT, (_POINTER, _POINTER, _POINTER)),
     "fr_chain": (_INT, (_POINTER, _POINTER, _POINTER)),
     "fr_grow": (_INT, (_POINTER, _POINTER, _POINTER)),
+    "fr_exp": (_DOUBLE, (_DOUBLE,)),
+    "fr_log": (_DOUBLE, (_DOUBLE,)),
+    "fr_log1p": (_DOUBLE, (_DOUBLE,)),
 }
 
 
@@ -285,7 +320,7 @@ def _check_process(functions: Any, wanted: str) -> None:
         running = f"this process runs {chosen!r} already"
         raise ValueError(f"{VARIABLE} is {wanted!r}, but {running}: start another one")
     path = HERE / LIBRARY
-    installed = build_of(path) if path.is_file() else None
+    installed = build_of(path.read_bytes()) if path.is_file() else None
     loaded = functions.fr_build().decode()
     if installed != loaded:
         running = f"this process runs {loaded}"

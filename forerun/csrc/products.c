@@ -22,9 +22,10 @@
 #include "vectors.h"
 
 #define IS_AVX2 (FR_ISA == FR_AVX2)
-#define IS_NEON (FR_ISA == FR_NEON)
+#define HAS_I8MM (FR_ISA == FR_I8MM)
+#define HAS_NEON (FR_ISA == FR_NEON || HAS_I8MM)
 #define HAS_VNNI (FR_ISA == FR_AVXVNNI || FR_ISA == FR_AVX512VNNI)
-#define IS_SIGNED (IS_PLAIN || IS_NEON) /* products are of two signed bytes */
+#define IS_SIGNED (IS_PLAIN || HAS_NEON) /* products are of two signed bytes */
 
 #define LANES (HAS_AVX512 ? 16 : 8)
 #define PARTS (FR_PANEL / LANES)                 /* of a panel, one after the other */
@@ -195,7 +196,7 @@ FR_INLINE ints add_products(int bits, ints a, codes w, const int8_t *q) {
     a += (ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
     __asm__("" : "+x"(a));
     return a;
-#elif IS_NEON
+#elif HAS_NEON
     int8x16_t c[2], b[2];
     int32x4_t s[2];
     memcpy(c, &w, 32);
@@ -212,6 +213,44 @@ FR_INLINE ints add_products(int bits, ints a, codes w, const int8_t *q) {
     return a + ((ints)pairs << 16 >> 16) + ((ints)pairs >> 16);
 #endif
 }
+
+#if HAS_I8MM
+/* Sums of two rows. Each vector has two outputs: output 0 row 0, output 0 row 1, output 1 row 0,
+   output 1 row 1. */
+typedef struct {
+    int32x4_t of[4];
+} pair_sums;
+
+/* Adds the products of two rows with the codes for 8 inputs, which two vectors hold by fours. */
+FR_INLINE void add_matrices(pair_sums *a, codes first, codes last, const int8_t *q,
+                            const int8_t *r) {
+    int32x4_t x[2], y[2];
+    int8x16_t inputs = vcombine_s8(vld1_s8(q), vld1_s8(r));
+    memcpy(x, &first, 32);
+    memcpy(y, &last, 32);
+    UNROLL
+    for (int i = 0; i < 2; i++) {
+        int8x16_t low = vreinterpretq_s8_s32(vzip1q_s32(x[i], y[i]));
+        int8x16_t high = vreinterpretq_s8_s32(vzip2q_s32(x[i], y[i]));
+        a->of[2 * i] = vmmlaq_s32(a->of[2 * i], low, inputs);
+        a->of[2 * i + 1] = vmmlaq_s32(a->of[2 * i + 1], high, inputs);
+    }
+}
+
+/* The sums of one of the two rows. */
+FR_INLINE ints sums_of(const pair_sums *a, int row) {
+    int32x4_t s[2];
+    ints sums;
+    UNROLL
+    for (int i = 0; i < 2; i++) {
+        int32x4_t low = a->of[2 * i];
+        int32x4_t high = a->of[2 * i + 1];
+        s[i] = row ? vuzp2q_s32(low, high) : vuzp1q_s32(low, high);
+    }
+    memcpy(&sums, s, 32);
+    return sums;
+}
+#endif
 
 /* Whether the halves of a block are summed apart, because each has its scale, or because int16
    would overflow: 16 products of 4 bits fill it (15 x 127 x 16 = 30480), and so do 8 products of 5
@@ -294,6 +333,48 @@ FR_INLINE void prefetch(const uint8_t *from, size_t bytes) {
         __builtin_prefetch(from + L1_AHEAD + i);
 }
 
+/* The sums of a block times n rows. `near` are its codes, or NULL. */
+FR_INLINE void sum_block(shape l, int n, const uint8_t *block, const codes *near,
+                         const fr_record *x, ints sum[TILE][2]) {
+    shared_codes vectors = {{0}, {0}};
+    UNROLL
+    for (int t = 0; t < 8; t++) {
+        int half = is_halved(l.bits) ? t / 4 : 0;
+        codes w = near ? near[t] : unpacked(l.bits, l.scales, block, t, &vectors);
+        UNROLL
+        for (int r = 0; r < n; r++) {
+            ints before = t == 4 * half ? start(l.bits, l.scales, x + r, half) : sum[r][half];
+            sum[r][half] = add_products(l.bits, before, w, x[r].q + 4 * t);
+        }
+    }
+}
+
+#if HAS_I8MM
+/* The same for two rows or more, which are multiplied by pairs; a last odd one, by itself. */
+FR_INLINE void sum_pairs(shape l, int n, const uint8_t *block, const codes *near,
+                         const fr_record *x, ints sum[TILE][2]) {
+    shared_codes vectors = {{0}, {0}};
+    pair_sums pairs[TILE / 2][2];
+    memset(pairs, 0, sizeof pairs);
+    UNROLL
+    for (int t = 0; t < 8; t += 2) {
+        int half = is_halved(l.bits) ? t / 4 : 0;
+        codes first = near ? near[t] : unpacked(l.bits, l.scales, block, t, &vectors);
+        codes last = near ? near[t + 1] : unpacked(l.bits, l.scales, block, t + 1, &vectors);
+        UNROLL
+        for (int r = 0; r < n; r += 2) {
+            int other = r + 1 < n ? r + 1 : r;
+            add_matrices(&pairs[r / 2][half], first, last, x[r].q + 4 * t, x[other].q + 4 * t);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < n; r++) {
+        sum[r][0] = sums_of(&pairs[r / 2][0], r % 2);
+        sum[r][1] = sums_of(&pairs[r / 2][1], r % 2);
+    }
+}
+#endif
+
 /* One part of a group of `count` blocks times n rows; n is a constant, so that f stays in
    registers. `near` are codes of the part that are unpacked already, or NULL. x is the first row's
    record, with `stride` records from one block to the next. `fetches` says whether later groups are
@@ -317,20 +398,19 @@ FR_INLINE void tile(shape l, int n, const uint8_t *group, int count, int part, c
         const uint8_t *at = scales + l.scale_bytes * (size_t)b;
         size_t share = (unit_bytes(l) + l.group_bytes / 8) / PARTS;
         ints sum[TILE][2];
-        shared_codes vectors = {{0}, {0}};
+        const codes *own = near ? near + 8 * b : 0;
         if (fetches) prefetch(group + share * (size_t)(count * part + b), share);
         int scale_size = l.scales == D || l.scales == DM ? 2 : 1;
         block_scales s = read_scales(l.scales, at + scale_size * first, d, m);
-        UNROLL
-        for (int t = 0; t < 8; t++) {
-            int half = is_halved(l.bits) ? t / 4 : 0;
-            codes w = near ? near[8 * b + t] : unpacked(l.bits, l.scales, block, t, &vectors);
-            UNROLL
-            for (int r = 0; r < n; r++) {
-                ints before = t == 4 * half ? start(l.bits, l.scales, x + r, half) : sum[r][half];
-                sum[r][half] = add_products(l.bits, before, w, x[r].q + 4 * t);
-            }
+#if HAS_I8MM
+        if (n > 1) {
+            sum_pairs(l, n, block, own, x, sum);
+        } else {
+            sum_block(l, n, block, own, x, sum);
         }
+#else
+        sum_block(l, n, block, own, x, sum);
+#endif
         UNROLL
         for (int r = 0; r < n; r++)
             f[r] = add_block(l.bits, l.scales, sum[r], &s, x + r, f[r]);

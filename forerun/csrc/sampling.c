@@ -10,6 +10,7 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "logs.h"
 #include "vector_ops.h"
 
 /* As in forerun/sampling/seeded.py. */
@@ -126,13 +127,13 @@ int64_t fr_sample_seeded(const fr_candidates *of, const float *probs, uint64_t k
     for (int64_t i = 0; i < count; i++) {
         below += below_floor(probs[i]);
         if (probs[i] <= FLOOR) continue;
-        double time = -log(uniform(key, fr_candidate_token(of, i))) / ((double)probs[i] - FLOOR);
+        double time = -fr_log(uniform(key, fr_candidate_token(of, i))) / ((double)probs[i] - FLOOR);
         if (time < earliest) {
             earliest = time;
             winner = i;
         }
     }
-    int is_rest_earlier = -log(uniform(key, REST)) / below < earliest;
+    int is_rest_earlier = -fr_log(uniform(key, REST)) / below < earliest;
     if (winner >= 0 && !is_rest_earlier) return winner;
     int64_t place = sample_below_floor(of, probs, key);
     if (place >= 0) return place;

@@ -8,6 +8,7 @@
 #include "forward.h"
 #include "chains.h"
 #include "layouts.h"
+#include "system.h"
 #include "threads.h"
 #include "trees.h"
 #include "vector_ops.h"
@@ -16,8 +17,6 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#elif defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
 #endif
 
 /* The variants of this build. */
@@ -30,7 +29,8 @@
 #elif defined(__aarch64__)
 #define VARIANTS(X)                                                                                \
     X(FR_PLAIN, plain)                                                                             \
-    X(FR_NEON, neon)
+    X(FR_NEON, neon)                                                                               \
+    X(FR_I8MM, i8mm)
 #else
 #define VARIANTS(X) X(FR_PLAIN, plain)
 #endif
@@ -99,11 +99,8 @@ static int is_intel(void) { return 0; }
 
 static int is_supported(int isa) {
     if (isa == FR_PLAIN) return 1;
-#if defined(__aarch64__) && defined(__linux__)
-    if (isa == FR_NEON) return (getauxval(AT_HWCAP) & 1 << 20) != 0; /* ASIMDDP */
-#elif defined(__aarch64__)
-    if (isa == FR_NEON) return 1; /* all processors of Apple's have it */
-#endif
+    if (isa == FR_NEON) return fr_has_dotprod();
+    if (isa == FR_I8MM) return fr_has_dotprod() && fr_has_i8mm();
     return 0;
 }
 #endif

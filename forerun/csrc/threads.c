@@ -9,22 +9,11 @@
 
    A worker first spins and then sleeps on pool.calls, which changes with each job; one that is not
    active sleeps on pool.rises. */
-#define _GNU_SOURCE
-
 #include "threads.h"
 
-#include <pthread.h>
-#include <signal.h>
-#include <stdatomic.h>
-#include <stdlib.h>
-#include <time.h>
-#include <unistd.h>
+#include "system.h"
 
-#ifdef __linux__
-#include <linux/futex.h>
-#include <sched.h>
-#include <sys/syscall.h>
-#endif
+#include <stddef.h>
 
 #define MAX_THREADS 256
 #define PIECES_PER_THREAD 8
@@ -49,8 +38,6 @@
 #define MAX_PAUSE (1000 * MS)
 #define MAX_GAP (10 * MS) /* counts between two jobs, because the caller may have been idle */
 
-typedef _Atomic(uint32_t) word;
-
 /* A thread's share of the job, in its own cache line. `pieces` holds the end of its pieces (bits 24
    to 47) and the next one (bits 0 to 23). A job does not end before its claimed pieces are done, so
    the other fields are valid once a piece is claimed. */
@@ -65,21 +52,20 @@ typedef struct {
 static share shares[MAX_THREADS];
 
 static struct {
-    pthread_mutex_t lock;
     int wanted, started, has_handlers;
-    pthread_t threads[MAX_THREADS];
-    _Alignas(64) word done;    /* pieces of the job */
-    _Alignas(64) word calls;   /* changes with each job */
-    word asleep;               /* active workers that sleep */
-    word is_waiting;           /* the caller sleeps until the job is done */
-    word ends;                 /* workers shall end */
-    word active;               /* threads that do jobs, the first ones of those wanted */
-    word rises;                /* changes when `active` becomes larger */
-    _Atomic(int) core;         /* of the job's caller */
-    _Alignas(64) word crowded; /* a worker did pieces on that core */
+    fr_thread threads[MAX_THREADS];
+    _Alignas(64) fr_word done;    /* pieces of the job */
+    _Alignas(64) fr_word calls;   /* changes with each job */
+    fr_word asleep;               /* active workers that sleep */
+    fr_word is_waiting;           /* the caller sleeps until the job is done */
+    fr_word ends;                 /* workers shall end */
+    fr_word active;               /* threads that do jobs, the first ones of those wanted */
+    fr_word rises;                /* changes when `active` becomes larger */
+    _Atomic(int) core;            /* of the job's caller */
+    _Alignas(64) fr_word crowded; /* a worker did pieces on that core */
     void *scratch;
     int64_t scratch_bytes;
-} pool = {.lock = PTHREAD_MUTEX_INITIALIZER};
+} pool;
 
 /* How the number of active threads follows the load of the machine. Other work makes jobs lose time
    in two ways. In a stall, a worker has claimed a piece but is not run, because another process, or
@@ -99,23 +85,10 @@ static struct {
 
 /* A test defines another clock and other cores. */
 #ifndef FR_CLOCK
-#define FR_CLOCK monotonic
-static int64_t monotonic(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000 * MS + now.tv_nsec;
-}
+#define FR_CLOCK fr_now
 #endif
-
 #ifndef FR_CORE
-#define FR_CORE own_core
-static int own_core(void) {
-#ifdef __linux__
-    return sched_getcpu();
-#else
-    return -1;
-#endif
-}
+#define FR_CORE fr_own_core
 #endif
 
 /* Lets the core do other work between two checks. */
@@ -126,34 +99,6 @@ static inline void relax(void) {
     __asm__ volatile("yield");
 #endif
 }
-
-#ifdef __linux__
-static void sleep_while(word *at, uint32_t value) {
-    syscall(SYS_futex, at, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
-}
-
-static void wake(word *at, int count) {
-    syscall(SYS_futex, at, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0);
-}
-#else
-static pthread_mutex_t sleeping = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-
-static void sleep_while(word *at, uint32_t value) {
-    pthread_mutex_lock(&sleeping);
-    while (atomic_load(at) == value)
-        pthread_cond_wait(&changed, &sleeping);
-    pthread_mutex_unlock(&sleeping);
-}
-
-static void wake(word *at, int count) {
-    (void)at;
-    (void)count;
-    pthread_mutex_lock(&sleeping); /* a thread that has checked the word sleeps by now */
-    pthread_cond_broadcast(&changed);
-    pthread_mutex_unlock(&sleeping);
-}
-#endif
 
 /* Whether a share has a piece that no thread has claimed. */
 static int is_open(uint64_t pieces) {
@@ -195,7 +140,7 @@ static void do_pieces(int thread) {
         /* Read before the pieces are counted, because then the job may end and the share change. */
         uint32_t piece_count = from->piece_count;
         int is_last = atomic_fetch_add(&pool.done, done) + done == piece_count;
-        if (is_last && atomic_load(&pool.is_waiting)) wake(&pool.done, 1);
+        if (is_last && atomic_load(&pool.is_waiting)) fr_wake_one(&pool.done);
     }
 }
 
@@ -225,16 +170,15 @@ static void spin(int thread, uint32_t seen) {
     }
 }
 
-static void *run_worker(void *number) {
-    int thread = (int)(intptr_t)number;
+static void run_worker(int thread) {
     for (;;) {
         /* Both are read before all checks, that of `ends` too, so that a later change ends the
            sleep. */
         uint32_t seen = atomic_load(&pool.calls);
         uint32_t rises = atomic_load(&pool.rises);
-        if (atomic_load(&pool.ends)) return NULL;
+        if (atomic_load(&pool.ends)) return;
         if (!is_active(thread)) {
-            sleep_while(&pool.rises, rises);
+            fr_sleep_while(&pool.rises, rises);
             continue;
         }
         spin(thread, seen);
@@ -245,19 +189,19 @@ static void *run_worker(void *number) {
             continue;
         }
         atomic_fetch_add(&pool.asleep, 1);
-        sleep_while(&pool.calls, seen);
+        fr_sleep_while(&pool.calls, seen);
         atomic_fetch_sub(&pool.asleep, 1);
     }
 }
 
 static void call_workers(void) {
     atomic_fetch_add(&pool.calls, 1);
-    if (atomic_load(&pool.asleep)) wake(&pool.calls, MAX_THREADS);
+    if (atomic_load(&pool.asleep)) fr_wake_all(&pool.calls);
 }
 
 static void raise_workers(void) {
     atomic_fetch_add(&pool.rises, 1);
-    wake(&pool.rises, MAX_THREADS);
+    fr_wake_all(&pool.rises);
 }
 
 /* Sets the number of active threads. Those that are no longer active see it before their next job,
@@ -273,19 +217,9 @@ static void end_workers(void) {
     raise_workers();
     call_workers();
     for (int i = 0; i < pool.started; i++)
-        pthread_join(pool.threads[i], NULL);
+        fr_join_thread(pool.threads[i]);
     atomic_store(&pool.ends, 0);
     pool.started = 0;
-}
-
-/* The number of cores that this process may use. */
-static int usable_cores(void) {
-#ifdef __linux__
-    cpu_set_t set;
-    if (!sched_getaffinity(0, sizeof set, &set)) return CPU_COUNT(&set);
-#endif
-    long count = sysconf(_SC_NPROCESSORS_ONLN);
-    return count > 0 ? (int)count : 1;
 }
 
 static void want(int count) {
@@ -296,28 +230,24 @@ static void want(int count) {
 }
 
 int fr_workers(void) {
-    if (!pool.wanted) want(usable_cores());
+    if (!pool.wanted) want(fr_usable_cores());
     return pool.wanted;
 }
 
 /* A forked child has none of the threads, and starts its own. No job runs during a fork, because
-   pthread_atfork takes the pool before it. */
+   fr_at_fork takes the pool before it. */
 static void reset_in_child(void) {
     pool.started = 0;
     atomic_store(&pool.asleep, 0);
-    pthread_mutex_init(&pool.lock, NULL);
-#ifndef __linux__
-    pthread_mutex_init(&sleeping, NULL);
-    pthread_cond_init(&changed, NULL);
-#endif
+    fr_reset_locks();
 }
 
 void fr_enter(void) {
-    pthread_mutex_lock(&pool.lock);
-    if (!pool.has_handlers) pool.has_handlers = !pthread_atfork(fr_enter, fr_leave, reset_in_child);
+    fr_lock();
+    if (!pool.has_handlers) pool.has_handlers = !fr_at_fork(fr_enter, fr_leave, reset_in_child);
 }
 
-void fr_leave(void) { pthread_mutex_unlock(&pool.lock); }
+void fr_leave(void) { fr_unlock(); }
 
 int fr_threads(int count) {
     fr_enter();
@@ -339,17 +269,11 @@ int fr_active_threads(void) {
 }
 
 static void start_workers(void) {
-    /* Workers block all signals, because the caller's threads handle them. */
-    sigset_t all;
-    sigset_t before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     while (pool.started < fr_workers() - 1) {
-        void *number = (void *)(intptr_t)(pool.started + 1);
-        if (pthread_create(&pool.threads[pool.started], NULL, run_worker, number)) break;
+        fr_thread *thread = &pool.threads[pool.started];
+        if (fr_start_thread(thread, run_worker, pool.started + 1)) break;
         pool.started++;
     }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
 /* Reduces the loss by what is bearable in the time that has passed. */
@@ -409,7 +333,7 @@ static void wait_for(uint32_t pieces) {
     for (;;) {
         uint32_t done = atomic_load(&pool.done);
         if (done == pieces) break;
-        sleep_while(&pool.done, done);
+        fr_sleep_while(&pool.done, done);
     }
     atomic_store(&pool.is_waiting, 0);
 }
@@ -489,12 +413,8 @@ void fr_run(fr_work *work, void *argument, int64_t parts, int64_t numbers) {
 
 void *fr_scratch(int64_t bytes) {
     if (bytes <= pool.scratch_bytes) return pool.scratch;
-    void *memory = NULL;
-    free(pool.scratch);
-    pool.scratch = NULL;
-    pool.scratch_bytes = 0;
-    if (posix_memalign(&memory, 64, (size_t)bytes)) return NULL;
-    pool.scratch = memory;
-    pool.scratch_bytes = bytes;
-    return memory;
+    fr_release(pool.scratch);
+    pool.scratch = fr_allocate(bytes);
+    pool.scratch_bytes = pool.scratch ? bytes : 0;
+    return pool.scratch;
 }

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "logs.h"
 #include "multiply.h"
 #include "vector_ops.h"
 
@@ -43,10 +44,10 @@ static void find_best(const float *x, int64_t n, int count, int32_t *which) {
 /* The log of a calibrated probability, whose log-odds are shift + slope times those of
    exp(gain). */
 static double calibrated(double gain, const float *curve) {
-    double odds = gain - log1p(-fmin(exp(gain), CERTAIN));
+    double odds = gain - fr_log1p(-fmin(fr_exp(gain), CERTAIN));
     double against = -curve[0] - curve[1] * odds;
-    if (against > 0) return -against - log1p(exp(-against));
-    return -log1p(exp(against));
+    if (against > 0) return -against - fr_log1p(fr_exp(-against));
+    return -fr_log1p(fr_exp(against));
 }
 
 /* Adds up the logits of a beam: the information of its last token, those of its place, and old
@@ -72,7 +73,7 @@ static void find_gains(const search *s, int64_t row, float *sums, int32_t *which
     float largest = sums[which[0]];
     for (int i = 0; i < g->nodes && which[i] >= 0; i++)
         gains[i] = (double)sums[which[i]] - largest;
-    double log_total = log(fr_chosen_vector_ops()->exps(sums, largest, 1, size, sums));
+    double log_total = fr_log(fr_chosen_vector_ops()->exps(sums, largest, 1, size, sums));
     for (int i = 0; i < g->nodes && which[i] >= 0; i++) {
         gains[i] -= log_total;
         if (g->curves) {

@@ -142,6 +142,12 @@ FR_INLINE f8 exp8(f8 x) {
     return y * (f8)(((u8)shifted << 23) + 0x3f800000);
 }
 
+/* cap tanh(x / cap), which stays within the cap. */
+FR_INLINE f8 cap8(f8 x, float cap) {
+    f8 shrunk = exp8(x / cap * 2.0f);
+    return cap - 2.0f * cap / (shrunk + 1.0f);
+}
+
 /* The float32 of a float16: exact, with subnormal numbers. */
 FR_INLINE float float16(uint16_t bits) {
     uint32_t sign = (uint32_t)(bits & 0x8000) << 16;

@@ -80,9 +80,11 @@ def _model_chain(method: Drafting, parts: Parts) -> Drafter:
     policy = method.policy(parts)
     vocab_size = parts.target.vocab_size
     if parts.translation is None:
-        return ChainDrafter(parts.draft, policy, vocab_size, parts.costs)
+        return ChainDrafter(parts.draft, policy, vocab_size, parts.present_costs)
     assert method.any_tokenizer
-    return TranslatedDrafter(parts.translation, parts.draft, policy, vocab_size, parts.costs)
+    return TranslatedDrafter(
+        parts.translation, parts.draft, policy, vocab_size, parts.present_costs
+    )
 
 
 def _phrases(method: Phrases, parts: Parts) -> Drafter:
@@ -94,7 +96,7 @@ def _phrases(method: Phrases, parts: Parts) -> Drafter:
 
 def _suffixes(method: Suffix, parts: Parts) -> SuffixDrafter:
     memory = parts.pool(method.phrases) if method.warm else None
-    return SuffixDrafter(method, memory, parts.costs)
+    return SuffixDrafter(method, memory, parts.present_costs)
 
 
 def _hybrid(method: Hybrid, parts: Parts) -> Drafter:
@@ -103,12 +105,12 @@ def _hybrid(method: Hybrid, parts: Parts) -> Drafter:
 
 def _lyanna(method: Lyanna, parts: Parts) -> Drafter:
     assert parts.head is not None
-    return LyannaDrafter(method, parts.head.fresh(), parts.costs)
+    return LyannaDrafter(method, parts.head.fresh(), parts.present_costs)
 
 
 def _eagle(method: Eagle, parts: Parts) -> Drafter:
     assert parts.head is not None
-    return EagleDrafter(method, parts.head.fresh(), parts.costs, method.width)
+    return EagleDrafter(method, parts.head.fresh(), parts.present_costs, method.width)
 
 
 SOURCES: dict[type[Method], Callable[..., Drafter]] = {
@@ -126,8 +128,9 @@ SOURCES: dict[type[Method], Callable[..., Drafter]] = {
 
 
 def _best_or_fixed(method: SD, parts: Parts) -> LengthPolicy:
-    if method.gamma is None and parts.costs is not None:
-        return BestLength(parts.costs)
+    costs = parts.present_costs
+    if method.gamma is None and costs is not None:
+        return BestLength(costs)
     return FixedLength(method.gamma or GAMMA_WITHOUT_COSTS)
 
 

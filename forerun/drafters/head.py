@@ -18,7 +18,7 @@ from forerun.drafters.beams import grow as grow_trees
 from forerun.engine.draft import Draft
 from forerun.engine.step import Proposal
 from forerun.methods.head import Heads, Paced
-from forerun.planning.cost_model import Costs
+from forerun.planning.cost_model import Costs, CostSource
 from forerun.planning.forecast import PlannedDrafter
 from forerun.planning.tree_plan import TreePlan, TreePlanner
 from forerun.sampling.threads import one_thread
@@ -64,7 +64,7 @@ class HeadDrafter(PlannedDrafter):
     """
 
     def __init__(
-        self, settings: Heads, head: HiddenLM, costs: Costs | None = None, beams: int = 1
+        self, settings: Heads, head: HiddenLM, costs: CostSource | None = None, beams: int = 1
     ) -> None:
         """Take over a head.
 
@@ -85,7 +85,7 @@ class HeadDrafter(PlannedDrafter):
         self.unread: dict[int, Iterator[int]] = {}
         self.planner: TreePlanner | None = None
         if isinstance(settings, Paced):
-            known = costs if costs is not None and costs.head else EMBEDDED_COSTS
+            known = costs if costs is not None and costs.table.head else EMBEDDED_COSTS
             self.planner = TreePlanner(head, known, settings.block, self.nodes, beams)
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
@@ -133,7 +133,14 @@ class HeadDrafter(PlannedDrafter):
             return Proposal(drafts, prompt_seconds=prompt_seconds)
         work = HeadWork()
         drafts = self.draft(seqs, limits, work)
-        return Proposal(drafts, work.forwards, work.seconds, prompt_seconds=prompt_seconds)
+        return Proposal(
+            drafts,
+            work.forwards,
+            work.seconds,
+            prompt_seconds=prompt_seconds,
+            forward_rows=sum(limit > 0 for limit in limits),
+            by_head=True,
+        )
 
     def _read(self, seqs: list[Sequence]) -> float:
         """Read the prompts of sequences, until enough is read, and return the seconds."""

@@ -12,9 +12,10 @@ from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods import Hybrid, Method, Parts
+from forerun.planning.cost_model import Forwards
 from forerun.planning.forecast import StepSituation
 from forerun.planning.guard import GuardedDrafter, GuardMemo
-from forerun.planning.source_chooser import Choice, Forwards, SourceChooser, SourceOutcome
+from forerun.planning.source_chooser import Choice, SourceChooser, SourceOutcome
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,6 +100,7 @@ class HybridDrafter(Drafter):
         self.threshold = threshold
         self.chooser = chooser
         self._draft = draft
+        self._clock = draft.clock if draft is not None else perf_counter
         self.wants_hidden = other.wants_hidden
         self.spread = other.spread
         self.reads = other.reads  # of the hidden states; suffixes need the tokens alone
@@ -134,9 +136,9 @@ class HybridDrafter(Drafter):
                 drafts[seq.id] = Draft.root(seq.tokens[-1])
             if note.choice.asks_other:
                 asking.append(seq)
-        started_at = perf_counter()
+        started_at = self._clock()
         ready = self._readers(asking, notes) if asking else []
-        reading = Proposal([], prompt_seconds=perf_counter() - started_at)
+        reading = Proposal([], prompt_seconds=self._clock() - started_at)
         proposal = self._ask(ready, len(seqs)) if ready else Proposal([])
         is_measuring = isinstance(proposal.memo, GuardMemo) and proposal.memo.is_measuring
         for seq, draft in zip(ready, proposal.drafts, strict=True):
@@ -252,9 +254,9 @@ def hybrid_drafter(settings: Hybrid, suffixes: SuffixDrafter, parts: Parts) -> D
         other = parts.guarded(other)
     if settings.threshold is not None:
         return HybridDrafter(suffixes, other, settings.threshold)
-    if parts.costs is None:
+    if parts.present_costs is None:
         return HybridDrafter(suffixes, other, THRESHOLD_WITHOUT_COSTS)
-    chooser = SourceChooser(parts.costs, _forwards_of(method))
+    chooser = SourceChooser(parts.present_costs, _forwards_of(method))
     knows_texts = chooser.forwards == "draft" and parts.translation is None
     draft = parts.draft if knows_texts else None
     return HybridDrafter(suffixes, other, THRESHOLD_WITHOUT_COSTS, chooser, draft)

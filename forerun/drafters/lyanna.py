@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from forerun.backends.heads import HiddenLM
     from forerun.engine.sequence import Sequence
     from forerun.engine.step import RowOutcome
-    from forerun.planning.cost_model import Costs
+    from forerun.planning.cost_model import CostSource
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class LyannaDrafter(HeadDrafter):
         old: {sequence: logits of an earlier step}.
     """
 
-    def __init__(self, settings: Lyanna, head: HiddenLM, costs: Costs | None = None) -> None:
+    def __init__(self, settings: Lyanna, head: HiddenLM, costs: CostSource | None = None) -> None:
         """Take over a head. `costs`: for paced methods."""
         super().__init__(settings, head, costs)
         self.reuse = settings.reuse

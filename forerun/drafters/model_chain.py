@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from forerun.engine.sequence import Sequence
     from forerun.engine.step import RowOutcome
     from forerun.model.causal_lm import CausalLM
-    from forerun.planning.cost_model import Costs
+    from forerun.planning.cost_model import CostSource
     from forerun.sampling.sampler import Drafted
 
 
@@ -108,7 +108,7 @@ class ChainDrafter(PlannedDrafter):
         model: CausalLM,
         policy: LengthPolicy,
         vocab_size: int | None = None,
-        costs: Costs | None = None,
+        costs: CostSource | None = None,
     ) -> None:
         """Take over a draft model. `costs`, if they are known, tell where drafts cannot pay."""
         self.planner = ChainPlanner(costs) if costs is not None else None
@@ -296,7 +296,8 @@ class ChainDrafter(PlannedDrafter):
             if policy_seconds is not None:
                 seconds = perf_counter() - started_at - policy_seconds
                 drafts = [chain.draft() for chain in chains]
-                return Proposal(drafts, len(going[0].tokens), seconds, policy_seconds)
+                count = len(going[0].tokens)
+                return Proposal(drafts, count, seconds, policy_seconds, forward_rows=1)
         return self._grow_by_forwards(chains, going, rule)
 
     def _grow_by_forwards(
@@ -306,6 +307,7 @@ class ChainDrafter(PlannedDrafter):
 
         The first forward also runs newly committed tokens. Later ones run the last drafted token.
         """
+        rows = len(going)
         forwards = 0
         forward_seconds = 0.0
         policy_seconds = 0.0
@@ -319,7 +321,7 @@ class ChainDrafter(PlannedDrafter):
             going, seconds = self._extend(going, logits, rule)
             policy_seconds += seconds
         drafts = [chain.draft() for chain in chains]
-        return Proposal(drafts, forwards, forward_seconds, policy_seconds)
+        return Proposal(drafts, forwards, forward_seconds, policy_seconds, forward_rows=rows)
 
     def _extend(
         self, chains: list[Chain], logits: Tensor, rule: StopRule

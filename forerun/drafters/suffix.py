@@ -10,21 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from forerun.drafters.automaton import Automaton
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
 from forerun.methods.suffix import Suffix
-from forerun.planning.cost_model import rounded
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from forerun.drafters.pools import SuffixMemory
     from forerun.engine.sequence import Sequence
-    from forerun.planning.cost_model import Costs
+    from forerun.planning.cost_model import CostSource
 
 LONGEST_MATCH = 64  # in earlier outputs, in tokens
 # The last tokens of a prompt, which are kept with its output so that the output's beginning can
@@ -63,18 +61,13 @@ class SuffixDrafter(Drafter):
     """Draft point masses by the settings of its method. Outputs go into `memory` at their end."""
 
     def __init__(
-        self, settings: Suffix, memory: SuffixMemory | None = None, costs: Costs | None = None
+        self, settings: Suffix, memory: SuffixMemory | None = None, costs: CostSource | None = None
     ) -> None:
         """Build a drafter. With `costs`, tokens not worth their place in a batch are left out."""
         self.settings = settings
         self.memory = memory
         self.rows: dict[int, _Text] = {}
-
-        def least_worth(rows: int, context: int) -> float:
-            worth = costs.at(context, rows).marginal(rows) if costs is not None else 0.0
-            return max(settings.least, SURE * worth)
-
-        self._least = lru_cache(least_worth)
+        self._costs = costs
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         """Read a prompt in parts, so that a long one does not hold up the next step."""
@@ -101,7 +94,7 @@ class SuffixDrafter(Drafter):
         """
         row = self.rows[seq.id]
         tokens = seq.tokens
-        least = self._least(rows, rounded(len(tokens)))
+        least = self._least(seq.greedy, rows, len(tokens))
         row.read(tokens, len(tokens))
         state = row.automaton.links[row.last]
         match = row.automaton.longest[state]
@@ -114,6 +107,14 @@ class SuffixDrafter(Drafter):
             if other_score > score:
                 chain, score = other_chain, other_score
         return Draft.chain(tokens[-1], seq.sampler.fitting(tokens, chain), origin="lookup"), score
+
+    def _least(self, greedy: bool, rows: int, context: int) -> float:
+        """Return the least probability of a token that is drafted."""
+        if self._costs is None:
+            return self.settings.least
+        table = self._costs.table if greedy else self._costs.table.sampled
+        worth = table.at(context, rows).marginal(rows)
+        return max(self.settings.least, SURE * worth)
 
     def _grow(
         self, automaton: Automaton, state: int, match: int, least: float, seq: Sequence

@@ -17,7 +17,7 @@ from forerun.drafters.model_chain import Chain, ChainDrafter
 from forerun.engine.sequence import Sequence
 from forerun.model.causal_lm import CausalLM
 from forerun.model.prefix_store import common
-from forerun.planning.cost_model import Costs
+from forerun.planning.cost_model import CostSource
 from forerun.planning.stop_rules import LengthPolicy, StopRule
 from forerun.text.vocabularies import Translation
 
@@ -102,7 +102,7 @@ class TranslatedDrafter(ChainDrafter):
         model: CausalLM,
         policy: LengthPolicy,
         vocab_size: int,
-        costs: Costs | None = None,
+        costs: CostSource | None = None,
     ) -> None:
         """Take over a draft model. `vocab_size`: that of the target."""
         super().__init__(model, policy, vocab_size, costs)

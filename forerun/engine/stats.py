@@ -51,6 +51,15 @@ class Stats:
         return self.accepted / max(1, self.drafted)
 
     @property
+    def mean_drafted(self) -> float:
+        """Return the mean length of drafts: drafted tokens per target forward.
+
+        Forwards without a draft count too, so a table of it by context shows what a method drafts
+        after texts of each length.
+        """
+        return self.drafted / max(1, self.target_forwards)
+
+    @property
     def tokens_per_s(self) -> float:
         """Return the committed tokens per second of wall time."""
         return self.tokens / self.seconds if self.seconds else 0.0
@@ -64,6 +73,7 @@ class Stats:
             "tau": round(self.tau, 4),
             "alpha": round(self.alpha, 4),
             "utilisation": round(self.utilisation, 4),
+            "mean_drafted": round(self.mean_drafted, 4),
             **{name: getattr(self, name) for name in _COUNTS},
             "acceptance_by_position": [round(share, 4) for share in self.acceptance_by_position],
         }

@@ -30,6 +30,9 @@ class Proposal:
         prompt_seconds: of prompts that were read for these drafts. They are no part of a step.
         rests: whether drafts are left out for some steps, because they were slower.
         memo: the drafter's own notes. The engine hands them back to `observe` of the same step.
+        forward_rows: the rows of these forwards, a new token of each, if their time is to correct
+            the table of costs; else 0.
+        by_head: whether they are forwards of a head.
     """
 
     drafts: list[Draft]
@@ -39,10 +42,14 @@ class Proposal:
     prompt_seconds: float = 0.0
     rests: bool = False
     memo: Any = None
+    forward_rows: int = 0
+    by_head: bool = False
 
     @classmethod
     def together(cls, drafts: list[Draft], parts: list[Proposal], memo: Any = None) -> Proposal:
         """Return these drafts with the added costs of the parts that they come from."""
+        ran = [part for part in parts if part.forwards]
+        is_alone = len(ran) == 1  # else nobody knows which of them took how long
         is_resting = any(part.rests for part in parts)
         return cls(
             drafts,
@@ -52,6 +59,8 @@ class Proposal:
             sum(part.prompt_seconds for part in parts),
             is_resting and not any(draft.drafted for draft in drafts),
             memo,
+            ran[0].forward_rows if is_alone else 0,
+            is_alone and ran[0].by_head,
         )
 
 

@@ -5,9 +5,9 @@ and size, so that the two can be compared. The papers give few details; the form
 
 Lyanna's head predicts state after state without seeing drafted tokens. Token information is added
 to the logits instead. The feature h_j [d] is the input of the target's LM head at position j; the
-head predicts features. (The paper's Figure 3 uses the states below the last layer; docs/log.md has
-the cost.) All heads have logits for the *hot set* alone: the S most frequent tokens of the target's
-output.
+head predicts features. (The paper's Figure 3 uses the states below the last layer, which cost 0.21
+nats: docs/lab/2026-11/log.md.) All heads have logits for the *hot set* alone: the S most frequent
+tokens of the target's output.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from forerun.engine.target import Capture
 HEAD_KINDS = ("lyanna", "eagle")
 # The last positions of a prompt that a head reads. It is trained on texts of some hundred
 # positions. Behind three prompts of 3,700 tokens tau was 2.81 with the last 512 positions and 2.57
-# with all of them, though lower for one prompt (docs/log.md), and reading takes an eighth of the
-# time.
+# with all of them, though lower for one prompt, and reading takes an eighth of the time
+# (docs/lab/2026-11/log.md).
 HEAD_READS = 512
 # Settings that older versions could choose, with the only values that are still supported.
 RETIRED_HEAD_SETTINGS = {"known": True, "feature": "head", "fusion": "every"}

@@ -1,8 +1,8 @@
 """The pre-verifier: a small layer that predicts how much of a draft the target will accept.
 
 It is the idea of Pacer (arXiv 2602.01274): a light trainable layer verifies draft tokens block by
-block before the target does. Its inputs, form and training here are ours; docs/results/pacer.md has
-the ablations.
+block before the target does. Its inputs, form and training here are ours;
+docs/lab/2026-11/pacer.md has the ablations.
 """
 
 from __future__ import annotations

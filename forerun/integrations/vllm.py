@@ -1,4 +1,4 @@
-"""forerun's drafters as a proposer for vLLM (0.32, method "custom_class"). See docs/vllm.md.
+"""forerun's drafters as a proposer for vLLM (0.32, method "custom_class"). See docs/guide/vllm.md.
 
 vLLM gives tokens, takes chains of tokens as drafts, and verifies them itself. Nothing here imports
 vLLM.

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from forerun.engine.step import Drafter
     from forerun.heads.pre_verifier import PreVerifier
     from forerun.model.causal_lm import CausalLM
-    from forerun.planning.cost_model import Costs
+    from forerun.planning.corrected_costs import CorrectedCosts
+    from forerun.planning.cost_model import Costs, CostSource
     from forerun.text.vocabularies import Translation
 
 
@@ -37,7 +38,8 @@ class Parts:
     Attributes:
         target, draft: models, each with its own cache.
         pre_verifier, head: trained layers, for methods that need one.
-        costs: the table of costs on this machine.
+        costs: the table of costs on this machine, as it was measured.
+        corrected: the same as steps correct it; None if no step does.
         pools: {shape: pool of phrases or of outputs} (`Method.phrases`), or None if nothing may
             outlive a sequence.
         guarded: wraps a part of a drafter in a guard for that part alone; None without guards.
@@ -52,6 +54,12 @@ class Parts:
     head: HiddenLM | None = None
     guarded: Callable[[Drafter], Drafter] | None = None
     translation: Translation | None = None
+    corrected: CorrectedCosts | None = None
+
+    @property
+    def present_costs(self) -> CostSource | None:
+        """What gives the table of costs as it is known at present."""
+        return self.corrected if self.corrected is not None else self.costs
 
     def pool(self, shape: tuple[int, int]) -> Any:
         """Return the pool of a shape, or None if nothing may outlive a sequence.

@@ -27,6 +27,11 @@ Stored = list[tuple[Tensor, Tensor] | None]
 Buffers = tuple[Buffer, ...]
 
 
+def positions_within(budget: int, position_bytes: int) -> int:
+    """Return how many positions a row alone may have within a budget of bytes."""
+    return budget // position_bytes // BLOCK * BLOCK
+
+
 class KVCache(Cache):
     """Keys and values of sequences, one a row, in buffers [rows capacity, G, capacity, D] by layer.
 

@@ -1,11 +1,14 @@
 """Whether a step drafts, who drafts it, and how much.
 
 All three follow from one table, `Costs` (`cost_model`): ms of forwards by rows, nodes and context.
+It is measured once, and corrected by what every guarded step takes (`corrected_costs`). So planners
+ask for the present table each time (`CostSource`).
 
 - Whether: a drafter declares its costs by a `planner`. `forecast(drafter, StepSituation(...))` is
   the one question, and `Forecast.pays` the one definition (`forecast`). Drafters without a planner
   are tried. What a table cannot know is measured: a `Guard` times every step and ends drafts that
-  lose (`guard`). `GuardedDrafter` asks the guard, then the forecast.
+  lose (`guard`). What they may lose in all is one bounded balance, the guard's `LossAccount`.
+  `GuardedDrafter` asks the guard, then the forecast.
 - Who: `SourceChooser` weighs suffixes, another drafter and nobody for each row (`source_chooser`).
   `PhraseChooser` weighs forwards with phrases and without.
 - How much: `ChainPlanner` gives the length of a chain (`length`), and `TreePlanner` a step's

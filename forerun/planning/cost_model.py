@@ -7,7 +7,7 @@ from collections import abc
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from forerun.engine.sequence import Sequence
@@ -15,10 +15,20 @@ if TYPE_CHECKING:
 CONTEXT_STEP = 256  # tables are made for contexts that are multiples of it, in tokens
 
 Table = dict[int, float]  # {new tokens or rows of a forward: ms}
+Forwards = Literal["draft", "head"]  # what a drafter runs, by its table in `Costs`
+
+
+class CostSource(Protocol):
+    """What planners ask for the table of costs, each time that they need it."""
+
+    @property
+    def table(self) -> Costs:
+        """The table as it is known at present. It is another object after each change."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Costs:
+class Costs(CostSource):
     """A table of costs in ms on one machine (`forerun.backends.costs` measures it).
 
     A batch costs as much as one row with all of its new tokens.
@@ -51,6 +61,11 @@ class Costs:
     head: Table = field(default_factory=dict)
     context: int = 0
     far: Costs | None = None
+
+    @property
+    def table(self) -> Costs:
+        """Itself: a measured table does not change (`CorrectedCosts`)."""
+        return self
 
     @cached_property
     def sampled(self) -> Costs:

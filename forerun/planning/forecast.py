@@ -16,7 +16,7 @@ class StepSituation:
     Attributes:
         rows: all rows of the step. The others are assumed to be like the one asked about.
         context: tokens of a row; of several rows the mean.
-        greedy: whether all rows decode greedily.
+        greedy: whether the rows asked about decode greedily. The others are assumed to do so too.
         unread: tokens of the row that the drafter must read before it can draft.
         remaining: tokens that the row may still get. They have to make good the reading.
     """
@@ -72,14 +72,8 @@ class PlannerByMode:
         self.drafters = {True: greedy, False: sampled}
 
     def forecast(self, situation: StepSituation) -> Forecast:
-        """Return the forecast for the mode of a row, or for a step the better one of both modes.
-
-        A step may hold rows of both modes.
-        """
-        if situation.unread:
-            return forecast(self.drafters[situation.greedy], situation)
-        of_modes = [forecast(drafter, situation) for drafter in self.drafters.values()]
-        return max(of_modes, key=lambda of_mode: of_mode.saved)
+        """Return the forecast of the mode's drafter. A step of both modes is asked about twice."""
+        return forecast(self.drafters[situation.greedy], situation)
 
 
 def forecast(drafter: Drafter, situation: StepSituation) -> Forecast:

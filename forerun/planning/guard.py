@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections import abc, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import ceil, inf
+from math import inf
 from statistics import median, median_low
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
+from forerun.planning.corrected_costs import CorrectedCosts, StepTime
 from forerun.planning.cost_model import mean_context
 from forerun.planning.forecast import StepSituation, forecast
+from forerun.planning.loss_account import LossAccount
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,15 +30,7 @@ if TYPE_CHECKING:
 
 FIRST_PLAIN_STEPS = 2  # before anything is drafted: two, because the very first step is slow
 
-# Losses and times below are in plain steps.
-# With a smaller allowed loss, drafts that gain are ended by bad luck alone.
-ALLOWED_LOSS = 4.0  # since drafting had gained most
-ALLOWED_TRIAL_LOSS = 0.75  # in a trial that has gained nothing
-CHECK_PAUSE = 4  # the first pause: plain steps are measured again
-# A later pause is a multiple of the loss. The multiple doubles with each failed trial, so that
-# trials that never pay cost 1/128 of the time.
-PAUSE_PER_LOSS = 16
-MAX_PAUSE_PER_LOSS = 128
+# Times below are in plain steps.
 PLAIN_SHARE = 1 / 256  # the share of the time for plain steps between drafting steps
 # The first of these plain steps is due after this time, each next one after twice the time,
 # because a model's first steps are slow and soon prove wrong.
@@ -51,30 +45,20 @@ class Guard:
     """Track the tokens and seconds of an engine's steps, and decide which steps draft.
 
     A drafting step of B rows that commits T tokens in s seconds gains T / B - s / p plain steps. p
-    is the time of a plain step of B rows: the median of the last three. Drafting goes on until it
-    has lost `ALLOWED_LOSS` since it had gained most. After a failed trial, it goes on until it has
-    lost as much as it had gained, or `ALLOWED_TRIAL_LOSS`. The time in which drafters read prompts
-    is a loss too, except in a pause.
+    is the time of a plain step of B rows: the median of the last three. This, and the time in which
+    drafters read prompts, is booked to an account, which decides when drafting pauses.
 
     A guard outlives sequences and engines.
 
     Attributes:
         clock: gives the time in seconds.
-        wait: plain steps until drafting is tried again.
-        failures: successive trials that did not pay.
-        begins: whether the next drafting step is the first of a trial.
+        account: what drafting has gained and may lose.
     """
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self.clock = clock
-        self.wait = 0
-        self.failures = 0
-        self.begins = True
-        self._spare_wait = 0  # the part of the pause that new sequences may shorten
-        # Since the trial began, in plain steps.
-        self._gained = 0.0
-        self._highest_gain = 0.0
-        self._prompt_debt = 0.0  # reading prompts at its beginning, which it may gain back
+        self.account = LossAccount()
+        self._unbooked_seconds = 0.0  # in which prompts were read before a plain step was measured
         self._plain_seconds: dict[int, deque[float]] = {}  # of the last plain steps, by rows
         self._plain_steps = 0
         # Drafting steps, in plain steps.
@@ -87,21 +71,7 @@ class Guard:
     @property
     def paused(self) -> bool:
         """Whether no step drafts for the time being."""
-        return self.wait > 0
-
-    def pause(self, steps: int) -> None:
-        """Begin a pause."""
-        self.wait = steps
-        self._spare_wait = steps // 2
-
-    def shorten_pause(self, rows: int = 1) -> None:
-        """Shorten a pause for a new sequence, because its text may suit drafting.
-
-        A single row takes off the latter half of the pause, a row of a batch its share of that.
-        """
-        share = self._spare_wait // rows
-        self._spare_wait -= share
-        self.wait = max(self.wait - share, 0)
+        return self.account.paused
 
     def drafts(self, rows: int) -> bool:
         """Return whether a step of `rows` rows is to draft."""
@@ -112,21 +82,18 @@ class Guard:
         due = max(1 - 1 / gain, 0.05) / PLAIN_SHARE
         return self._since_plain <= min(self._plain_after, due)
 
-    def charge(self, rows: int, seconds: float, late: bool) -> None:
+    def charge(self, rows: int, seconds: float, may_be_regained: bool) -> None:
         """Charge the time in which a drafter read prompts.
 
         Args:
             rows: of the step.
             seconds: how long it read.
-            late: whether it read at the beginning of a trial, which may gain the time back.
+            may_be_regained: see `LossAccount.book_reading`.
         """
         if rows not in self._plain_seconds:
+            self._unbooked_seconds += seconds
             return
-        cost = seconds / self._plain_step_seconds(rows)
-        if late:
-            self._prompt_debt += cost
-        else:
-            self._gained -= cost
+        self.account.book_reading(seconds / self._plain_step_seconds(rows), may_be_regained)
 
     def record(self, rows: int, tokens: int, seconds: float, drafted: bool) -> None:
         """Record a step, whose rows committed `tokens` tokens in all."""
@@ -140,50 +107,28 @@ class Guard:
         self._plain_steps += 1
         if self._since_plain:
             self._plain_after *= 2
-        self.wait = max(self.wait - 1, 0)
         self._since_plain = 0.0
+        self.account.pay_back()
+        if self._unbooked_seconds and not self.paused:
+            self.charge(rows, self._unbooked_seconds, may_be_regained=True)
+            self._unbooked_seconds = 0.0
 
     def _record_drafting(self, rows: int, tokens: int, seconds: float) -> None:
         cost = seconds / self._plain_step_seconds(rows)
         if self._step_costs:
             # A step that the machine interrupted proves little.
             cost = min(cost, 2 * median(self._step_costs))
-            if self.begins:
+            if self.account.begins:
                 # The draft model also runs the tokens of the pause. The trial may gain that back.
                 usual = min(cost, median(self._step_costs))
-                self._prompt_debt = self._prompt_debt + cost - usual
+                self.account.book_reading(cost - usual, may_be_regained=True)
                 cost = usual
-        self.begins = False
         self._step_costs.append(cost)
         # If drafting looks cheaper than plain decoding, the plain baseline is stale.
         self._since_plain += cost if cost > STALE_BASELINE else inf
         self._recent_tokens = RECENT_DECAY * self._recent_tokens + tokens / rows
         self._recent_costs = RECENT_DECAY * self._recent_costs + cost
-        self._gained += tokens / rows - cost
-        self._highest_gain = max(self._highest_gain, self._gained)
-        allowed = ALLOWED_LOSS
-        if self.failures:
-            allowed = min(max(self._highest_gain, ALLOWED_TRIAL_LOSS), ALLOWED_LOSS)
-        if self._highest_gain - self._gained > allowed:
-            self._end_trial()
-
-    def _end_trial(self) -> None:
-        pause = CHECK_PAUSE
-        gained = self._gained - self._prompt_debt
-        if gained > 2 * ALLOWED_LOSS:
-            self.failures = 0
-        elif gained > 0:  # this may have been luck
-            self.failures = max(0, self.failures - 1)
-        else:
-            if self.failures:
-                per_loss = min(PAUSE_PER_LOSS * 2 ** (self.failures - 1), MAX_PAUSE_PER_LOSS)
-                pause = ceil(-gained * per_loss)
-            self.failures += 1
-        self.pause(pause)
-        self._gained = 0.0
-        self._highest_gain = 0.0
-        self._prompt_debt = 0.0
-        self.begins = True
+        self.account.book_step(tokens / rows - cost)
 
     def _plain_step_seconds(self, rows: int) -> float:
         return max(median_low(self._plain_seconds[rows]), 1e-9)
@@ -197,16 +142,22 @@ class GuardMemo:
         asked: the sequences for which the drafter was called.
         judge: the guard that judges the step; None if no guard does.
         length: the tokens of all sequences before the step.
+        rows: the number of these sequences.
         started_at: when the step began. The time of drafts' prompts is left out.
+        proposed_at: when the drafts were made.
         ran: whether the drafter ran a forward.
+        time: what is known of the step's time, if it is to correct costs.
         inner: the drafter's own memo.
     """
 
     asked: frozenset[int]
     judge: Guard | None
     length: int
+    rows: int
     started_at: float
+    proposed_at: float
     ran: bool
+    time: StepTime | None
     inner: Any
 
     @property
@@ -226,7 +177,13 @@ class GuardedDrafter(Drafter):
     step, because the states come only once. In a pause it observes an empty draft.
     """
 
-    def __init__(self, drafter: Drafter, guard: Guard, sampled: Guard | None = None) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        guard: Guard,
+        sampled: Guard | None = None,
+        costs: CorrectedCosts | None = None,
+    ) -> None:
         """Wrap a drafter.
 
         Args:
@@ -234,9 +191,11 @@ class GuardedDrafter(Drafter):
             guard: judges steps whose rows are all greedy.
             sampled: judges steps with sampled rows, because these cost and accept differently.
                 None: a new guard.
+            costs: corrected by the time of every step, if given.
         """
         self.drafter = drafter
         self.guards = {True: guard, False: sampled if sampled is not None else Guard(guard.clock)}
+        self._costs = costs
         self.wants_hidden = drafter.wants_hidden
         self.spread = drafter.spread
         self.reads = drafter.reads
@@ -247,7 +206,7 @@ class GuardedDrafter(Drafter):
         """Admit a sequence, at once to the drafter if its drafts are expected to pay."""
         self._inside[seq.id] = False
         guard = self.guards[seq.greedy]
-        guard.shorten_pause(len(self._inside))
+        guard.account.shorten_pause(len(self._inside))
         is_tried = not guard.paused and self._forecasts_gain(seq, seq.rows)
         if not self.wants_hidden and not is_tried:
             return
@@ -263,7 +222,8 @@ class GuardedDrafter(Drafter):
             self._admitting = False
         # In a pause a drafter that wants hidden states reads all prompts, whatever is tried later.
         if is_tried:
-            guard.charge(len(self._inside), seconds + guard.clock() - started_at, late=False)
+            seconds += guard.clock() - started_at
+            guard.charge(len(self._inside), seconds, may_be_regained=False)
         self._inside[seq.id] = True
 
     def propose(self, seqs: list[Sequence], step_rows: int | None = None) -> Proposal:
@@ -280,34 +240,43 @@ class GuardedDrafter(Drafter):
         is_judged = not is_shared or (rows == len(seqs) and not guard.paused)
         is_drafting = guard.drafts(len(seqs)) if is_judged else not guard.paused
         asked = self._paying(seqs, rows) if is_drafting else []
-        if is_drafting and len(asked) < len(seqs) and (asked or is_shared):
+        if is_shared and is_drafting and len(asked) < len(seqs):
             # Not comparable: not every row was drafted by us, or the other drafter drafts.
             is_judged = False
         if not is_judged and not asked:
-            guard.wait = max(guard.wait - 1, 0)
+            guard.account.pay_back()
         late = [seq for seq in asked if not self._inside[seq.id]]
         if late and self._admitting:  # they wait until that prompt is read
             asked = [seq for seq in asked if self._inside[seq.id]]
             late = []
-            is_judged = False
+            is_judged = is_judged and bool(asked)
         started_at = guard.clock()
         self._admit_late(late)
         if late and is_judged:
             now = guard.clock()
-            guard.charge(len(seqs), now - started_at, late=True)
+            guard.charge(len(seqs), now - started_at, may_be_regained=True)
             started_at = now
         proposal = self.drafter.propose(asked) if asked else Proposal([], rests=guard.paused)
         if proposal.prompt_seconds and is_judged:
-            guard.charge(len(seqs), proposal.prompt_seconds, late=guard.begins)
+            begins = guard.account.begins
+            guard.charge(len(seqs), proposal.prompt_seconds, may_be_regained=begins)
             started_at += proposal.prompt_seconds
         drafts = {seq.id: Draft.root(seq.tokens[-1]) for seq in seqs}
         drafts |= zip([seq.id for seq in asked], proposal.drafts, strict=True)
+        time = None
+        proposed_at = started_at
+        if self._costs is not None:
+            proposed_at = guard.clock()
+            time = _time_of_drafts(seqs, proposal, proposed_at - started_at)
         memo = GuardMemo(
             asked=frozenset(seq.id for seq in asked),
             judge=guard if is_judged else None,
             length=sum(len(seq.tokens) for seq in seqs),
+            rows=len(seqs),
             started_at=started_at,
+            proposed_at=proposed_at,
             ran=proposal.forwards > 0,
+            time=time,
             inner=proposal.memo,
         )
         return replace(proposal, drafts=[drafts[seq.id] for seq in seqs], memo=memo)
@@ -320,7 +289,14 @@ class GuardedDrafter(Drafter):
         ]
         if of_drafter:
             self.drafter.observe(of_drafter, memo.inner if memo is not None else None)
-        if memo is None or memo.judge is None:
+        # A row whose scores are not numbers is left out here, because it is decoded again alone.
+        if memo is None or len(outcomes) < memo.rows:
+            return
+        if memo.time is not None and self._costs is not None:
+            target_ms = 1000 * (self.guards[True].clock() - memo.proposed_at)
+            nodes = sum(len(outcome.draft) for outcome in outcomes)
+            self._costs.observe(replace(memo.time, nodes=nodes, target_ms=target_ms))
+        if memo.judge is None:
             return
         tokens = sum(len(outcome.sequence.tokens) for outcome in outcomes) - memo.length
         # A step in which the drafter ran nothing and proposed nothing measures a plain step.
@@ -334,11 +310,17 @@ class GuardedDrafter(Drafter):
 
     def _paying(self, seqs: list[Sequence], rows: int) -> list[Sequence]:
         """Return the sequences whose drafts are expected to pay in a step of `rows` rows."""
-        greedy = all(seq.greedy for seq in seqs)
-        step = forecast(self.drafter, StepSituation(rows, mean_context(seqs), greedy))
+        context = mean_context(seqs)
+        # Greedy and sampled rows are asked about apart, because their drafters may differ.
+        of_modes = {}
+        for greedy in sorted({seq.greedy for seq in seqs}):
+            of_modes[greedy] = forecast(self.drafter, StepSituation(rows, context, greedy))
         paying = []
         for seq in seqs:
-            pays = step.pays if self._inside[seq.id] else self._forecasts_gain(seq, rows)
+            if self._inside[seq.id]:
+                pays = of_modes[seq.greedy].pays
+            else:
+                pays = self._forecasts_gain(seq, rows)
             if pays:
                 paying.append(seq)
         return paying
@@ -355,3 +337,18 @@ class GuardedDrafter(Drafter):
             for _ in self.drafter.admit(seq, None, len(seq.tokens)):
                 pass
             self._inside[seq.id] = True
+
+
+def _time_of_drafts(seqs: list[Sequence], proposal: Proposal, seconds: float) -> StepTime:
+    """Return the first part of a step's time, in which its drafts were made."""
+    modes = {seq.greedy for seq in seqs}
+    return StepTime(
+        rows=len(seqs),
+        context=mean_context(seqs),
+        greedy=modes.pop() if len(modes) == 1 else None,
+        forwards=proposal.forwards,
+        # Seconds of prompts were taken off, but not by the same clock.
+        forward_rows=0 if proposal.prompt_seconds else proposal.forward_rows,
+        by_head=proposal.by_head,
+        draft_ms=1000 * seconds,
+    )

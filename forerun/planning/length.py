@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import abc
-from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 
-from forerun.planning.cost_model import Costs, rounded
+from forerun.planning.cost_model import Costs, CostSource
 from forerun.planning.forecast import Forecast, StepSituation
 
 LONGEST_CHAIN = 16  # tokens of the longest chain whose length follows from costs
@@ -27,9 +26,8 @@ class ChainPlanner:
     the place before it.
     """
 
-    def __init__(self, costs: Costs) -> None:
-        self._costs = {True: costs, False: costs.sampled}
-        self._saved = lru_cache(self._saved_by_best_length)
+    def __init__(self, costs: CostSource) -> None:
+        self._costs = costs
         # By greediness and place: drafts that tested it, and drafts in which it was accepted.
         self._tested = {greedy: [0.0] * LONGEST_CHAIN for greedy in (True, False)}
         self._accepted = {greedy: [0.0] * LONGEST_CHAIN for greedy in (True, False)}
@@ -37,20 +35,20 @@ class ChainPlanner:
     def forecast(self, situation: StepSituation) -> Forecast:
         """Return what chains of the best length save, at the expected acceptance.
 
-        Greedy costs are used for all rows. All rows read their prompts, and then share the time
-        that is saved.
+        All rows read their prompts, and then share the time that is saved.
         """
-        saved = self._saved(situation.rows, rounded(situation.context))
+        step_ms = self._table(situation).steps(situation.rows, LONGEST_CHAIN)
+        # At least 0, because a step without drafts is one of these.
+        saved = step_ms[0] - min(token_ms(step_ms, [EXPECTED_ACCEPTANCE] * LONGEST_CHAIN))
         reading = 0.0
-        if situation.unread:
-            middle = self._costs[True].at(situation.context - situation.unread / 2)
+        if situation.unread:  # nothing is sampled while a prompt is read
+            middle = self._costs.table.at(situation.context - situation.unread / 2)
             reading = middle.reading(situation.rows * situation.unread)
         return Forecast(saved, saved * situation.remaining, reading)
 
     def length(self, situation: StepSituation) -> int:
         """Return the number of tokens to draft, at least 1."""
-        costs = self._costs[situation.greedy].at(situation.context, situation.rows)
-        step_ms = costs.steps(situation.rows, LONGEST_CHAIN)
+        step_ms = self._table(situation).steps(situation.rows, LONGEST_CHAIN)
         return max(1, best_length(step_ms, self.estimates(situation.greedy)))
 
     def estimates(self, greedy: bool) -> list[float]:
@@ -70,10 +68,10 @@ class ChainPlanner:
             of_tested[place] = DRAFT_DECAY * of_tested[place] + 1
             of_accepted[place] = DRAFT_DECAY * of_accepted[place] + (place < accepted)
 
-    def _saved_by_best_length(self, rows: int, context: int) -> float:
-        """Return the ms that a token of each row takes less than in a plain step, at least 0."""
-        step_ms = self._costs[True].at(context, rows).steps(rows, LONGEST_CHAIN)
-        return step_ms[0] - min(token_ms(step_ms, [EXPECTED_ACCEPTANCE] * LONGEST_CHAIN))
+    def _table(self, situation: StepSituation) -> Costs:
+        """Return the table of a situation."""
+        table = self._costs.table if situation.greedy else self._costs.table.sampled
+        return table.at(situation.context, situation.rows)
 
 
 def token_ms(step_ms: abc.Sequence[float], acceptance: abc.Sequence[float]) -> list[float]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from forerun.planning.cost_model import Costs
+from forerun.planning.cost_model import Costs, CostSource, Forwards
 from forerun.planning.forecast import Forecast, StepSituation
 from forerun.planning.length import EXPECTED_ACCEPTANCE, LONGEST_CHAIN, best_length
 
@@ -22,8 +22,6 @@ EXPECTED_REST = 128  # tokens that are expected to come, beside as many as have 
 
 PHRASE_DECAY = 0.9  # the weight of a forward with phrases, relative to the next one
 PLAIN_STEPS_WITHOUT_PHRASES = 32  # steps after which phrases are tried again
-
-Forwards = Literal["draft", "head"]  # what the other drafter runs, by its table in `Costs`
 
 
 @dataclass(frozen=True)
@@ -131,15 +129,15 @@ class SourceChooser:
     the share for which it was wanted lately.
     """
 
-    def __init__(self, costs: Costs, other: Forwards | None = None) -> None:
+    def __init__(self, costs: CostSource, other: Forwards | None = None) -> None:
         """Take a table of costs.
 
         Args:
-            costs: the table.
+            costs: gives the table.
             other: what the other drafter runs; None if it runs no model and no head.
         """
-        self._costs = {True: costs, False: costs.sampled}
-        measured = {"draft": bool(costs.draft), "head": bool(costs.head)}
+        self._costs = costs
+        measured = {"draft": bool(costs.table.draft), "head": bool(costs.table.head)}
         self.forwards: Forwards | None = other if other is not None and measured[other] else None
         single = StepSituation(rows=1)
         step_ms = [self.step_ms(single, count, count) for count in range(LONGEST_CHAIN + 1)]
@@ -202,7 +200,8 @@ class SourceChooser:
             forwards: those of the other drafter.
         """
         rows = situation.rows
-        costs = self._costs[situation.greedy].at(situation.context, rows)
+        table = self._costs.table if situation.greedy else self._costs.table.sampled
+        costs = table.at(situation.context, rows)
         if self.forwards == "head":
             forward_ms = costs.head_ms(rows)
         elif self.forwards == "draft":
@@ -247,7 +246,7 @@ class SourceChooser:
         """Return the ms in which the other drafter reads one token of each row."""
         if self.forwards is None:
             return 0.0
-        return self._costs[True].at(context).reading(rows, by_head=self.forwards == "head")
+        return self._costs.table.at(context).reading(rows, by_head=self.forwards == "head")
 
 
 class PhraseChooser:

@@ -6,7 +6,7 @@ from collections import abc
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from forerun.planning.cost_model import Costs, mean_context
+from forerun.planning.cost_model import CostSource, mean_context
 from forerun.planning.forecast import StepSituation
 from forerun.planning.length import ChainPlanner
 from forerun.sampling.probabilities import last_probabilities
@@ -159,7 +159,7 @@ class BestLength(LengthPolicy):
     each place were accepted lately.
     """
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: CostSource) -> None:
         self.planner = ChainPlanner(costs)
 
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, chain
 from operator import mul
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from forerun.planning.cost_model import Costs, mean_context, rounded
+from forerun.planning.cost_model import Costs, CostSource, mean_context, rounded
 from forerun.planning.forecast import Forecast, StepSituation
 
 if TYPE_CHECKING:
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 # (shift, slope, mean acceptance) of each place ahead. The first two calibrate log-odds.
 Curves = abc.Sequence[abc.Sequence[float]]
+
+TreeKey = tuple[bool, int, int]  # greediness, rows and context of a step
 
 _CERTAIN = 1 - 1e-6  # probabilities are capped at this, because log-odds of 1 are infinite
 
@@ -200,30 +201,34 @@ class TreePlanner:
     """
 
     def __init__(
-        self, head: Calibrated, costs: Costs, block: int, nodes: int, beams: int = 1
+        self, head: Calibrated, costs: CostSource, block: int, nodes: int, beams: int = 1
     ) -> None:
         """Take a head and its costs.
 
         Args:
             head: read anew in each step.
-            costs: the table with the head's times.
+            costs: gives the table, with the head's times.
             block: the number of states that are drafted at a time.
             nodes: the most nodes of a row.
             beams: the states that a row has at one depth.
         """
         self.head = head
         self.block = block
-
-        def tree_costs(greedy: bool, rows: int, context: int) -> TreeCosts:
-            table = costs if greedy else costs.sampled
-            return TreeCosts(table.at(context, rows), rows, nodes, beams)
-
-        self._costs = lru_cache(tree_costs)
-        self._saved = lru_cache(self._saved_by_block)
+        self._nodes = nodes
+        self._beams = beams
+        self._source = costs
+        # What was computed from this table, by greediness, rows and context.
+        self._table = costs.table
+        self._known_costs: dict[TreeKey, TreeCosts] = {}
+        self._known_savings: dict[TreeKey, float] = {}
 
     def forecast(self, situation: StepSituation) -> Forecast:
-        """Return what trees save in a greedy step. The head reads prompts in negligible time."""
-        saved = self._saved(situation.rows, rounded(situation.context))
+        """Return what trees save in a step. The head reads prompts in negligible time."""
+        self._refresh()
+        key = situation.greedy, situation.rows, rounded(situation.context)
+        if key not in self._known_savings:
+            self._known_savings[key] = self._saved_by_block(*key)
+        saved = self._known_savings[key]
         return Forecast(saved, saved * situation.remaining)
 
     def plan(
@@ -237,6 +242,7 @@ class TreePlanner:
             fresh: the rows that need new states.
             ahead: see `TreePlan`.
         """
+        self._refresh()
         greedy = [row for row, seq in enumerate(seqs) if seq.greedy]
         parts = [greedy] if greedy else []
         parts += [[row] for row, seq in enumerate(seqs) if not seq.greedy]
@@ -247,12 +253,27 @@ class TreePlanner:
             groups.append(Group(rows, costs, not set(rows).isdisjoint(fresh)))
         return TreePlan(groups, self.head.curves, self.block, limits, ahead)
 
-    def _saved_by_block(self, rows: int, context: int) -> float:
+    def _refresh(self) -> None:
+        """Forget what was computed from an earlier table."""
+        if self._table is not self._source.table:
+            self._table = self._source.table
+            self._known_costs.clear()
+            self._known_savings.clear()
+
+    def _costs(self, greedy: bool, rows: int, context: int) -> TreeCosts:
+        """Return the costs of a step's parts."""
+        key = greedy, rows, context
+        if key not in self._known_costs:
+            table = (self._table if greedy else self._table.sampled).at(context, rows)
+            self._known_costs[key] = TreeCosts(table, rows, self._nodes, self._beams)
+        return self._known_costs[key]
+
+    def _saved_by_block(self, greedy: bool, rows: int, context: int) -> float:
         """Return the ms that a token of each row saves if a first block is drafted.
 
         Its nodes are expected to be accepted as often as those of their places are on average.
         """
-        costs = self._costs(True, rows, context)
+        costs = self._costs(greedy, rows, context)
         means = [mean for _, _, mean in self.head.curves]
         states = min(self.block, costs.nodes)
         survival = list(accumulate((means + means[-1:] * states)[:states], mul))

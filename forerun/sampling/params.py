@@ -13,6 +13,9 @@ from typing import Any
 
 from forerun.sampling.response_format import form_of
 
+# Scores over a smaller temperature may overflow, and sampling would be greedy but for rounding.
+MIN_TEMPERATURE = 1e-5
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -23,16 +26,21 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: the most tokens to generate. The model's context is a limit too.
+        min_new_tokens: before so many tokens no end token is generated, and none of
+            `stop_token_ids`. A stop string ends the text wherever it comes.
         temperature: 0 is greedy.
         top_k: sample from the k most probable tokens; 0 from all.
         top_p: sample from the smallest set of tokens with this probability.
         min_p: leave out tokens less probable than this share of the most probable one.
+        typical_p: sample from the smallest set of tokens with this probability whose information
+            is closest to the entropy (Meister et al., arXiv 2202.00666); 1 is all.
         repetition_penalty: divides scores of tokens seen before; 1 is none.
         presence_penalty: from -2 to 2, as in OpenAI's API: subtracted once from the score of each
             token that is in the output. The prompt does not count.
         frequency_penalty: the same, subtracted for each occurrence of the token.
         logit_bias: what is added to the scores of some token ids, from -100 to 100.
         stop: strings that end the text; none of them appears in it.
+        stop_token_ids: token ids that end the text like the end token, also with `ignore_eos`.
         ignore_eos: go on after the end token.
         seed: with a seed, model and prompt decide what is sampled: the same tokens by every method
             and beside any other rows (`forerun.sampling.seeded`). Row i of a batch uses stream i of
@@ -58,20 +66,23 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     response_format: Mapping[str, Any] | None = field(default=None, hash=False)
+    typical_p: float = 1.0
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] | list[int] = ()
 
     def __post_init__(self) -> None:
         _check("max_new_tokens", self.max_new_tokens, Integral, lambda n: n >= 1, "at least 1")
-        # Below 0.001 sampling would nearly be greedy, and scores over the temperature may overflow.
         _check(
             "temperature",
             self.temperature,
             Real,
-            lambda x: x == 0 or 1e-3 <= x < inf,
-            "0 (greedy) or at least 0.001",
+            lambda x: x == 0 or MIN_TEMPERATURE <= x < inf,
+            f"0 (greedy) or at least {MIN_TEMPERATURE:f}".rstrip("0"),
         )
         _check("top_k", self.top_k, Integral, lambda n: n >= 0, "0 (all) or more")
         _check("top_p", self.top_p, Real, lambda x: 0 < x <= 1, "above 0 and at most 1")
         _check("min_p", self.min_p, Real, lambda x: 0 <= x <= 1, "between 0 and 1")
+        _check("typical_p", self.typical_p, Real, lambda x: 0 < x <= 1, "above 0 and at most 1")
         _check(
             "repetition_penalty", self.repetition_penalty, Real, lambda x: 0 < x < inf, "above 0"
         )
@@ -91,19 +102,41 @@ class SamplingParams:
             )
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
+        self._check_form()
+        self._check_ends()
+
+    def _check_form(self) -> None:
+        """Check the response format, which says itself where the output ends."""
         form = form_of(self.response_format)
         if isinstance(self.response_format, Mapping):
             object.__setattr__(self, "response_format", dict(self.response_format))
-        if form is not None and self.ignore_eos:
-            raise ValueError(
-                "ignore_eos cannot be given with response_format, which says where the output ends"
-            )
+        for name in ("ignore_eos", "min_new_tokens"):
+            if form is not None and getattr(self, name):
+                raise ValueError(
+                    f"{name} cannot be given with response_format, which says where the output ends"
+                )
+
+    def _check_ends(self) -> None:
+        """Check what ends the text, and turn lists into tuples."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         if not isinstance(stop, list | tuple) or not all(
             isinstance(text, str) and text for text in stop
         ):
             raise ValueError(f"stop must be strings that are not empty, not {self.stop!r}")
         object.__setattr__(self, "stop", tuple(stop))
+        if not isinstance(self.stop_token_ids, list | tuple):
+            raise ValueError(f"stop_token_ids must be token ids, not {self.stop_token_ids!r}")
+        for token in self.stop_token_ids:
+            _check("a token id of stop_token_ids", token, Integral, lambda n: n >= 0, "0 or more")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        most = self.max_new_tokens
+        _check(
+            "min_new_tokens",
+            self.min_new_tokens,
+            Integral,
+            lambda n: 0 <= n <= most,
+            f"from 0 to max_new_tokens, which is {most}",
+        )
 
 
 def _check(name: str, value: Any, type_: type, fits: Callable[[Any], bool], allowed: str) -> None:

@@ -310,7 +310,7 @@ class Sampler:
 
 
 def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
-    """Return temperature, top-k, top-p and min-p, in the order of `generate`."""
+    """Return temperature, top-k, top-p, min-p and typical-p, in the order of `generate`."""
     warpers: list[LogitsProcessor] = []
     if params.temperature != 1.0:
         warpers.append(logits_process.TemperatureLogitsWarper(float(params.temperature)))
@@ -320,6 +320,8 @@ def _warpers(params: SamplingParams) -> list[LogitsProcessor]:
         warpers.append(QuickTopP(float(params.top_p)))
     if params.min_p:
         warpers.append(logits_process.MinPLogitsWarper(float(params.min_p)))
+    if params.typical_p < 1.0:
+        warpers.append(logits_process.TypicalLogitsWarper(float(params.typical_p)))
     return warpers
 
 

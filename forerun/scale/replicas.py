@@ -1,6 +1,6 @@
 """Replicas by Ray Serve for `forerun serve --ray`.
 
-Each replica is a whole server, behind the proxies of Ray Serve. See docs/replicas.md.
+Each replica is a whole server, behind the proxies of Ray Serve. See docs/guide/replicas.md.
 """
 
 from __future__ import annotations

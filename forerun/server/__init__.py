@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server: `forerun serve`. See docs/serving.md."""
+"""The OpenAI-compatible server: `forerun serve`. See docs/guide/serve.md."""

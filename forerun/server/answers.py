@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from time import perf_counter, time
 from typing import Any
 from uuid import uuid4
@@ -14,7 +15,7 @@ from forerun.server.job import Job, TimedStep
 from forerun.server.logprobs import LogprobsJson, TokenTexts, as_json
 from forerun.server.metrics import AnswerCounts
 from forerun.server.requests import Prepared
-from forerun.server.schemas import ChatBody, SamplingBody, StreamOptions
+from forerun.server.schemas import ChatBody, CompletionBody, SamplingBody, StreamOptions
 from forerun.text.stop_strings import TextStream
 from forerun.text.tool_calls import ToolCall, ToolForm, ToolStream
 from forerun.text.tools import Tools
@@ -28,6 +29,9 @@ class _Choice:
     Attributes:
         stream: turns tokens into text.
         tools: separates the text into text and calls; None if the request has no tools to call.
+        logprobs: writes the log probabilities; None if the body asks for none.
+        total_logprob, tokens: the sum over its tokens, if the request has log probabilities, and
+            their number.
         text, calls: of a stream, what no chunk has carried yet; otherwise all.
         has_started: whether a step of it was taken.
     """
@@ -35,14 +39,19 @@ class _Choice:
     def __init__(
         self,
         request: Request,
-        stop: tuple[str, ...],
         texts: TokenTexts,
-        is_chat: bool,
+        body: SamplingBody,
         tools: Tools,
     ) -> None:
         self.request = request
-        self.stream = TextStream(texts.tokenizer, request.tokens, stop, tools.shown)
-        self.logprobs = None if request.logprobs is None else LogprobsJson(texts, is_chat)
+        self.stream = TextStream(texts.tokenizer, request.tokens, body.stop, tools.shown)
+        self.logprobs: LogprobsJson | None = None
+        if isinstance(body, ChatBody) and body.logprobs:
+            self.logprobs = LogprobsJson(texts, is_chat=True)
+        elif isinstance(body, CompletionBody) and body.logprobs is not None:
+            self.logprobs = LogprobsJson(texts, is_chat=False)
+        self.total_logprob = 0.0
+        self.tokens = 0
         self.tools = tools.stream()
         self.calls: list[ToolCall] = []
         self.text = ""
@@ -66,19 +75,18 @@ class Answer:
         self.job = job
         self._texts = texts
         self._echo = prepared.echo
-        self._copies = body.n or 1
+        self._copies = prepared.copies
+        self._is_scoring = prepared.is_scoring
         self._is_chat = isinstance(body, ChatBody)
         requests = prepared.requests
         self.counts = AnswerCounts(
             started_at=job.started_at,
             queued_at=job.queued_at,
+            has_prediction=isinstance(body, ChatBody) and body.prediction is not None,
             prompt_tokens=sum(len(request.tokens) for request in requests[:: self._copies]),
         )
         self.ended_by = "abort"
-        self.choices = [
-            _Choice(request, body.stop, texts, self._is_chat, prepared.tools)
-            for request in requests
-        ]
+        self.choices = [_Choice(request, texts, body, prepared.tools) for request in requests]
         self.id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid4().hex}"
         kind = "text_completion"
         if self._is_chat:
@@ -104,13 +112,27 @@ class Answer:
         return self._whole_json()
 
     def _whole_json(self) -> bytes:
-        choices = []
-        for index, choice in enumerate(self.choices):
+        choices: list[bytes] = []
+        for choice in self._best():
             content: dict[str, Any] = {"text": choice.text}
             if self._is_chat:
                 content = {"message": _message(choice)}
-            choices.append(self._choice_json(index, content))
+            choices.append(self._choice_json(choice, len(choices), content))
         return self._object(choices, {"usage": self.counts.usage(), **self.counts.statistics()})
+
+    def _best(self) -> list[_Choice]:
+        """Return the choices that are answered: of each prompt the `n` best of `best_of`.
+
+        These are the ones with the highest log probability per token, as in OpenAI's API.
+        """
+        count = self.body.n or 1
+        if count == self._copies:
+            return self.choices
+        best: list[_Choice] = []
+        for start in range(0, len(self.choices), self._copies):
+            choices = self.choices[start : start + self._copies]
+            best += sorted(choices, key=_mean_logprob, reverse=True)[:count]
+        return best
 
     async def chunks(self, until: float) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events. An ApiError is one of the events."""
@@ -153,7 +175,11 @@ class Answer:
     async def _take(self, index: int, step: Step, at: float) -> list[tuple[str, str]]:
         """Add a step to its choice. Return the new pieces of text, each with its origin."""
         choice = self.choices[index]
+        if self._is_scoring:
+            step = replace(step, tokens=(), origins=(), logprobs=(), finish_reason="length")
         self.counts.add(index, step, at)
+        choice.total_logprob += sum(logprob.logprob for logprob in step.logprobs)
+        choice.tokens += len(step.tokens)
         choice.finish_reason = step.finish_reason
         if not choice.has_started:
             choice.has_started = True
@@ -204,7 +230,8 @@ class Answer:
         events = []
         if self._is_chat and not choice.has_started:
             role = {"delta": {"role": "assistant", "content": ""}}
-            events.append(_event(self._object([self._choice_json(index, role, False)], {})))
+            start = self._choice_json(choice, index, role, has_logprobs=False)
+            events.append(_event(self._object([start], {})))
         pieces = await self._take(index, step, at)
         has_news = bool(choice.text or choice.calls or choice.logprobs or choice.finish_reason)
         if not (has_news or self.body.forerun):
@@ -226,12 +253,13 @@ class Answer:
             }
         if not self._usage_at_end and all(choice.finish_reason for choice in self.choices):
             more |= self.counts.statistics()
-        events.append(_event(self._object([self._choice_json(index, content)], more)))
+        events.append(_event(self._object([self._choice_json(choice, index, content)], more)))
         return events
 
-    def _choice_json(self, index: int, content: dict[str, Any], has_logprobs: bool = True) -> bytes:
+    def _choice_json(
+        self, choice: _Choice, index: int, content: dict[str, Any], has_logprobs: bool = True
+    ) -> bytes:
         """Return a choice with its content and the log probabilities that no chunk has had."""
-        choice = self.choices[index]
         logprobs = b"null"
         if choice.logprobs is not None and has_logprobs:
             logprobs = choice.logprobs.take()
@@ -249,6 +277,10 @@ class Answer:
             more = {"usage": None} | more
         rest = b"," + as_json(more)[1:] if more else b"}"
         return b"".join((self._head, b',"choices":[', b",".join(choices), b"]", rest))
+
+
+def _mean_logprob(choice: _Choice) -> float:
+    return choice.total_logprob / max(1, choice.tokens)
 
 
 def call_id(form: ToolForm) -> str:

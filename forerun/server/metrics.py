@@ -74,12 +74,15 @@ class AnswerCounts(Counts):
         last_at: when the last tokens came.
         waited: seconds in the queue, of the choice that waited longest.
         gaps: for each step after a choice's first, the seconds per token.
+        has_prediction: whether the client sent a text as its prediction of the answer. It is not
+            used, so that its figures are 0.
         calls: how many tool calls could be read and how many could not; empty without tools.
     """
 
     started_at: float
     queued_at: float
     prompt_tokens: int
+    has_prediction: bool = False
     waited: float = 0.0
     first_at: float | None = None
     decoding_at: float = 0.0
@@ -109,9 +112,14 @@ class AnswerCounts(Counts):
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's `usage`."""
+        accepted = self.kept
+        rejected = self.drafted - self.accepted
+        if self.has_prediction:
+            accepted = 0
+            rejected = 0
         details = {
-            "accepted_prediction_tokens": self.kept,
-            "rejected_prediction_tokens": self.drafted - self.accepted,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
         }
         return {
             "prompt_tokens": self.prompt_tokens,

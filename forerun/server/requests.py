@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,44 +15,38 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from forerun.api.decoder import Decoder
-from forerun.api.requests import encode, requests
+from forerun.api.requests import encode, encode_text
 from forerun.engine.sequence import Request
-from forerun.sampling.params import SamplingParams
 from forerun.sampling.response_format import form_of
 from forerun.server.errors import ApiError, blame
+from forerun.server.parameters import (
+    MAX_CHOICES,
+    copies_of,
+    limit_field,
+    limit_of,
+    requests_for,
+)
 from forerun.server.schemas import (
+    MESSAGE_KEYS,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    SamplingBody,
     TokenizeBody,
 )
-from forerun.text.chat import chat_prompt, checked_text, turn_ends
+from forerun.text.chat import PromptEnd, chat_prompt, checked_text, turn_ends
 from forerun.text.infill import infill_form
 from forerun.text.tools import NO_TOOLS, Tools, checked_choice, checked_tools, tools_for
 
 CHAT_TOKENS = 1024  # new tokens of a chat by default
 COMPLETION_TOKENS = 16  # new tokens of a plain prompt by default, as in OpenAI's API
-MAX_CHOICES = 256  # answers of one request
 # Characters of a text per token of the model's context. A longer text is refused, because to
 # tokenize it would hold up other requests.
 CHARACTERS_PER_TOKEN = 32
 
 # Names that `chat_template_kwargs` must not contain: other fields of a body, names that the server
 # gives to the template, and tools.
-_RESERVED = {"messages", "system", "tokenizer", "template_args", "functions", "tool_choice"}
+_RESERVED = {"functions", "tool_choice"} | set(inspect.signature(chat_prompt).parameters)
 _RESERVED |= set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-# Fields that have the same name in SamplingParams.
-_SAME_NAME = (
-    "top_p",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "ignore_eos",
-    "response_format",
-)
 _PROMPT_FORMS = (
     "prompt must be a text, a list of texts, a list of token ids, or a list of such lists"
 )
@@ -67,13 +60,18 @@ class Prepared:
     """What the engine and the answer need of a body.
 
     Attributes:
-        requests: for each prompt, one request for each of its `n` answers.
+        requests: for each prompt, `copies` requests.
+        copies: how often each prompt is answered; as many as `best_of` says.
         echo: the texts of the prompts if the answers begin with them, otherwise None.
+        is_scoring: whether the answers are to have no token, because `max_tokens` is 0. The engine
+            needs a token to score a prompt; it is left out.
         tools: how the tools of the body are used.
     """
 
     requests: list[Request]
+    copies: int = 1
     echo: list[str] | None = None
+    is_scoring: bool = False
     tools: Tools = NO_TOOLS
 
 
@@ -90,13 +88,18 @@ def prepare_chat(body: ChatBody, decoder: Decoder, parser: str | None = None) ->
         _check_length(len(json.dumps(template)), decoder)
     tools = read_tools(body, decoder, parser)
     with blame("messages"):
-        row = _render(body.messages, decoder, tools=tools.given, **template)
+        end = _prompt_end(body.add_generation_prompt, body.continue_final_message)
+        row = _render(body.messages, decoder, tools=tools.given, end=end, **template)
         encode(row, decoder.tokenizer, decoder.target.context, decoder.target.vocab_size)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs requires logprobs: true", "top_logprobs")
     top = (body.top_logprobs or 0) if body.logprobs else None
-    ends = frozenset[int]() if body.ignore_eos else _turn_ends(decoder.tokenizer)
-    return Prepared(_requests(body, [row], decoder, CHAT_TOKENS, top, ends, tools), tools=tools)
+    if limit_of(body) == 0:
+        raise ApiError(400, "max_tokens: a chat needs at least 1 token", limit_field(body))
+    made = requests_for(
+        body, [row], decoder, CHAT_TOKENS, top, _turn_ends(decoder.tokenizer), tools
+    )
+    return Prepared(made, copies_of(body), tools=tools)
 
 
 def read_tools(body: ChatBody, decoder: Decoder, parser: str | None) -> Tools:
@@ -106,20 +109,41 @@ def read_tools(body: ChatBody, decoder: Decoder, parser: str | None) -> Tools:
         _check_length(len(json.dumps([tool.given for tool in given])), decoder)
     with blame("tool_choice"):
         choice = checked_choice(body.tool_choice, given)
+    with blame("response_format"):
+        form = form_of(body.response_format)
+        if form is not None and form[0] == "grammar" and choice.mode == "auto" and given:
+            raise ValueError(
+                "a response_format of type grammar cannot be given beside tools, unless "
+                "tool_choice is none or required"
+            )
     with blame("tools"):
         tools = tools_for(
-            given, choice, body.parallel_tool_calls is not False, decoder.tokenizer, parser
+            given,
+            choice,
+            decoder.tokenizer,
+            parallel=body.parallel_tool_calls is not False,
+            parser=parser,
+            response_format=body.response_format,
         )
-    with blame("response_format"):
-        if tools.form is not None and form_of(body.response_format) is not None:
-            raise ValueError(
-                "response_format cannot be given beside tools, unless tool_choice is none"
-            )
-    if tools.grammar is not None and body.ignore_eos:
-        raise ApiError(
-            400, "ignore_eos cannot be given if tool calls must follow a schema", "ignore_eos"
-        )
+    for name in ("ignore_eos", "min_tokens"):
+        if tools.grammar is not None and vars(body)[name]:
+            raise ApiError(400, f"{name} cannot be given if tool calls must follow a schema", name)
     return tools
+
+
+def _prompt_end(
+    add_generation_prompt: bool | None, continue_final_message: bool | None
+) -> PromptEnd | None:
+    """Return what a prompt ends with; None if its last message decides. Raises ValueError."""
+    if add_generation_prompt and continue_final_message:
+        raise ValueError("add_generation_prompt and continue_final_message exclude each other")
+    if continue_final_message:
+        return PromptEnd.CONTINUE
+    if add_generation_prompt is False:
+        return PromptEnd.CLOSED
+    if add_generation_prompt or continue_final_message is False:
+        return PromptEnd.ANSWER
+    return None
 
 
 def prepare_completion(body: CompletionBody, decoder: Decoder) -> Prepared:
@@ -132,16 +156,20 @@ def prepare_completion(body: CompletionBody, decoder: Decoder) -> Prepared:
         prompts, ends = _fill_in_the_middle(prompts, body, decoder)
     with blame("prompt"):
         rows = encode_prompts(prompts, decoder)
-    made = _requests(body, rows, decoder, COMPLETION_TOKENS, body.logprobs, ends)
+    is_scoring = limit_of(body) == 0
+    if is_scoring and not body.echo:
+        raise ApiError(400, "max_tokens: 0 needs echo, else there is no answer", limit_field(body))
+    made = requests_for(body, rows, decoder, COMPLETION_TOKENS, body.logprobs, ends)
+    copies = copies_of(body)
     if not body.echo:
-        return Prepared(made)
+        return Prepared(made, copies)
     if body.logprobs is not None:
         made = [replace(request, prompt_logprobs=True) for request in made]
     echo = [
         prompt if isinstance(prompt, str) else text_of(decoder, row)
         for prompt, row in zip(prompts, rows, strict=True)
     ]
-    return Prepared(made, echo)
+    return Prepared(made, copies, echo, is_scoring)
 
 
 def _fill_in_the_middle(
@@ -170,8 +198,7 @@ def _fill_in_the_middle(
         _check_count(prompts)
         for prompt in prompts:
             _check_text(prompt, decoder)
-    ends = frozenset[int]() if body.ignore_eos else form.ends
-    return form.prompts(tokenizer, prompts, suffix), ends
+    return form.prompts(tokenizer, prompts, suffix), form.ends
 
 
 def encode_prompts(prompts: list[Any], decoder: Decoder) -> list[list[int]]:
@@ -191,13 +218,15 @@ def tokenize(body: TokenizeBody, decoder: Decoder) -> list[int]:
         raise ApiError(400, "give either prompt or messages", "prompt")
     if body.prompt is None:
         with blame("messages"):
-            return _render(body.messages, decoder)
+            end = _prompt_end(body.add_generation_prompt, body.continue_final_message)
+            return _render(body.messages, decoder, end=end)
     with blame("prompt"):
         _check_text(body.prompt, decoder)
     tokenizer = decoder.tokenizer
     assert tokenizer is not None
-    has_special = body.add_special_tokens is not False
-    return list(tokenizer(body.prompt, add_special_tokens=has_special)["input_ids"])
+    if body.add_special_tokens is False:
+        return list(tokenizer(body.prompt, add_special_tokens=False)["input_ids"])
+    return encode_text(body.prompt, tokenizer)
 
 
 def detokenize(body: DetokenizeBody, decoder: Decoder) -> str:
@@ -233,13 +262,29 @@ def _render(messages: Any, decoder: Decoder, **template: Any) -> list[int]:
 
 
 def _normalised(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message without what clients send and templates lack.
+    """Return a message with the keys that templates know.
 
-    Nulls and the names of speakers are left out, and the role `developer` becomes `system`.
+    Nulls, the names of speakers and unknown keys are left out, and the role `developer` becomes
+    `system`. Thoughts have one name. An assistant's message may lack a content, and so may the
+    result of a tool. An answer that is a refusal has that as its content.
     """
-    kept = {key: value for key, value in message.items() if value is not None and key != "name"}
-    if kept.get("role") == "developer":
+    kept = {
+        key: value for key, value in message.items() if value is not None and key in MESSAGE_KEYS
+    }
+    role = kept.get("role")
+    if role == "developer":
         kept["role"] = "system"
+    if role != "tool":
+        kept.pop("name", None)
+    kept.pop("annotations", None)
+    refusal = kept.pop("refusal", None)
+    thoughts = kept.pop("reasoning", None)
+    if thoughts is not None:
+        kept.setdefault("reasoning_content", thoughts)
+    if role in ("assistant", "tool"):
+        kept.setdefault("content", refusal or "")
+    if not kept.get("tool_calls", True):
+        del kept["tool_calls"]
     return kept
 
 
@@ -259,73 +304,3 @@ def _check_length(characters: int, decoder: Decoder) -> None:
 def _check_text(text: str, decoder: Decoder, name: str = "prompt") -> None:
     _check_length(len(text), decoder)
     checked_text(name, text)
-
-
-def _requests(
-    body: SamplingBody,
-    rows: list[list[int]],
-    decoder: Decoder,
-    default_tokens: int,
-    logprobs: int | None,
-    ends: frozenset[int],
-    tools: Tools = NO_TOOLS,
-) -> list[Request]:
-    """Return the requests of prompts. Raises ApiError.
-
-    Args:
-        body: the body, whose sampling parameters are read.
-        rows: the token ids of each prompt.
-        decoder: the decoder that is to answer.
-        default_tokens: the number of new tokens if the body does not say it.
-        logprobs: the number of most probable tokens to return with each token; None for none.
-        ends: tokens that end an answer, beside the decoder's own.
-        tools: how the tools of the body are used.
-    """
-    copies = body.n or 1
-    if len(rows) * copies > MAX_CHOICES:
-        raise ApiError(
-            400,
-            f"n times the number of prompts is {len(rows) * copies}; at most {MAX_CHOICES} "
-            "answers can be asked for",
-            "n",
-        )
-    given = {name: vars(body)[name] for name in _SAME_NAME if vars(body)[name] is not None}
-    if tools.grammar is not None:
-        given["response_format"] = tools.grammar
-    try:
-        params = SamplingParams(
-            max_new_tokens=body.max_completion_tokens or body.max_tokens or default_tokens,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_k=max(0, body.top_k or 0),
-            stop=body.stop,
-            logit_bias=body.logit_bias,
-            **given,
-        )
-        prompts = [row for row in rows for _ in range(copies)]
-        made = requests(prompts, params, decoder.target, decoder.tokenizer)
-    except ValueError as error:
-        raise _sampling_error(str(error), body, tools) from None
-    is_plain = body.forerun_method == "ar"
-    cache_salt = body.cache_salt or ""
-    return [
-        replace(request, eos=request.eos | ends, plain=is_plain, logprobs=logprobs, salt=cache_salt)
-        for request in made
-    ]
-
-
-def _sampling_error(message: str, body: SamplingBody, tools: Tools) -> ApiError:
-    """Return the ApiError for a message of SamplingParams, or of a grammar's compiler.
-
-    The first word of a message is the field, except in messages of a grammar's compiler. A grammar
-    that was made from tools is a mistake in their schemas, because the body has no response_format.
-    """
-    if tools.grammar is not None and "response_format" in message:
-        message = message.replace("response_format.grammar", "the schemas")
-        return ApiError(400, message.replace("response_format", "a schema"), "tools")
-    first_word = re.match(r"\w+", message)
-    param = None
-    if first_word and first_word[0] in SamplingBody.model_fields:
-        param = first_word[0]
-    elif body.response_format is not None:
-        param = "response_format"
-    return ApiError(400, message, param)

@@ -26,6 +26,7 @@ _SAME_NAME = (
     "top_p",
     "top_k",
     "min_p",
+    "typical_p",
     "seed",
     "ignore_eos",
     "cache_salt",
@@ -173,9 +174,12 @@ def _tool(number: int, tool: Any) -> dict[str, Any]:
 def _tool_choice(choice: Any) -> Any:
     if not isinstance(choice, dict):
         return choice
+    if choice.get("type") == "allowed_tools":
+        return choice
     if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
         raise ValueError(
-            'tool_choice must be none, auto, required or {"type": "function", "name": ...}'
+            'tool_choice must be none, auto, required, {"type": "function", "name": ...} or '
+            '{"type": "allowed_tools", ...}'
         )
     return {"type": "function", "function": {"name": choice["name"]}}
 

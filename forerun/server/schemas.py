@@ -21,23 +21,30 @@ from forerun.server.errors import ApiError
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000  # characters
+MAX_STOP_TOKENS = 256
 MAX_SALT_LENGTH = 256  # characters
 MAX_BIASES = 1024
 MAX_COPIES = 128
 MAX_LOGPROBS = 20
+
+# Keys of messages that are read, or known and refused. Others are ignored, and the log names them.
+MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id"}
+MESSAGE_KEYS |= {"reasoning_content", "reasoning", "refusal", "annotations"}
+MESSAGE_KEYS |= {"audio", "function_call"}
 
 # Known fields that are not supported, by the values that ask for nothing and so are accepted. Any
 # other value is refused, because output that silently is not what was asked for would be worse.
 _NEVER = (
     "audio prediction web_search_options prompt_logprobs truncate_prompt_tokens chat_template "
     "structured_outputs guided_json guided_regex guided_choice guided_grammar grammar json_schema "
-    "n_predict"
+    "n_predict samplers repetition_detection"
 )
-_EMPTY = "functions stop_token_ids bad_words allowed_token_ids documents logits_processors"
-_ZERO = "min_tokens dry_multiplier xtc_probability mirostat"
-_ONE = "best_of length_penalty repeat_penalty typical_p tfs_z"
+_EMPTY = "functions bad_words allowed_token_ids documents logits_processors logprob_token_ids"
+_ZERO = "min_tokens dry_multiplier xtc_probability mirostat dynatemp_range n_probs priority"
+_ONE = "best_of length_penalty repeat_penalty tfs_z"
 _FALSE = (
-    "use_beam_search include_stop_str_in_output continue_final_message return_tokens_as_token_ids"
+    "use_beam_search include_stop_str_in_output continue_final_message return_tokens_as_token_ids "
+    "return_token_ids echo"
 )
 _TRUE = "skip_special_tokens add_generation_prompt add_special_tokens"
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -48,6 +55,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_FALSE.split(), (False,)),
     **dict.fromkeys(_TRUE.split(), (True,)),
     "function_call": ("none", "auto"),
+    "stop_token_ids": ([],),
+    "top_n_sigma": (0, -1),
+    "t_max_predict_ms": (0, -1),
     "modalities": (["text"],),
     "suffix": ("",),  # of chats: a plain prompt may have one
 }
@@ -102,6 +112,10 @@ def _is_same(value: Any, other: Any) -> bool:
     return (type(value) is bool) == (type(other) is bool) and bool(value == other)
 
 
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
 class Function(BaseModel):
     """A function that the model may call."""
 
@@ -118,13 +132,28 @@ class Tool(BaseModel):
     function: Function
 
 
+class AllowedTools(BaseModel):
+    """The tools that an answer may or must call."""
+
+    class Choice(BaseModel):
+        """The mode, and the tools by their names."""
+
+        mode: Literal["auto", "required"]
+        tools: list[dict[str, Any]]
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Choice
+
+
 class ChatMessage(BaseModel):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
+    reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
+    name: str | None = None
 
 
 Token = Annotated[int, Field(ge=0)]
@@ -142,11 +171,13 @@ Bias = Annotated[Any, PlainValidator(_bias, json_schema_input_type=dict[str, flo
 Prompt = SkipValidation[str | list[str] | list[Token] | list[list[Token]]]
 Messages = SkipValidation[Annotated[list[ChatMessage], Field(min_length=1)]]
 GivenTools = SkipValidation[list[Tool] | None]
-ToolChoice = SkipValidation[Literal["none", "auto", "required"] | Tool | None]
+ToolChoice = SkipValidation[Literal["none", "auto", "required"] | Tool | AllowedTools | None]
 CacheSalt = Annotated[
     str, Field(min_length=1, max_length=MAX_SALT_LENGTH), AfterValidator(_encodable)
 ]
-Positive = Annotated[int, Field(ge=1, lt=2**31)]
+Penalty = Annotated[float, Field(ge=0.01, le=100)]
+# -1 and -2 are no limit, as in llama.cpp.
+TokenLimit = Annotated[int, Field(ge=-2, lt=2**31)]
 
 
 class Body(BaseModel):
@@ -184,10 +215,11 @@ class AnsweredBody(Body):
     """The fields of all bodies that the model answers."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-1, lt=2**62)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     user: str | None = None
@@ -198,14 +230,19 @@ class AnsweredBody(Body):
 class SamplingBody(AnsweredBody):
     """The fields that chats and plain prompts share."""
 
-    max_tokens: Positive | None = None
-    max_completion_tokens: Positive | None = None
+    max_tokens: TokenLimit | None = None
+    max_completion_tokens: TokenLimit | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop: Stop = ()
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_COPIES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_COPIES)] | None = None
     logit_bias: Bias = {}
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    repetition_penalty: Penalty | None = None
+    repeat_penalty: Penalty | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
@@ -222,6 +259,15 @@ class ChatBody(SamplingBody):
     tools: GivenTools = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    prediction: dict[str, Any] | None = None
+
+    def unknown(self) -> list[str]:
+        """Return the names of unknown fields, and those of unknown keys of messages."""
+        messages = self.messages if isinstance(self.messages, list) else []
+        keys: set[Any] = set().union(*(message for message in messages if _is_object(message)))
+        return super().unknown() + sorted(f"messages.{key}" for key in keys - MESSAGE_KEYS)
 
 
 class CompletionBody(SamplingBody):
@@ -251,6 +297,12 @@ class FlatTool(Function):
     type: Literal["function"]
 
 
+class FlatAllowedTools(AllowedTools.Choice):
+    """The tools that a response may or must call."""
+
+    type: Literal["allowed_tools"]
+
+
 class TextOptions(BaseModel):
     """The form of a response's text."""
 
@@ -267,10 +319,12 @@ class ResponsesBody(AnsweredBody):
 
     input: SkipValidation[str | Annotated[list[InputItem], Field(min_length=1)]]
     instructions: str | None = None
-    max_output_tokens: Positive | None = None
+    max_output_tokens: TokenLimit | None = None
     text: TextOptions | None = None
     tools: SkipValidation[list[FlatTool] | None] = None
-    tool_choice: SkipValidation[Literal["none", "auto", "required"] | FlatTool | None] = None
+    tool_choice: SkipValidation[
+        Literal["none", "auto", "required"] | FlatTool | FlatAllowedTools | None
+    ] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
@@ -286,6 +340,8 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class DetokenizeBody(Body):

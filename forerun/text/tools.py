@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from forerun.sampling.response_format import form_of
+from forerun.text import generic_tools
 from forerun.text.chat import renders_tools
 from forerun.text.tool_calls import FENCE, FORMS, ToolForm, ToolStream, form_of_template
 
@@ -18,12 +20,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_TOOLS = 128
+NO_PARSER = "none"  # the parser of a server that refuses tools
 _NAME = r"[a-zA-Z0-9_.:/-]{1,128}"
 # Objects are written as chat templates write them, so that a call has the same tokens when it comes
 # back in a conversation.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANYTHING = r"(.|\n)*"
 _quoted = json.dumps
+# What would end a regular expression between slashes, unless it is escaped.
+_SLASH = re.compile(r"\\[\s\S]|[/\n]")
+_SLASHES = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,27 @@ class Tool:
 
 
 @dataclass(frozen=True)
+class ToolChoice:
+    """Which tools an answer may or must call.
+
+    Attributes:
+        mode: "none", "auto" or "required".
+        allowed: the tools that may be called; None for all of them.
+        is_single: whether exactly one call is wanted.
+    """
+
+    mode: str
+    allowed: tuple[Tool, ...] | None = None
+    is_single: bool = False
+
+
+@dataclass(frozen=True)
 class Tools:
     """The tools of a request, and how its answer is read.
 
     Attributes:
         tools: all of them.
+        callable_names: the names of those that may be called.
         form: how the model writes calls; None if no calls are read.
         max_calls: the most calls of an answer, or None for any number.
         shown: the texts of special tokens that are part of calls.
@@ -54,6 +76,7 @@ class Tools:
     """
 
     tools: Sequence[Tool] = ()
+    callable_names: frozenset[str] = frozenset()
     form: ToolForm | None = None
     max_calls: int | None = None
     shown: dict[int, str] = field(default_factory=dict)
@@ -68,7 +91,7 @@ class Tools:
         """Return a reader of the answer's calls; None if no calls are read."""
         if self.form is None:
             return None
-        return ToolStream(self.form, {tool.name for tool in self.tools}, self.max_calls)
+        return ToolStream(self.form, self.callable_names, self.max_calls)
 
 
 NO_TOOLS = Tools()
@@ -123,36 +146,66 @@ def _tool(number: int, tool: Any) -> Tool:
     return Tool(name, {"type": "function", "function": function}, strict)
 
 
-def checked_choice(choice: Any, tools: Sequence[Tool]) -> str | Tool:
+def checked_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
     """Return the `tool_choice` of OpenAI's API.
 
-    It is "none", "auto" (the default if there are tools), "required", or the tool that {"type":
-    "function", "function": {"name": ...}} names. Raises ValueError for others.
+    It is "none", "auto" (the default if there are tools), "required", the tool that {"type":
+    "function", "function": {"name": ...}} names, or {"type": "allowed_tools", "allowed_tools":
+    {"mode": "auto" or "required", "tools": [...]}} with a list of such tools. Raises ValueError for
+    others.
     """
     if choice is None:
-        return "auto" if tools else "none"
-    if choice in ("none", "auto", "required"):
+        return ToolChoice("auto" if tools else "none")
+    if isinstance(choice, str) and choice in ("none", "auto", "required"):
         if choice == "required" and not tools:
             raise ValueError("tool_choice required needs tools")
-        return str(choice)
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        for tool in tools:
-            if tool.name == name:
-                return tool
+        return ToolChoice(choice)
+    by_name = {tool.name: tool for tool in tools}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        given = choice.get("allowed_tools")
+        given = given if isinstance(given, dict) else choice  # flat in /v1/responses
+        names = _listed_names(given.get("tools"))
+        if given.get("mode") in ("auto", "required") and names and names <= by_name.keys():
+            allowed = tuple(tool for tool in tools if tool.name in names)
+            return ToolChoice(given["mode"], allowed)
+        raise ValueError(
+            "tool_choice allowed_tools must have a mode, auto or required, and a list of one or "
+            "more of the tools"
+        )
+    named = by_name.get(_name_of(choice) or "")
+    if named is not None:
+        return ToolChoice("required", (named,), is_single=True)
     raise ValueError(
-        'tool_choice must be none, auto, required, or {"type": "function", "function": {"name": '
-        "one of the tools}}"
+        'tool_choice must be none, auto, required, {"type": "function", "function": {"name": '
+        'one of the tools}}, or {"type": "allowed_tools", ...}'
     )
+
+
+def _name_of(given: Any) -> str | None:
+    """Return the name in {"type": "function", "function": {"name": ...}} or its flat form."""
+    if not isinstance(given, dict) or given.get("type") != "function":
+        return None
+    function = given.get("function", given)
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _listed_names(given: Any) -> set[str]:
+    """Return the names of a list of tools; none if one of them has no name."""
+    if not isinstance(given, list | tuple):
+        return set()
+    names = [_name_of(tool) for tool in given]
+    return set() if None in names else {name for name in names if name is not None}
 
 
 def tools_for(
     tools: Sequence[Tool],
-    choice: str | Tool,
-    parallel: bool,
+    choice: ToolChoice,
     tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    parallel: bool = True,
     parser: str | None = None,
+    response_format: Any = None,
 ) -> Tools:
     """Return how tools are used with a tokenizer.
 
@@ -162,88 +215,179 @@ def tools_for(
     Args:
         tools: the tools of a request.
         choice: as `checked_choice` returns it.
-        parallel: whether an answer may have several calls.
         tokenizer: that of the model.
-        parser: one of `FORMS`; None for the one that the chat template shows.
+        parallel: whether an answer may have several calls.
+        parser: one of `FORMS`; None for the one that the chat template shows; `NO_PARSER` to refuse
+            tools.
+        response_format: the form of an answer that calls no tool, as in `SamplingParams`.
 
     Raises:
-        ValueError: the chat template takes no tools, or shows no known form.
+        ValueError: there is no tokenizer, the chat template shows no known form, or the response
+            format is a grammar, which cannot be joined with that of calls.
     """
     if not tools:
         return NO_TOOLS
-    if tokenizer is None or not renders_tools(tokenizer):
-        raise ValueError("the chat template of this model takes no tools")
-    if choice == "none":
+    if parser == NO_PARSER:
+        raise ValueError("this server takes no tools (--tool-parser none)")
+    if tokenizer is None:
+        raise ValueError("tools need a tokenizer; give tokenizer=...")
+    if choice.mode == "none":
         return Tools(tools)
-    template = tokenizer.get_chat_template(tools=[tool.given for tool in tools])
-    form = FORMS[parser] if parser is not None else form_of_template(template)
-    if form is None:
-        known = ", ".join(FORMS)
-        raise ValueError(
-            f"the chat template shows no known form of calls; --tool-parser may say which: {known}"
-        )
-    is_single = not parallel or isinstance(choice, Tool)
+    form = _form_for(tools, tokenizer, parser)
+    callable_tools = tools if choice.allowed is None else choice.allowed
+    is_single = not parallel or choice.is_single
     added = {str(token): id for id, token in tokenizer.added_tokens_decoder.items()}
     markers = {added[text]: text for text in (form.begin, form.close) if text in added}
     decoder = tokenizer.added_tokens_decoder
     special = {id: text for id, text in markers.items() if decoder[id].special}
     tokens = {text: f"<[{id}]>" for id, text in markers.items()}
-    lark = _grammar(form, tools, choice, is_single, tokens)
-    grammar = None if lark is None else {"type": "grammar", "grammar": lark}
-    return Tools(tools, form, 1 if is_single else None, special, grammar)
+    answer = form_of(response_format) if choice.mode == "auto" else None
+    if answer is not None and answer[0] == "grammar":
+        raise ValueError(
+            "response_format grammar cannot be given beside tools that the model may call"
+        )
+    is_free = choice.mode == "auto" and choice.allowed is None and answer is None
+    grammar = None
+    if not is_free or any(tool.strict for tool in tools):
+        calls = _CallGrammar(form, callable_tools, choice.mode == "required", is_single, tokens)
+        grammar = {"type": "grammar", "grammar": calls.lark(answer)}
+    names = frozenset(tool.name for tool in callable_tools)
+    return Tools(tools, names, form, 1 if is_single else None, special, grammar)
 
 
-def _grammar(
-    form: ToolForm,
-    tools: Sequence[Tool],
-    choice: str | Tool,
-    is_single: bool,
-    tokens: dict[str, str],
-) -> str | None:
-    """Return a grammar of a whole answer in llguidance's Lark; None if any text will do.
+def _form_for(
+    tools: Sequence[Tool], tokenizer: PreTrainedTokenizerBase, parser: str | None
+) -> ToolForm:
+    """Return how the model writes calls. Raises ValueError if that is not known."""
+    if not renders_tools(tokenizer):
+        if parser is not None and FORMS[parser] is not generic_tools.FORM:
+            raise ValueError(
+                f"the chat template of this model takes no tools, so calls are not in the form "
+                f"{parser!r}; only --tool-parser hermes fits"
+            )
+        return generic_tools.FORM
+    if parser is not None:
+        return FORMS[parser]
+    template = tokenizer.get_chat_template(tools=[tool.given for tool in tools])
+    form = form_of_template(template)
+    if form is None:
+        known = ", ".join(FORMS)
+        raise ValueError(
+            f"the chat template shows no known form of calls; --tool-parser may say which: {known}"
+        )
+    return form
 
-    Without a schema that must be followed nothing is restricted.
 
-    Args:
+def _answer_rule(kind: str, text: str) -> str:
+    """Return the rule of an answer that follows a regular expression or a JSON schema."""
+    if kind == "json_schema":
+        return f"answer: %json {text}"
+    between = _SLASH.sub(lambda part: _SLASHES.get(part[0], part[0]), text)
+    return f"answer: ANSWER\nANSWER: /{between}/"
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema whose references to itself hold where it stands in a larger one."""
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, place) for key, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved
+
+
+@dataclass(frozen=True)
+class _CallGrammar:
+    """A grammar of a whole answer in llguidance's Lark.
+
+    Attributes:
         form: how the model writes calls.
-        tools: the tools of a request.
-        choice: as `checked_choice` returns it.
+        tools: the tools that may be called.
+        is_forced: whether an answer must be calls.
         is_single: whether an answer has at most one call.
         tokens: Lark's names of the markers that are tokens. The grammar takes only the token for
             such a marker, because the tokenizer writes the marker as this token.
     """
-    is_forced = choice != "auto"
-    if not is_forced and not any(tool.strict for tool in tools):
-        return None
-    rules = _call_rules(form, [choice] if isinstance(choice, Tool) else tools, is_forced)
-    marker = tokens.get(form.begin) or _quoted(form.begin)
-    close = tokens.get(form.close) or _quoted(form.close)
-    again = ""
-    if form.is_bare:  # Llama's templates take one call per answer
-        is_single = True
-        block = "call"
-    elif form.between:
-        items = "" if is_single else f'("{form.between} " call)* '
-        block = f'"{form.open}" call {items}{close}'
-    else:
-        block = f'"\\n" call "\\n" {close}'
-        again = "" if is_single else r'("\n" begin block)* "\n"?'
-    rules.append(f"block: {block}")
-    if is_forced:
-        start = "block" if form.is_bare else f"begin block {again}"
-        return "\n".join([f"start: {start}", f"begin: {marker}", *rules])
-    text_rules, calls = _text_rules(form, marker, is_token=form.begin in tokens)
-    start = " | ".join([*calls, "TEXT"]) if is_single else f"({' | '.join(calls)})* TEXT"
-    return "\n".join([f"start: {start}", *rules, *text_rules])
+
+    form: ToolForm
+    tools: Sequence[Tool]
+    is_forced: bool
+    is_single: bool
+    tokens: dict[str, str]
+
+    def lark(self, answer: tuple[str, str] | None) -> str:
+        """Return the grammar.
+
+        `answer` is the form of an answer that calls no tool, as `form_of` returns it. With None,
+        text beside calls is free.
+        """
+        form = self.form
+        if form.is_bare and answer is not None and answer[0] == "json_schema":
+            return self._one_object(answer[1])
+        rules = _call_rules(form, self.tools, self.is_forced)
+        marker = self.tokens.get(form.begin) or _quoted(form.begin)
+        close = self.tokens.get(form.close) or _quoted(form.close)
+        # Llama's templates take one call per answer.
+        is_single = self.is_single or form.is_bare
+        again = ""
+        if form.is_bare:
+            block = "call"
+        elif form.between:
+            items = "" if is_single else f'("{form.between} " call)* '
+            block = f'"{form.open}" call {items}{close}'
+        else:
+            block = f'"\\n" call "\\n" {close}'
+            again = "" if is_single else r'("\n" begin block)* "\n"?'
+        rules.append(f"block: {block}")
+        if self.is_forced or answer is not None:
+            start = "block" if form.is_bare else f"begin block {again}"
+            rules.append(f"begin: {marker}")
+            if answer is None:
+                return "\n".join([f"start: {start}", *rules])
+            alternatives = ["start: called | answer", f"called: {start}", _answer_rule(*answer)]
+            return "\n".join([*alternatives, *rules])
+        text_rules, calls = _text_rules(form, marker, is_token=form.begin in self.tokens)
+        start = " | ".join([*calls, "TEXT"]) if is_single else f"({' | '.join(calls)})* TEXT"
+        return "\n".join([f"start: {start}", *rules, *text_rules])
+
+    def _one_object(self, schema: str) -> str:
+        """Return the grammar of a call or an answer that are both JSON objects without a marker.
+
+        They are one schema, because they may begin alike, which rules of Lark do not allow.
+        """
+        choices: list[Any] = [_moved(json.loads(schema), "#/anyOf/0")]
+        for number, tool in enumerate(self.tools, 1):
+            place = f"#/anyOf/{number}/properties/{self.form.key}"
+            arguments = _moved(_arguments(tool, self.is_forced), place)
+            names = ["name", self.form.key]
+            properties = dict(zip(names, ({"const": tool.name}, arguments), strict=True))
+            choices.append(
+                {
+                    "type": "object",
+                    "properties": properties,
+                    "required": names,
+                    "additionalProperties": False,
+                }
+            )
+        return f"start: %json {json.dumps({'anyOf': choices})}"
+
+
+def _arguments(tool: Tool, is_forced: bool) -> dict[str, Any]:
+    """Return the schema of a call's arguments: any object, unless the tool's own must be kept."""
+    schema: dict[str, Any] = {"type": "object"}
+    if is_forced or tool.strict:
+        schema |= tool.given["function"]["parameters"]
+    return schema
 
 
 def _call_rules(form: ToolForm, tools: Sequence[Tool], is_forced: bool) -> list[str]:
     """Return the rules of a call of one of these tools."""
     rules = []
     for number, tool in enumerate(tools):
-        schema = {"x-guidance": _STYLE, "type": "object"}
-        if is_forced or tool.strict:
-            schema |= tool.given["function"]["parameters"]
+        schema = {"x-guidance": _STYLE} | _arguments(tool, is_forced)
         begin = _quoted(f': "{tool.name}", "{form.key}": ')
         rules.append(f'call{number}: {begin} args{number} "}}"')
         rules.append(f"args{number}: %json {json.dumps(schema)}")

@@ -15,8 +15,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig
 
 from forerun.api.layers import load_head
-from forerun.backends import prepare
-from forerun.backends.family import FAMILY
+from forerun.backends import architectures, prepare
 from forerun.backends.heads import head_rows
 from forerun.backends.hot import hot_tokens
 from forerun.backends.panels import BLOCK_INPUTS
@@ -264,9 +263,8 @@ def _coverage(hot: Tensor, counts: Tensor) -> float:
 def _is_copyable(target: CausalLM) -> bool:
     """Return whether a head's layer has the form of the target's layers."""
     model: Any = target.model
-    if type(model).__name__ not in FAMILY:
-        return False
-    return "q_norm" not in dict(model.model.layers[-1].self_attn.named_children())
+    architecture = architectures.of_model(model)
+    return architecture is not None and architecture.table(model).layers[-1].is_usual
 
 
 def _report(run: Run, recipe: HeadRecipe, drafter: HiddenDrafter, coverage: float) -> None:

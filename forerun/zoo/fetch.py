@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from forerun.files import home
+from forerun.zoo.cache import LOCK_NAME
 from forerun.zoo.known import MB, MODELS, WEIGHTS_FOLDER, Model, cached, find
 
 QUOTES = "'\")"
@@ -46,15 +47,19 @@ def with_drafts(names: Sequence[str]) -> list[str]:
     return list(wanted)
 
 
-def fetch(names: Sequence[str], say: Say) -> list[Path]:
-    """Download models and their drafts, unless they are here, and return their files.
+def fetch(names: Sequence[str], say: Say, *, drafts: bool = True) -> list[Path]:
+    """Download models, unless they are here, and return their files.
 
-    `say` takes lines on the progress.
+    Args:
+        names: of the models.
+        say: takes lines on the progress.
+        drafts: whether their drafts are downloaded too.
 
     Raises ValueError, whose text says what to do, for an unknown name, and without pip, network,
     space or a folder to write to.
     """
-    models = [MODELS[name] for name in with_drafts(names)]
+    wanted = with_drafts(names)
+    models = [MODELS[name] for name in wanted if drafts or name in names]
     folder = home().absolute() / "models"
     try:
         return _fetch(models, folder, say)
@@ -120,7 +125,7 @@ def _get(model: Model, say: Say) -> Path:
     """Download a model and return its file. One process at a time does so for each model."""
     path = cached(model.name).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / ".lock").open("w") as lock:
+    with (path.parent / LOCK_NAME).open("w") as lock:
         _wait_for(lock, say)
         already = _whole(model, say)
         if already is not None:  # another process has downloaded it

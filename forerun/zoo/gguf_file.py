@@ -10,8 +10,8 @@ import math
 import mmap
 import struct
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from time import time
@@ -21,7 +21,10 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, dequantize
 from gguf.gguf_reader import ReaderField, ReaderTensor
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")
+from forerun.zoo.pieces import pieces_of
+
+# Files that are parts of models for more than text, by their architectures.
+_OTHER_KINDS = {"clip": "a projector of pictures or sound (mmproj)"}
 _CHUNK = 1 << 22  # the numbers that are dequantised at a time
 # A file that changed less than this many seconds ago may change again without a trace in its times,
 # so what was read of it is not kept.
@@ -69,14 +72,16 @@ class GgufFile:
     """A GGUF file whose header has been read.
 
     Attributes:
-        path: the file.
+        path: the file, or the first of its pieces.
         fields: its metadata, by key.
         tensors: its tensors, by name.
+        homes: the piece that a tensor lies in, by the tensor's name, if it is not `path`.
     """
 
     path: Path
     fields: dict[str, ReaderField]
     tensors: dict[str, ReaderTensor]
+    homes: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -184,7 +189,8 @@ class GgufFile:
         for start in range(0, rows, step):
             count = min(step, rows - start) * width
             offset = tensor.data_offset + start * width
-            yield np.fromfile(self.path, np.uint8, count, offset=offset).reshape(-1, width)
+            home = self.homes.get(tensor.name, self.path)
+            yield np.fromfile(home, np.uint8, count, offset=offset).reshape(-1, width)
 
     def forget_pages(self, tensor: ReaderTensor) -> None:
         """Let the system take back a tensor's pages, because what was packed is not read again."""
@@ -214,23 +220,52 @@ class GgufFile:
 def open_gguf(path: str | Path) -> GgufFile:
     """Read the header of a GGUF file.
 
-    Raises ValueError for a file that is no GGUF, is damaged, cut short, big-endian or one of
-    several shards, and for an architecture that is not in ARCHITECTURES.
+    Any piece of a file in pieces (`name-00001-of-00003.gguf`) stands for the whole.
+
+    Raises ValueError for a file that is no GGUF, is damaged, cut short, big-endian or no language
+    model, and if a piece of it is missing.
     """
-    path = Path(path)
-    try:
-        facts = path.stat()
-    except OSError as error:
-        raise GgufFile(path, {}, {}).error(error.strerror or str(error)) from None
-    version = (facts.st_ino, facts.st_ctime_ns, facts.st_size)
-    if time() - facts.st_ctime < _SETTLED_SECONDS:
-        return _read.__wrapped__(path, version)
-    return _read(path, version)
+    pieces = pieces_of(Path(path))
+    version: list[int] = []
+    changed_at = 0.0
+    for piece in pieces:
+        try:
+            facts = piece.stat()
+        except FileNotFoundError as error:
+            reason = f"its piece {piece.name} is missing" if len(pieces) > 1 else error.strerror
+            raise GgufFile(Path(path), {}, {}).error(str(reason)) from None
+        except OSError as error:
+            raise GgufFile(piece, {}, {}).error(error.strerror or str(error)) from None
+        version += [facts.st_ino, facts.st_ctime_ns, facts.st_size]
+        changed_at = max(changed_at, facts.st_ctime)
+    if time() - changed_at < _SETTLED_SECONDS:
+        return _read.__wrapped__(pieces, tuple(version))
+    return _read(pieces, tuple(version))
 
 
 @lru_cache(maxsize=2)
-def _read(path: Path, version: tuple[int, ...]) -> GgufFile:
-    """Read a header as `open_gguf` does. `version` differs between the files of one name."""
+def _read(pieces: tuple[Path, ...], version: tuple[int, ...]) -> GgufFile:
+    """Read headers as `open_gguf` does. `version` differs between the files of one name."""
+    first, *others = (_read_piece(piece) for piece in pieces)
+    tensors = dict(first.tensors)
+    homes = {}
+    for other in others:
+        tensors |= other.tensors
+        homes |= dict.fromkeys(other.tensors, other.path)
+    file = replace(first, tensors=tensors, homes=homes)
+    count = file.value("split.count", int, 0) or 1
+    announced = file.value("split.tensors.count", int, len(tensors))
+    if count != len(pieces):
+        raise file.error(f"it is one of {count} pieces, and its name does not say so")
+    if announced != len(tensors):
+        raise file.error(f"its pieces have {len(tensors)} tensors, and should have {announced}")
+    if file.architecture in _OTHER_KINDS:
+        raise file.error(f"it is {_OTHER_KINDS[file.architecture]}, and no language model")
+    return file
+
+
+def _read_piece(path: Path) -> GgufFile:
+    """Read the header of one file."""
     _check_magic(path)
     nameless = GgufFile(path, {}, {})
     try:
@@ -244,15 +279,6 @@ def _read(path: Path, version: tuple[int, ...]) -> GgufFile:
     for tensor in reader.tensors:
         if 0 in tensor.shape or not len(tensor.shape):
             raise file.error(f"it is damaged: {tensor.name} is empty")
-    shards = file.value("split.count", int, 1)
-    if shards > 1:
-        raise file.error(
-            f"it is one of {shards} shards; join them with llama.cpp's gguf-split --merge"
-        )
-    if file.architecture not in ARCHITECTURES:
-        raise file.error(
-            f"its architecture is {file.architecture!r}; known are {', '.join(ARCHITECTURES)}"
-        )
     return file
 
 

@@ -152,6 +152,11 @@ def find(name: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
+def best_fetched() -> str:
+    """Return the name of the best model that needs no download: a fetched one, else EMBEDDED."""
+    return next((name for name in (QWEN_CODER, SMOLLM2) if find(name) is not None), EMBEDDED)
+
+
 def require(name: str) -> Path:
     """Return the file of a model. Raises ValueError, saying how to get it, if it is not here."""
     path = find(name)

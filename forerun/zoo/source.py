@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from forerun.zoo.folders import ROLE_OF_TYPE, check_role
 from forerun.zoo.known import EMBEDDED, MODELS, WEIGHTS_FOLDER, companion, own_draft, require
+from forerun.zoo.pieces import pieces_of
 
 Kind = Literal["folder", "gguf", "hub", "object", "missing"]
 # In a draft's folder. vLLM takes every file of tensors there for weights, so this one is JSON.
@@ -120,7 +121,7 @@ def gguf_in(path: Path) -> Path | None:
     if not path.is_dir() or (path / "config.json").exists():
         return None
     files = sorted(file for file in path.glob("*") if _is_gguf(file) and file.is_file())
-    if len(files) > 1:
+    if len(files) > 1 and not set(files) <= set(pieces_of(files[0])):
         names = ", ".join(file.name for file in files)
         raise ValueError(f"{str(path)!r} holds several GGUF files; give one of {names}")
     return files[0] if files else None

@@ -209,7 +209,7 @@ def test_a_bad_value_is_named() -> None:
         ("max_new_tokens", [0], "must be at least 1, not"),
         ("max_new_tokens", [None, 8.0], "must be an integer, not"),
         ("temperature", ["hot", True], "must be a number, not"),
-        ("temperature", [nan, inf, 1e-9], "must be 0 (greedy) or at least 0.001, not"),
+        ("temperature", [nan, inf, 1e-9], "must be 0 (greedy) or at least 0.00001, not"),
         ("top_k", [2.5], "must be an integer, not"),
         ("top_k", [-1], "must be 0 (all) or more, not"),
         ("top_p", [0], "must be above 0 and at most 1, not"),

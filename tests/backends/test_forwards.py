@@ -70,7 +70,11 @@ def test_the_last_position_of_the_context_can_be_used() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"attention_bias": True}, {"mlp_bias": True}, {"hidden_act": "gelu"}]
+    "change",
+    [
+        {"hidden_act": "gelu"},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ],
 )
 def test_what_c_does_not_have_is_left_to_transformers(
     change: dict[str, object], monkeypatch: pytest.MonkeyPatch

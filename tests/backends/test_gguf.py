@@ -176,6 +176,7 @@ def test_floats_beside_blocks_stay_floats(tmp_path: Path) -> None:
 def test_the_configuration_is_the_models_own(tmp_path: Path) -> None:
     original = ggufs.small("qwen3", num_attention_heads=8)
     metadata = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.padding_token_id": 5}
+    metadata["tokenizer.ggml.eom_token_id"] = 9
     path = ggufs.write(tmp_path / "a.gguf", original, "F16", metadata=metadata)
     config = gguf_config(open_gguf(path))
     sizes = (
@@ -197,7 +198,7 @@ def test_the_configuration_is_the_models_own(tmp_path: Path) -> None:
     assert config.model_type == "qwen3" and config.rms_norm_eps == pytest.approx(1e-5)
     assert config.rope_parameters["rope_theta"] == 5000 and config.pad_token_id == 5
     model, _ = load_gguf(path)
-    assert config.eos_token_id == model.generation_config.eos_token_id == [2, 7]
+    assert config.eos_token_id == model.generation_config.eos_token_id == [2, 7, 9]
     untied = open_gguf(ggufs.write(path, ggufs.small(tie_word_embeddings=False), "F16"))
     assert not gguf_config(untied).tie_word_embeddings
     plain = gguf_config(open_gguf(ggufs.write(path, original, "F16", tokenizer=False)))
@@ -219,11 +220,13 @@ def test_the_configuration_is_the_models_own(tmp_path: Path) -> None:
 
 def test_rotations_and_windows_are_read_from_the_file(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
-    metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F32", metadata=metadata)
-    torch.testing.assert_close(
-        logits(load_gguf(path)[0]), logits(ggufs.small(rope_parameters=rope)), rtol=0, atol=1e-5
-    )
+    expected = logits(ggufs.small(rope_parameters=rope))
+    for metadata in (
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+        {"llama.rope.scale_linear": 4.0},  # the old key
+    ):
+        path = ggufs.write(tmp_path / "a.gguf", ggufs.small(), "F32", metadata=metadata)
+        torch.testing.assert_close(logits(load_gguf(path)[0]), expected, rtol=0, atol=1e-5)
     # Llama 3.1 has its factors as a tensor.
     rope = {
         "rope_type": "llama3",
@@ -457,10 +460,11 @@ def refused(path: Path) -> str:
 
 def test_contents_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for changes, words in (
-        ({"split.count": 3}, "one of 3 shards"),
+        ({"split.count": 3}, "one of 3 pieces, and its name does not say so"),
+        ({"general.architecture": "clip"}, "it is a projector of pictures or sound (mmproj)"),
         (
             {"general.architecture": "falcon"},
-            "architecture is 'falcon'; known are llama, qwen2, qwen3, smollm3",
+            "architecture is 'falcon'; known are llama, qwen2, qwen3, smollm3, gemma3",
         ),
         (
             {"llama.block_count": 4_000_000_000},
@@ -475,12 +479,32 @@ def test_contents_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8; only 16"),
         ({"llama.rope.freq_base": math.nan}, "llama.rope.freq_base is nan"),
         (
-            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0},
-            "its rotation is scaled ('yarn', 4)",
+            {"llama.rope.scaling.type": "dynamic", "llama.rope.scaling.factor": 4.0},
+            "its rotation is scaled ('dynamic', 4)",
         ),
+        ({"llama.rope.scaling.factor": -2.0}, "its rotation is scaled ('linear', -2)"),
+        ({"llama.rope.scaling.attn_factor": 2.0}, "is 2, which is supported for yarn only"),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.yarn_ext_factor": 0.5,
+            },
+            "rope.scaling.yarn_ext_factor must be 1",
+        ),
+        ({"llama.rope.scaling.alpha": 3.0}, "it has llama.rope.scaling.alpha, which is not"),
+        ({"llama.rope.dimension_sections": [1, 2]}, "it has llama.rope.dimension_sections"),
+        ({"llama.attention.clamp_kqv": 2.0}, "it has llama.attention.clamp_kqv"),
+        ({"llama.attention.scale": 1.0}, "it has llama.attention.scale, which is not"),
+        ({"llama.logit_scale": 2.0}, "it has llama.logit_scale, which is not supported"),
+        ({"llama.final_logit_softcapping": 30.0}, "it has llama.final_logit_softcapping"),
+        ({"llama.attention.head_count": [4, 2]}, "head_count differs between layers"),
         ({"llama.expert_count": 8}, "it has llama.expert_count, which is not supported"),
         ({"tokenizer.ggml.eos_token_id": 1000}, "eos_token_id is 1000; there are 320 tokens"),
-        ({"qwen2.attention.sliding_window": 16}, "for llama only"),
+        (
+            {"qwen2.attention.sliding_window": 16},
+            "it has qwen2.attention.sliding_window, which is not",
+        ),
         ({"blk.1.ffn_up.weight": None}, "it has no tensor blk.1.ffn_up.weight"),
         ({"token_embd.weight": None}, "it has no tensor token_embd.weight"),
         ({"blk.1.attn_norm.weight": np.ones(63, np.float32)}, "blk.1.attn_norm.weight is [63]"),
@@ -494,6 +518,50 @@ def test_contents_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         model = ggufs.small("qwen2" if "qwen2.attention.sliding_window" in changes else "llama")
         part = "tensors" if next(iter(changes)).endswith(".weight") else "metadata"
         assert words in refused(ggufs.write(tmp_path / "a.gguf", model, **{part: changes}))
+
+
+def in_pieces(path: Path, count: int) -> list[Path]:
+    """Write a model in so many pieces, as `gguf-split` does. Return the pieces."""
+    names = [f"a-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+    whole = ggufs.write(path / "whole.gguf", ggufs.small(), "Q8_0")
+    tensors = list(open_gguf(whole).tensors.values())
+    for number, name in enumerate(names):
+        writer = gguf.GGUFWriter(path / name, "llama")
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(tensors))
+        if not number:
+            model = ggufs.small()
+            metadata = ggufs.metadata_of(model)
+            metadata |= ggufs.tokenizer_metadata(writer, ggufs.VOCAB, "smollm")
+            ggufs.add_metadata(writer, metadata)
+        for tensor in tensors[number::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    whole.unlink()
+    return [path / name for name in names]
+
+
+def test_any_piece_stands_for_the_whole_file(tmp_path: Path) -> None:
+    expected = logits(load_gguf(ggufs.write(tmp_path / "b.gguf", ggufs.small(), "Q8_0"))[0])
+    folder = tmp_path / "pieces"
+    folder.mkdir()
+    pieces = in_pieces(folder, 3)
+    assert gguf_in(folder) in pieces
+    for piece in pieces:
+        for kind in (None, "int4"):
+            model = load_gguf(piece, kind)[0]
+            assert kind == "int4" or torch.equal(logits(model), expected)
+    tokenizer = gguf_tokenizer(pieces[1])
+    assert tokenizer("the")["input_ids"]
+    pieces[2].unlink()
+    assert gguf_in(folder) in pieces
+    assert "its piece a-00003-of-00003.gguf is missing" in refused(pieces[1])
+    pieces[0].rename(folder / "c.gguf")
+    assert "one of 3 pieces, and its name does not say so" in refused(folder / "c.gguf")
 
 
 def test_files_that_are_cut_short_or_no_gguf_are_refused(tmp_path: Path) -> None:

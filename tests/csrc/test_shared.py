@@ -192,14 +192,16 @@ def test_two_decoders_of_one_model_do_not_disturb_each_other(
 def test_tables_never_shrink() -> None:
     layers = in_c().backend.layers
     long = layers.rotate_to(700)
-    kept = long.cos.clone(), long.sin.clone()
+    (table,) = long.tables
+    kept = table.cos.clone(), table.sin.clone()
     assert long.positions == 1024
     assert layers.rotate_to(30) is long
     longer = layers.rotate_to(1025)
     assert longer.positions == 2048
-    assert torch.equal(longer.cos[:1024], kept[0]) and torch.equal(longer.sin[:1024], kept[1])
+    (larger,) = longer.tables
+    assert torch.equal(larger.cos[:1024], kept[0]) and torch.equal(larger.sin[:1024], kept[1])
     # A call that holds the first ones may go on.
-    assert (long.model.positions, long.model.cos) == (1024, long.cos.data_ptr())
+    assert (long.model.positions, long.arguments[0].cos) == (1024, table.cos.data_ptr())
 
 
 def test_asking_for_variants_chooses_none() -> None:
@@ -237,5 +239,5 @@ def test_a_model_that_is_changed_in_place_changes_no_norm_or_bias() -> None:
     assert isinstance(forward, QuantisedForward)
     structure = forward.layers.rotate_to(1).model
     layer = quantised.LayerArgument.from_address(structure.layer)
-    assert structure.norm != model.model.norm.weight.data_ptr()
+    assert structure.norm.gain != model.model.norm.weight.data_ptr()
     assert layer.q_bias != model.model.layers[0].self_attn.q_proj.bias.data_ptr()

@@ -28,6 +28,7 @@ def test_threads_become_fewer_while_jobs_wait_and_come_back(
         *flags,
         f"-I{HERE}",
         str(DRIVER),
+        str(HERE / "system.c"),
         "-o",
         program,
         "-lpthread",

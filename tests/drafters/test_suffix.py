@@ -446,11 +446,11 @@ def test_suffixes_draft_where_the_other_one_has_nothing() -> None:
             (draft,) = proposal.drafts
             assert draft.tokens[1:] == tokens[:1]
             made.observe([RowOutcome(seq, draft, Verdict([0], 9, 0, False))], proposal.memo)
-    pace.pause(2)
+    pace.account.pause(2)
     for wait in (1, 0):
         proposal = made.propose([seq])
         (draft,) = proposal.drafts
-        assert draft.tokens[1:] == [4] and pace.wait == wait
+        assert draft.tokens[1:] == [4] and pace.account.wait == wait
         assert not proposal.memo.inner.asked
         made.observe([RowOutcome(seq, draft, Verdict([0], 9, 0, False))], proposal.memo)
     assert len(pace._plain_seconds[1]) == 2  # such steps say nothing of plain ones

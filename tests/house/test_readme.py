@@ -1,4 +1,4 @@
-"""The figures of README and docs/results/README.md are up to date.
+"""The figures of README, and what commands write into docs/, are up to date.
 
 They must equal those of the JSON files that they were written from.
 """
@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.pages import api, chart
+from benchmarks.pages import api, race
 from forerun.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
-CODE, TALK = ("stdlib-test", "humaneval"), ("test.jsonl", "humaneval", "gsm8k")
-README, RESULTS = "README.md", "docs/results/README.md"
+TALK = ("test.jsonl", "humaneval")
+README = "README.md"
 
 
 def columns(datasets: tuple[str, ...], *files: str) -> list[tuple[str, str]]:
@@ -33,37 +34,16 @@ FIGURES = {
         "own prompts | HumanEval as chat | prompts of 4,000 tokens"
         " | a question about 4,000 known tokens",
     ): [
-        *columns(TALK[:2], "qwen-coder/greedy.json"),
+        *columns(TALK, "qwen-coder/greedy.json"),
         ("qwen-coder/long/4000.json", "long-4000.jsonl.gz"),
         ("qwen-coder/long/known.json", "long-known.jsonl.gz"),
     ],
-    (
-        RESULTS,
-        "0.7, top-p 0.9: own prompts | HumanEval | GSM8K | 1: own prompts | HumanEval | GSM8K",
-    ): columns(TALK, "chat/nucleus.json", "chat/temperature-1.json"),
-    (
-        RESULTS,
-        "128 tokens: stdlib | HumanEval | 512 tokens: stdlib | HumanEval"
-        " | temperature 1: stdlib | HumanEval",
-    ): columns(
-        CODE, "embedded/greedy.json", "embedded/greedy-512.json", "embedded/temperature-1.json"
-    ),
-    (RESULTS, "batches of 4: stdlib | HumanEval"): columns(CODE, "embedded/batch-4.json"),
 }
-NAMES = {  # rows that are not named as their methods; `hf-lookup` is one with any settings
-    "llama.cpp": "llama-cpp",
-    "llama.cpp, prompt lookup (2 tokens after 3)": "llama-cpp-lookup/2/3",
-    "transformers `generate`": "hf-ar",
-    "transformers, prompt lookup": "hf-lookup",
-    "transformers, `assistant_model`": "hf-assisted",
-    "`ar`, transformers' forward": "hf-forward/ar",
-    "`sd`, transformers' forwards": "hf-forward/sd",
-}
+NAMES = {"llama.cpp": "llama-cpp"}  # rows that are not named as their methods
 # Tables of words, without figures.
 LENGTHS = "1 token | 8 tokens | prompt tokens/s | llama.cpp: 1 token | its prompt tokens/s"
 WORDS = {
     README: {"", "read", "take | by", "who proposes | settings", LENGTHS},
-    RESULTS: {"what it has | processor"},
 }
 Rows = dict[str, list[str]]
 Pages = dict[str, dict[str, Rows]]
@@ -123,7 +103,7 @@ def wrong(sources: list[tuple[str, str]], rows: Rows) -> list[str]:
 
 @pytest.fixture(scope="module")
 def pages() -> Pages:
-    return {page: tables((ROOT / page).read_text(encoding="utf-8")) for page in (README, RESULTS)}
+    return {page: tables((ROOT / page).read_text(encoding="utf-8")) for page in (README,)}
 
 
 @pytest.mark.parametrize(("page", "header"), FIGURES)
@@ -132,7 +112,7 @@ def test_figures_are_those_of_the_files(page: str, header: str, pages: Pages) ->
 
 
 def test_forwards_by_length_are_those_of_the_file(pages: Pages) -> None:
-    results = json.loads((ROOT / "docs/results/cpu/kernels-context.json").read_text())["results"][
+    results = json.loads((ROOT / "benchmarks/kernels/context.json").read_text())["results"][
         "qwen-coder"
     ]
     ours, theirs = (results[name]["contexts"] for name in ("avx512vnni", "llama.cpp"))
@@ -150,10 +130,18 @@ def test_forwards_by_length_are_those_of_the_file(pages: Pages) -> None:
     assert pages[README][LENGTHS] == wanted
 
 
-def test_what_commands_write_is_up_to_date() -> None:
-    for name, made in {"docs/api.md": api.page(), "docs/speedup.svg": chart.chart()}.items():
-        command = "python -m benchmarks.pages." + ("chart" if name.endswith("svg") else "api")
-        assert (ROOT / name).read_text(encoding="utf-8") == made, f"{name} is old: {command}"
+@pytest.mark.parametrize(
+    ("path", "made", "command"),
+    [
+        (api.OUT, api.page, "python -m benchmarks.pages.api"),
+        (race.OUT, race.race, "python -m benchmarks.pages.race"),
+    ],
+    ids=("api", "race"),
+)
+def test_what_commands_write_is_up_to_date(
+    path: Path, made: Callable[[], str], command: str
+) -> None:
+    assert path.read_text(encoding="utf-8") == made(), f"{path} is old: {command}"
 
 
 def test_every_table_is_looked_at_and_methods_are_those_of_the_package(pages: Pages) -> None:

@@ -22,13 +22,22 @@ from forerun.drafters.model_chain import ChainDrafter
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
-from forerun.methods import AR, SD, Suffix
+from forerun.engine.stats import summarise
+from forerun.methods import AR, SD, Hybrid, Parts, Suffix
 from forerun.planning.cost_model import Costs, convex, costs_of
 from forerun.planning.forecast import StepSituation, forecast
 from forerun.planning.source_chooser import SourceChooser
 from forerun.planning.stop_rules import BestLength
 from forerun.planning.tree_plan import TreePlanner
-from tests.support.toys import noisy_copy, refuses, tiny, tiny_tokenizer
+from tests.support.toys import (
+    TableLM,
+    decode,
+    noisy_copy,
+    random_table,
+    refuses,
+    tiny,
+    tiny_tokenizer,
+)
 
 COSTS = Costs(target={1: 10.0, 2: 10.0, 4: 12.0, 8: 20.0}, draft={1: 1.0, 2: 1.5})
 
@@ -264,7 +273,7 @@ def test_long_texts_shorten_drafts() -> None:
         )
         assert forecast(chains, near).pays and not forecast(chains, far).pays
     suffixes = SuffixDrafter(Suffix(), costs=STEEP)
-    assert suffixes._least(1, 8192) > 2 * suffixes._least(1, 256)
+    assert suffixes._least(True, 1, 8192) > 2 * suffixes._least(True, 1, 256)
     chooser = SourceChooser(STEEP, "draft")
     found = Draft.chain(1, [2, 3, 4])
     near, far = (chooser.savings(StepSituation(1, n), found, 2.5) for n in (100, 8192))
@@ -282,3 +291,29 @@ def test_long_texts_shorten_trees() -> None:
     short, long = (planner.plan([sequence(count)], [4], [0], [0]) for count in (100, 8192))
     survival = [[0.7, 0.5, 0.3]]
     assert short.groups[0].rate(survival)[1] == 3 and long.groups[0].rate(survival)[1] == 0
+
+
+class NothingKept(TableLM):
+    prompts = Mock(known=Mock(return_value=0))
+
+
+def test_hybrid_drafts_less_after_a_long_text_where_costs_say_so() -> None:
+    """Where they do not, it drafts as much. The statistics have the mean length of drafts."""
+    near = Costs({1: 10.0, 16: 11.0}, {1: 1.0}, context=256)
+    far = Costs({1: 20.0, 2: 22.0, 16: 190.0}, {1: 1.0}, context=8192)
+    table = random_table(24, 5)
+    draft = table + 0.3 * random_table(24, 6)
+    text = torch.randint(24, (8192,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def mean_drafted(costs: Costs, length: int) -> float:
+        parts = Parts(TableLM(table), NothingKept(draft), costs=costs)
+        drafter = Hybrid(other="sd").build(parts)
+        (steps,) = decode(TableLM(table), drafter, [Request(text[-length:], 80)])
+        stats = summarise(steps, 1.0)
+        assert stats.as_dict()["mean_drafted"] == round(stats.drafted / len(steps), 4)
+        return stats.mean_drafted
+
+    by_length = replace(near, far=far)
+    short, long = (mean_drafted(by_length, length) for length in (512, 8192))
+    assert 0.3 < long < 0.6 * short
+    assert mean_drafted(near, 8192) > 0.8 * mean_drafted(near, 512)

@@ -9,6 +9,7 @@ from itertools import accumulate, count, groupby
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,16 +25,17 @@ from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Step
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Proposal, RowOutcome
+from forerun.failures import NotNumbersError
 from forerun.methods import AR, SD, Hybrid, Method, Parts, Suffix
 from forerun.model.causal_lm import CausalLM
 from forerun.planning.cost_model import Costs
-from forerun.planning.guard import (
+from forerun.planning.guard import FIRST_PLAIN_STEPS, Guard, GuardedDrafter
+from forerun.planning.loss_account import (
     CHECK_PAUSE,
-    FIRST_PLAIN_STEPS,
+    CREDIT,
     MAX_PAUSE_PER_LOSS,
     PAUSE_PER_LOSS,
-    Guard,
-    GuardedDrafter,
+    LossAccount,
 )
 from forerun.planning.stop_rules import BestLength, FixedLength, LengthPolicy
 from forerun.sampling.sampler import Sampler
@@ -234,24 +236,25 @@ def test_rows_that_come_and_go_are_guarded_all_the_same() -> None:
 
 
 def test_a_new_sequence_shortens_a_pause_by_its_share() -> None:
-    def paused(steps: int, *rows: int) -> Guard:
-        pace = Guard(Clock())
-        pace.pause(steps)
+    def paused(steps: int, *rows: int) -> LossAccount:
+        account = LossAccount()
+        account.pause(steps)
         for batch in rows:
-            pace.shorten_pause(batch)
-        return pace
+            account.shorten_pause(batch)
+        return account
 
     assert [paused(128, *rows).wait for rows in ([1], [2], [16], [16] * 16)] == [64, 96, 124, 92]
     # One of sixteen rows that are not new hardly ends a pause that the others have earned.
-    guarded = GuardedDrafter(PlainDrafter(), pace := paused(100))
+    guarded = GuardedDrafter(PlainDrafter(), guard := Guard(Clock()))
+    guard.account.pause(100)
     seqs = [Sequence(Request([0], 9), id) for id in range(4)]
     for seq in seqs[:3]:
         list(guarded.admit(seq, None, 8))
-    assert pace.wait == 50  # the first took all that may be taken off
+    assert guard.account.wait == 50  # the first took all that may be taken off
     guarded.drop(seqs[0])
-    pace.pause(60)
+    guard.account.pause(60)
     list(guarded.admit(seqs[3], None, 8))
-    assert pace.wait == 50
+    assert guard.account.wait == 50
 
 
 def test_greedy_and_sampled_steps_have_paces_of_their_own() -> None:
@@ -287,7 +290,7 @@ def test_a_late_sequence_waits_for_a_prompt_that_is_being_run() -> None:
     late = Sequence(Request([0, 1, 2], 9), 0)
     prompt = Sequence(Request([3, 2, 1, 0, 1, 2], 9), 1)
     assert not list(guarded.admit(late, None, 2)) and guarded.guards[True].paused
-    guarded.guards[True].pause(0)
+    guarded.guards[True].account.pause(0)
     admission = iter(guarded.admit(prompt, None, 2))
     assert next(admission) == 2
     proposal = guarded.propose([late])
@@ -309,18 +312,20 @@ def test_a_late_sequence_waits_for_a_prompt_that_is_being_run() -> None:
 def test_a_draft_that_is_late_is_charged() -> None:
     bench = Bench()
     bench.call(200)
-    failures = bench.pace.failures
-    bench.pace.pause(2)
+    account = bench.pace.account
+    failures = account.failures
+    account.pause(2)
+    account._inherit(0.0)
     bench.draft.each = 5.0
     steps = bench.call(20)
     # The first trial ends at once: its step counts as twice as long as those before, plus the
     # prompt.
     assert [step.drafted > 0 for step in steps[:3]] == [False, True, False]
     lost = 5 + 2 * 2 - 1
-    assert bench.pace.failures == failures + 1
-    assert bench.pace.wait == lost * min(
-        PAUSE_PER_LOSS * 2 ** (failures - 1), MAX_PAUSE_PER_LOSS
-    ) - (len(steps) - 2)
+    assert account.failures == failures + 1
+    assert account.wait == lost * min(PAUSE_PER_LOSS * 2 ** (failures - 1), MAX_PAUSE_PER_LOSS) - (
+        len(steps) - 2
+    )
 
 
 class SlowPrompts(PlainDrafter):
@@ -339,21 +344,22 @@ def test_prompts_of_drafts_have_to_be_earned() -> None:
         for _ in guarded.admit(Sequence(Request([0], 9), id), None, 8):
             clock.now += 100  # steps of others
         pace.record(2, 2, 0.5, drafted=False)
-    assert pace._gained == -5 / 0.5
+    # The first is booked when a plain step is known.
+    assert pace.account.balance == CREDIT - 2 * 5 / 0.5
     # What was lost so counts when drafting fails: a pause of 16 times as much.
-    pace.failures = 1
+    pace.account.failures = 1
     pace.record(2, 2, 1.0, drafted=True)
-    assert pace.wait == (10 + 1) * PAUSE_PER_LOSS
+    assert pace.account.wait == (2 * 10 + 1 - CREDIT) * PAUSE_PER_LOSS
     # Heads run every prompt as its states come, so in a pause the time is spent whatever is tried.
     pace = Guard(clock)
     pace.record(1, 1, 1.0, drafted=False)
-    pace.pause(4)
+    pace.account.pause(4)
     list(
         GuardedDrafter(SlowPrompts(clock, wants_hidden=True), pace).admit(
             Sequence(Request([0], 9), 0), None, 8
         )
     )
-    assert pace.paused and pace._gained == 0
+    assert pace.paused and pace.account.balance == CREDIT
 
 
 class ReadsLate(SlowPrompts):
@@ -362,33 +368,32 @@ class ReadsLate(SlowPrompts):
         return Proposal([Draft.root(0)], prompt_seconds=8.0)
 
 
-@pytest.mark.parametrize(("begins", "charged"), [(True, (8, 0)), (False, (0, -8))])
-def test_a_prompt_that_is_read_while_drafting_may_be_gained_back(
-    begins: bool, charged: tuple[int, int]
-) -> None:
-    """By the trial that it begins. It is no part of a step."""
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_prompt_that_is_read_while_drafting_may_be_gained_back(begins: bool) -> None:
+    """By the trial that it begins: this one goes on. The reading is no part of a step."""
     pace = Guard(clock := Clock())
     for _ in range(FIRST_PLAIN_STEPS):
         pace.record(1, 1, 1.0, drafted=False)
-    pace.begins = begins
-    pace._prompt_debt = 0.0
+    pace.account.begins = begins
     guarded = GuardedDrafter(ReadsLate(clock), pace)
     guarded._inside[0] = True
     memo = guarded.propose([Sequence(Request([0], 9), 0)]).memo
-    assert (pace._prompt_debt, pace._gained) == charged and memo.started_at == clock.now
+    assert pace.account.balance == CREDIT - 8 and memo.started_at == clock.now
+    pace.account.book_step(0.0)
+    assert pace.paused != begins
 
 
 def test_a_lucky_trial_does_not_make_up_for_failures() -> None:
     def after(tokens: int, late: float) -> int:
         pace = Guard(Clock())
-        pace.failures = 4
+        pace.account.failures = 4
         pace.record(1, 1, 1.0, drafted=False)
-        pace.charge(1, late, late=True)
+        pace.charge(1, late, may_be_regained=True)
         pace.record(1, tokens, 1.0, drafted=True)
         for seconds in (1.5, 9.0, 9.0):  # of which no more counts than twice what is usual
             pace.record(1, 0, seconds, drafted=True)
         assert pace.paused
-        return pace.failures
+        return pace.account.failures
 
     assert [after(9, 0.0), after(20, 0.0), after(9, 9.0)] == [3, 0, 5]
 
@@ -410,13 +415,40 @@ def test_a_drafter_that_had_nothing_to_propose_has_shown_what_a_plain_step_costs
     assert (
         set(bench.pace._plain_seconds[1]) == {3.0}
         and not bench.pace.paused
-        and bench.pace.failures == 0
+        and bench.pace.account.failures == 0
     )
     # One that ran a model for nothing has shown what its drafts cost.
     guarded = GuardedDrafter(PlainDrafter(), pace := Guard(bench.clock))
     guarded.drafter.propose = lambda seqs: Proposal([Draft.root(seqs[0].tokens[-1])], 1)  # type: ignore[method-assign]
     decode(bench.target, guarded, [Request([0], 50)])
     assert len(pace._step_costs) == pace._step_costs.maxlen and pace._plain_steps < 10
+
+
+def test_a_row_whose_scores_are_not_numbers_is_no_measurement(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The guard once counted its tokens as lost, or raised, so that the step was tried again."""
+
+    class Records(Guard):
+        def __init__(self) -> None:
+            super().__init__(Clock())
+            self.seen: list[tuple[int, int]] = []
+
+        def record(self, rows: int, tokens: int, seconds: float, drafted: bool) -> None:
+            self.seen.append((rows, tokens))
+            super().record(rows, tokens, seconds, drafted)
+
+    guard = Records()
+    for _ in range(FIRST_PLAIN_STEPS):
+        guard.record(2, 2, 1.0, drafted=False)
+    table = TARGET.clone()
+    table[..., 3] = -99.0  # the other sequence never has this token
+    table[:, 3] = torch.nan
+    drafter = GuardedDrafter(ChainDrafter(TableLM(TARGET), FixedLength(2)), guard)
+    rows = decode(TableLM(table), drafter, [Request([3], 9), Request([0], 9)])
+    assert isinstance(rows[0][-1].error, NotNumbersError)
+    assert all(tokens >= count for count, tokens in guard.seen)
+    assert not caplog.records
 
 
 class Recorder(ChainDrafter):
@@ -450,7 +482,8 @@ class Scheduled(Guard):
     def __init__(self, draw: Callable[[], bool], pauses: bool) -> None:
         super().__init__(random.Random(0).random)
         self.draw = draw
-        self.wait = 4 if pauses else 0
+        if pauses:
+            self.account.pause(4)
 
     def drafts(self, rows: int) -> bool:
         self._plain_seconds.setdefault(rows, deque([1.0], maxlen=3))
@@ -527,7 +560,7 @@ def test_sampling_with_a_pace_that_follows_acceptance_keeps_the_targets_distribu
     draft = Ticking(DRAFT, clock, 0.35)
 
     def drafter() -> GuardedDrafter:
-        pace.wait = min(pace.wait, 3)
+        pace.account.wait = min(pace.account.wait, 3)
         return GuardedDrafter(ChainDrafter(draft, FixedLength(2)), Guard(clock), pace)
 
     rows = sampled(drafter, 1, 2000, target=Ticking(SAMPLED, clock, 1.0))

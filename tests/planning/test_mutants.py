@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from forerun.drafters.plain import PlainDrafter
+from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
+from forerun.methods import Suffix
 from forerun.planning.cost_model import Costs
 from forerun.planning.forecast import (
     UNKNOWN,
@@ -29,7 +31,7 @@ from forerun.planning.forecast import (
 from forerun.planning.guard import FIRST_PLAIN_STEPS, Guard, GuardedDrafter
 from forerun.planning.length import ChainPlanner
 from forerun.planning.source_chooser import PhraseChooser, SourceChooser
-from forerun.planning.tree_plan import TreePlanner
+from forerun.planning.tree_plan import Calibrated, TreePlanner
 from forerun.sampling.sampler import Sampler
 
 # A forward of many tokens is dear, and dearer after a long text.
@@ -58,9 +60,12 @@ class Chooser:
         return self.chooser.forecast(situation, self.chooser.savings(situation, none, 0.0).other)
 
 
+def tree_head() -> Calibrated:
+    return SimpleNamespace(curves=[[0.0, 1.0, 0.7]] * 4)
+
+
 def tree_planner() -> Planner:
-    head = SimpleNamespace(curves=[[0.0, 1.0, 0.7]] * 4)
-    return TreePlanner(head, COSTS, block=3, nodes=8)
+    return TreePlanner(tree_head(), COSTS, block=3, nodes=8)
 
 
 PLANNERS: dict[str, Callable[[], Planner]] = {
@@ -130,20 +135,19 @@ def test_whether_drafts_pay_depends_on_all_of_the_situation(name: str) -> None:
                 check(Mutant(planner, **change), reads)
 
 
-def test_a_step_pays_if_it_does_for_either_mode_and_a_text_by_its_own() -> None:
-    """A drafter that declares no planner is expected to pay."""
+def test_a_step_and_a_text_pay_if_they_do_for_their_own_mode() -> None:
+    """So a greedy step does not pay by the drafter of sampled rows.
+
+    A drafter that declares no planner is expected to pay.
+    """
     pays = drafter_with(ChainPlanner(COSTS))
     fails = drafter_with(Fails())
     unknown = PlainDrafter()
     text = {greedy: replace(MUCH_LEFT, greedy=greedy) for greedy in (True, False)}
-    for greedy, sampled, in_step in (
-        (pays, fails, True),
-        (fails, pays, True),
-        (fails, fails, False),
-        (fails, unknown, True),
-    ):
+    for greedy, sampled in ((pays, fails), (fails, pays), (fails, fails), (fails, unknown)):
         planner = PlannerByMode(greedy, sampled)
-        assert planner.forecast(NEAR).pays == in_step
+        assert planner.forecast(NEAR).pays == (greedy is pays)
+        assert planner.forecast(replace(NEAR, greedy=False)).pays == (sampled is not fails)
         assert planner.forecast(text[True]).pays == forecast(greedy, MUCH_LEFT).pays
         assert planner.forecast(text[False]).pays == forecast(sampled, MUCH_LEFT).pays
     assert forecast(unknown, MANY) is UNKNOWN
@@ -240,7 +244,8 @@ def test_a_guarded_drafter_asks_about_the_step_and_about_each_text_that_is_unrea
     drafter.situations.clear()
     made.propose([long, short])
     unread = [replace(asked, rows=2) for asked in unread]
-    assert drafter.situations == [StepSituation(2, 25, False), *unread] and not drafter.called
+    step = [StepSituation(2, 25, greedy) for greedy in (False, True)]
+    assert drafter.situations == [*step, *unread] and not drafter.called
     # One pays now, and is judged by the step once it is read.
     drafter.pays = lambda situation: situation.unread != 10
     drafter.situations.clear()
@@ -260,3 +265,24 @@ def test_a_step_that_drafters_share_is_asked_about_with_all_its_rows() -> None:
     assert not drafter.called and drafter.situations[-1] == StepSituation(5, 8)
     made.propose([seq], 4)
     assert drafter.called == [[0]]
+
+
+def test_a_step_of_both_modes_is_drafted_where_it_pays() -> None:
+    """And it is judged: a loss of rows that are drafted is booked although others are not."""
+    drafter = Asked(lambda situation: situation.greedy or bool(situation.unread))
+    made = guarded(drafter, 2)
+    seqs = [Sequence(Request([1] * 8, 9), 0), Sequence(Request([1] * 8, 9, Sampler(False)), 1)]
+    for seq in seqs:
+        list(made.admit(seq, None, 8))
+        made._inside[seq.id] = True
+    memo = made.propose(seqs).memo
+    assert drafter.called == [[0]] and memo.judge is made.guards[False]
+
+
+def test_forecasts_of_sampled_steps_use_the_costs_of_sampling() -> None:
+    costs = replace(COSTS, drawing=9.0, judging=30.0)
+    for planner in (ChainPlanner(costs), TreePlanner(tree_head(), costs, block=3, nodes=8)):
+        assert planner.forecast(NEAR).pays
+        assert not planner.forecast(replace(NEAR, greedy=False)).pays
+    suffixes = SuffixDrafter(Suffix(), None, costs)
+    assert suffixes._least(False, 1, 256) > suffixes._least(True, 1, 256)

@@ -70,7 +70,9 @@ def scripted(say: Callable[[str], str]) -> Callable[..., Any]:
     Answers are what `say` returns for the text of the prompt.
     """
 
-    def make(rows: Any, params: Any, target: Any, tokenizer: Any) -> Any:
+    def make(
+        rows: Any, params: Any, target: Any, tokenizer: Any, ends: frozenset[int] = frozenset()
+    ) -> Any:
         scripts = [
             tokenizer.encode(say(tokenizer.decode(row)), add_special_tokens=False) for row in rows
         ]
@@ -82,7 +84,7 @@ def scripted(say: Callable[[str], str]) -> Callable[..., Any]:
         return [
             each
             for row, own in given
-            for each in requests.requests([row], params, target, tokenizer, own)
+            for each in requests.requests([row], params, target, tokenizer, own, ends=ends)
         ]
 
     return make

@@ -103,7 +103,7 @@ def test_messages_that_are_refused(decoder: Decoder) -> None:
         ),
         ([{"role": "user", "content": "a\0"}], "the content of message 1 has a NUL character"),
         ([{"role": "user", "content": "a\ud800"}], "message 1 has half of a surrogate pair"),
-        ([USER, ANSWER], "the last message is from the assistant; there is nothing to answer"),
+        ([ANSWER | {"content": ""}], "the only message is an empty one from the assistant"),
     ):
         for call in (decoder.chat, decoder.stream_chat):
             refuses(re.escape(message), call, messages)

@@ -19,7 +19,7 @@ from forerun.methods import AR, SD, Hybrid, Parts, Suffix
 from forerun.sampling.grammar import compiled
 from forerun.sampling.response_format import form_of
 from forerun.sampling.sampler import Sampler
-from forerun.text.chat import checked
+from forerun.text.chat import chat_prompt, checked
 from forerun.text.tool_calls import FORMS, ToolCall, ToolStream, form_of_template
 from forerun.text.tools import checked_choice, checked_tools, tools_for
 from tests.support import toys
@@ -34,6 +34,7 @@ from tests.support.serving import (
     figures,
     live,
     post,
+    refusal,
     served,
 )
 from tests.support.tools import MARKERS, TEMPLATES, make_decoder, scripted
@@ -161,7 +162,7 @@ def test_the_form_is_that_of_the_template() -> None:
     assert form_of_template(TEMPLATES["hermes"] + "<function=") is None
     names = checked_tools([tool("f", X)])
     for name in FORMS:
-        found = tools_for(names, "auto", True, make_decoder(name).tokenizer, None)
+        found = tools_for(names, checked_choice("auto", names), make_decoder(name).tokenizer)
         assert found.form is FORMS[name] and found.grammar is None
         assert sorted(found.shown.values()) == [text for text, special in MARKERS[name] if special]
 
@@ -188,12 +189,20 @@ NAMED = {"type": "function", "function": {"name": "count"}}
 
 
 def of(
-    name: str, choice: Any, parallel: bool = True, are_tokens: bool = True, tools: Any = None
+    name: str,
+    choice: Any,
+    parallel: bool = True,
+    are_tokens: bool = True,
+    tools: Any = None,
+    form: Any = None,
 ) -> Any:
     """A decoder, and how the tools are used with it."""
     decoder = make_decoder(name, are_tokens)
     read = checked_tools(tools or TOOLS)
-    return decoder, tools_for(read, checked_choice(choice, read), parallel, decoder.tokenizer)
+    chosen = checked_choice(choice, read)
+    return decoder, tools_for(
+        read, chosen, decoder.tokenizer, parallel=parallel, response_format=form
+    )
 
 
 def allows(name: str, use: Any, text: str, decoder: Any) -> bool:
@@ -255,6 +264,77 @@ def test_grammars_allow_calls_that_fit_their_tools_alone(name: str, are_tokens: 
     ]:
         decoder, use = of(name, choice, parallel, are_tokens, tools)
         assert allows(name, use, text, decoder) == allowed, (choice, parallel, text)
+
+
+YES = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "required": ["yes"]}}}
+WHO = {  # begins like a call of Llama
+    "type": "json_object",
+    "schema": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "unit": {"$ref": "#/$defs/Unit"}},
+        "required": ["name", "unit"],
+        "$defs": {"Unit": {"enum": ["C", "F"]}},
+        "additionalProperties": False,
+    },
+}
+DAY = {"type": "regex", "regex": "[A-Z][a-z]+day"}
+PATH = {"type": "regex", "regex": "[/a-z]+\\/b/\nc"}
+
+
+@pytest.mark.parametrize("are_tokens", [True, False])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_schema_holds_for_answers_that_call_no_tool(name: str, are_tokens: bool) -> None:
+    one, other = ("count", COUNT), ("get_weather", OSLO)
+    for choice, form, text, allowed in [
+        ("auto", YES, '{"yes": 1}', True),
+        ("auto", YES, '{"no": 1}', False),
+        ("auto", YES, "Let me see.", False),
+        ("auto", YES, written(name, one), True),
+        ("auto", YES, written(name, one, other), name != "llama3"),
+        ("auto", YES, written(name, ("count", '{"free": 1}')), True),  # not strict
+        ("auto", YES, "Hm. " + written(name, one), False),
+        ("auto", WHO, '{"name": "count", "unit": "C"}', True),
+        ("auto", WHO, '{"name": "count", "unit": "K"}', False),
+        ("auto", WHO, written(name, one), True),
+        ("auto", DAY, "Monday", True),
+        ("auto", DAY, "June", False),
+        ("auto", DAY, written(name, other), True),
+        ("auto", PATH, "a/a/b/\nc", True),
+        ("auto", PATH, "a/a/b/", False),
+        ("strict", WHO, written(name, ("get_weather", '{"city": "Oslo", "unit": "K"}')), False),
+        ("strict", WHO, written(name, other), True),
+        ("required", YES, '{"yes": 1}', False),
+        ("required", YES, written(name, one), True),
+    ]:
+        tools = [tool("count", X), tool("get_weather", CITY, strict=choice == "strict")]
+        mode = "auto" if choice == "strict" else choice
+        decoder, use = of(name, mode, are_tokens=are_tokens, tools=tools, form=form)
+        assert allows(name, use, text, decoder) == allowed, (choice, text)
+
+
+@pytest.mark.parametrize("are_tokens", [True, False])
+@pytest.mark.parametrize("name", FORMS)
+def test_calls_are_kept_to_the_allowed_tools(name: str, are_tokens: bool) -> None:
+    """The prompt has all tools. Both shapes of OpenAI's two APIs name the list."""
+    one, other = ("count", COUNT), ("get_weather", OSLO)
+    for mode, text, allowed in [
+        ("auto", written(name, one), True),
+        ("auto", written(name, ("count", '{"free": 1}')), True),
+        ("auto", written(name, other), False),
+        ("auto", "Let me see.", True),
+        ("required", written(name, one), True),
+        ("required", written(name, other), False),
+        ("required", "Let me see.", False),
+    ]:
+        flat = {"mode": mode, "tools": [{"type": "function", "name": "count"}]}
+        nested = {"mode": mode, "tools": [NAMED]}
+        for choice in (
+            {"type": "allowed_tools", "allowed_tools": nested},
+            {"type": "allowed_tools", **flat},
+        ):
+            decoder, use = of(name, choice, are_tokens=are_tokens)
+            assert allows(name, use, text, decoder) == allowed, (mode, text)
+            assert len(use.given) == 2 and use.callable_names == {"count"}
 
 
 @pytest.mark.slow
@@ -320,7 +400,8 @@ def test_sampled_calls_follow_the_models_distribution_restricted_to_the_grammar(
     pytest.importorskip("llguidance")
     tokenizer = letters()
     given = checked_tools([tool("f", {"x": {"enum": [*WORDS]}})])
-    form = form_of(tools_for(given, given[0], True, tokenizer).grammar)
+    named = checked_choice({"type": "function", "function": {"name": "f"}}, given)
+    form = form_of(tools_for(given, named, tokenizer).grammar)
     assert form is not None
     begin = [MARKER, *map(LETTERS.index, '\n{"name": "f", "arguments": {"x": "')]
     prompt = [3, 4, 5]
@@ -439,7 +520,7 @@ def test_texts_beside_calls_and_what_cannot_be_read(
     server: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = f"See:\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>nothing</tool_call>"
-    monkeypatch.setattr("forerun.server.requests.requests", scripted(lambda prompt: text))
+    monkeypatch.setattr("forerun.server.parameters.requests", scripted(lambda prompt: text))
     before = figures(server)
     body = {"messages": HELLO, "tools": TOOLS, "n": 2}
     found = post(server, CHAT, body).json()
@@ -476,7 +557,7 @@ def test_texts_beside_calls_and_what_cannot_be_read(
 def test_special_tokens_of_calls_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = written(name, ("count", COUNT), ("get_weather", OSLO))
     said = calls if name == "mistral" else "<|python_tag|>" + calls
-    monkeypatch.setattr("forerun.server.requests.requests", scripted(lambda prompt: said))
+    monkeypatch.setattr("forerun.server.parameters.requests", scripted(lambda prompt: said))
     with live(lambda: make_decoder(name)) as server:
         body = {"messages": HELLO, "tools": TOOLS}
         (choice,) = post(server, CHAT, body).json()["choices"]
@@ -523,7 +604,7 @@ def agent(prompt: str) -> str:
 def test_openais_client_calls_tools_over_several_turns(
     server: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forerun.server.requests.requests", scripted(agent))
+    monkeypatch.setattr("forerun.server.parameters.requests", scripted(agent))
     with client_of(server) as client:
         for stream in (False, True):
             messages: list[Any] = [*HELLO]
@@ -552,7 +633,7 @@ def test_openais_client_calls_tools_over_several_turns(
 def test_agents_of_others_call_the_tools_and_answer(
     server: Live, monkeypatch: pytest.MonkeyPatch, script: str, package: str
 ) -> None:
-    monkeypatch.setattr("forerun.server.requests.requests", scripted(agent))
+    monkeypatch.setattr("forerun.server.parameters.requests", scripted(agent))
     found = client_output(script, f"{server.url}/v1", package)
     assert found["called"] == [["get_weather", {"city": "Oslo"}], ["count", {"x": 7}]] * 2
     assert found["answers"] == ["It is sunny."] * 2
@@ -572,12 +653,15 @@ BAD: list[tuple[str, list[Any]]] = [
     ("tools", [[tool("f", X, 1)], [tool("f", {"x": {"$ref": "#/no"}}, True)]]),
     ("tools", [[tool("f", {"x": {"enum": ["a" * 70000]}}, True)]]),
     ("tool_choice", ["any", {"type": "allowed_tools"}]),
+    ("tool_choice", [{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}]),
+    ("tool_choice", [{"type": "allowed_tools", "mode": "auto", "tools": [{"type": "x"}]}]),
+    ("tool_choice", [{"type": "allowed_tools", "mode": "none", "tools": [NAMED]}]),
     ("tool_choice", [{"type": "function", "function": {"name": "other"}}]),
     ("parallel_tool_calls", ["no"]),
-    ("response_format", [{"type": "json_object"}]),
+    ("response_format", [{"type": "grammar", "grammar": 'start: "a"'}]),
     ("ignore_eos", [True]),
-    ("messages", [[*HELLO, UNKNOWN], [*HELLO, CALLED]]),
-    ("messages", [[*HELLO, CALLED, UNKNOWN | {"content": None}]]),
+    ("min_tokens", [5]),
+    ("messages", [[*HELLO, CALLED]]),
     ("messages", [[*HELLO, CALLED | {"tool_calls": [{"id": "call_1"}]}, UNKNOWN]]),
 ]  # fmt: skip
 
@@ -588,7 +672,7 @@ def test_wrong_fields_of_tools_are_named(server: Live, param: str, values: list[
     body = {
         "messages": HELLO,
         "tools": TOOLS,
-        "tool_choice": "required" if param == "ignore_eos" else "auto",
+        "tool_choice": "required" if param in ("ignore_eos", "min_tokens") else "auto",
     }
     for value in values:
         found = post(server, CHAT, body | {param: value})
@@ -608,8 +692,15 @@ def test_chats_from_python_return_calls() -> None:
     (call,) = found.tool_calls
     assert call.name == "count" and found.text == "" and read
     assert [chunk.tool_calls for chunk in decoder.stream_chat(HELLO, **how)][-1] == [call]
-    with pytest.raises(ValueError, match="response_format cannot be given beside tools"):
-        decoder.chat(HELLO, tools=TOOLS, response_format={"type": "json_object"})
+    form = {"type": "regex", "regex": "Monday"}
+    with pytest.raises(ValueError, match="grammar cannot be given beside tools"):
+        decoder.chat(
+            HELLO, tools=TOOLS, response_format={"type": "grammar", "grammar": 'start: "a"'}
+        )
+    found = decoder.chat(
+        HELLO, tools=TOOLS, response_format=form, logit_bias={decoder.tokenizer.encode("M")[0]: 100}
+    )
+    assert found.text == "Monday" and not found.tool_calls
     assert decoder.chat(
         HELLO, tools=TOOLS, tool_choice="none", response_format={"type": "text"}, max_new_tokens=2
     ).text
@@ -623,25 +714,118 @@ def test_a_call_without_arguments_comes_back_as_an_object() -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == {}
 
 
-def test_templates_without_tools_refuse_them(server: Live) -> None:
-    def plain() -> Any:
-        decoder = make_decoder()
-        decoder.tokenizer.chat_template = (
-            "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-        )
-        return decoder
+PLAIN_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
-    with live(plain) as other:
-        for param, more in (
-            ("tools", {"tools": TOOLS}),
-            ("messages", {"messages": [*HELLO, CALLED, UNKNOWN]}),
-        ):
-            found = post(other, CHAT, {"messages": HELLO} | more)
-            assert found.status_code == 400 and found.json()["error"]["param"] == param
-            assert (
-                "the chat template of this model takes no tool" in found.json()["error"]["message"]
-            )
-    for more in ({"tool_choice": "required"}, {"tool_choice": NAMED}):
-        assert (
-            post(server, CHAT, {"messages": HELLO} | more).json()["error"]["param"] == "tool_choice"
-        )
+
+def without_tools(template: str = PLAIN_TEMPLATE) -> Any:
+    """A decoder whose chat template has no tools."""
+    decoder = make_decoder(are_tokens=False)
+    decoder.tokenizer.chat_template = template
+    return decoder
+
+
+def test_a_server_may_refuse_tools() -> None:
+    with live(without_tools, tool_parser="none") as other:
+        for choice in ("auto", "none"):
+            body = {"messages": HELLO, "tools": TOOLS, "tool_choice": choice}
+            error = refusal(post(other, CHAT, body))
+            assert error["param"] == "tools" and "takes no tools" in error["message"]
+
+
+def test_another_form_than_the_generic_one_is_refused() -> None:
+    with live(without_tools, tool_parser="mistral") as other:
+        error = refusal(post(other, CHAT, {"messages": HELLO, "tools": TOOLS}))
+        assert error["param"] == "tools" and "only --tool-parser hermes" in error["message"]
+
+
+def test_tools_need_tools(server: Live) -> None:
+    for choice in ("required", NAMED):
+        error = refusal(post(server, CHAT, {"messages": HELLO, "tool_choice": choice}))
+        assert error["param"] == "tool_choice"
+
+
+def test_templates_without_tools_get_a_generic_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is read in the form that the text asks for, whole and streamed."""
+    pytest.importorskip("llguidance")
+    call = '<tool_call>\n{"name": "count", "arguments": {"x": 7}}\n</tool_call>'
+    seen: list[str] = []
+
+    def say(prompt: str) -> str:
+        seen.append(prompt)
+        return call
+
+    with live(without_tools) as other:
+        body = {"messages": HELLO, "tools": TOOLS, "max_tokens": 300}
+        forced = post(other, CHAT, body | {"tool_choice": NAMED}).json()["choices"][0]
+        assert json.loads(forced["message"]["tool_calls"][0]["function"]["arguments"]).keys() == {
+            "x"
+        }
+        monkeypatch.setattr("forerun.server.parameters.requests", scripted(say))
+        (choice,) = post(other, CHAT, body).json()["choices"]
+        streamed = events(post(other, CHAT, body | {"stream": True}))
+    (told,) = choice["message"]["tool_calls"]
+    assert told["function"] == {"name": "count", "arguments": '{"x": 7}'}
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    calls = [
+        found for event in streamed for found in event["choices"][0]["delta"].get("tool_calls", [])
+    ]
+    assert [found["function"] for found in calls] == [told["function"]]
+    for tool_given in TOOLS:
+        assert json.dumps(checked_tools([tool_given])[0].given, ensure_ascii=False) in seen[0]
+    assert seen[0].startswith("system: ") and "<tool_call>" in seen[0]
+    assert seen[0].endswith("user: hello\n")
+
+
+def test_calls_are_text_for_templates_without_them() -> None:
+    """Results become messages of the user, one for results that follow each other."""
+    calls = [
+        {"id": str(number), "type": "function", "function": {"name": "f", "arguments": arguments}}
+        for number, arguments in enumerate(('{"x": "a \\"b\\""}', "{}"))
+    ]
+    messages = [
+        {"role": "system", "content": "Be short."},
+        *HELLO,
+        {"role": "assistant", "content": "Well.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "0", "content": "one"},
+        {"role": "tool", "tool_call_id": "1", "content": "two"},
+        {"role": "user", "content": "And?"},
+    ]
+    tokenizer = without_tools().tokenizer
+    text = tokenizer.decode(chat_prompt(tokenizer, messages))
+    assert text == (
+        "system: Be short.\nuser: hello\nassistant: Well.\n"
+        '<tool_call>\n{"name": "f", "arguments": {"x": "a \\"b\\""}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n'
+        "user: <tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>\n"
+        "And?\n"
+    )
+    given = [found.given for found in checked_tools(TOOLS)]
+    with_tools = tokenizer.decode(chat_prompt(tokenizer, messages, tools=given))
+    assert with_tools.startswith("system: Be short.\n\nYou can call functions.")
+    no_system = without_tools(
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    ).tokenizer
+    told = no_system.decode(chat_prompt(no_system, messages[1:], tools=given))
+    assert told.startswith("user: hello\n\nYou can call functions.")
+
+
+STRICT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
+    "{{ messages[loop.index0 - 1].tool_calls[0].function.name }} gave {{ m.content }}"
+    "{% else %}{{ m.content }}{{ m.tool_calls }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_result_whose_call_was_trimmed_away_is_rendered(server: Live) -> None:
+    """A template that needs the call says so."""
+    body = {"messages": [*HELLO, UNKNOWN], "max_tokens": 2}
+    assert post(server, CHAT, body).status_code == 200
+    tokenizer = make_decoder().tokenizer
+    assert "<|tool|>x<" in tokenizer.decode(chat_prompt(tokenizer, [*HELLO, UNKNOWN]))
+    tokenizer.chat_template = STRICT_TEMPLATE
+    called = CALLED | {"content": ""}
+    assert "f gave x" in tokenizer.decode(chat_prompt(tokenizer, [*HELLO, called, UNKNOWN]))
+    with pytest.raises(ValueError, match="message 2, whose tool call no message before it has"):
+        chat_prompt(tokenizer, [*HELLO, UNKNOWN])

@@ -528,10 +528,10 @@ def test_the_demo_asks_the_chat_model(
     home: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is fetched if it is missing; if that fails, the embedded pair answers."""
-    asked: list[str] = []
+    asked: list[tuple[list[str], bool]] = []
 
-    def fetched(names: list[str], say: Any) -> None:
-        asked.extend(names)
+    def fetched(names: list[str], say: Any, drafts: bool) -> None:
+        asked.append((names, drafts))
         shutil.copy(model, home / FILE)
 
     monkeypatch.setattr(demo, "fetch", fetched)
@@ -539,24 +539,28 @@ def test_the_demo_asks_the_chat_model(
     monkeypatch.setattr(demo, "quiet", lambda threads: None)
     monkeypatch.setitem(zoo.FOLDERS, "smollm2", home)  # without companions
     monkeypatch.setattr(SuffixMemory, "add", kept := mock.Mock())
-    done = CliRunner().invoke(app, ["demo", "--prompts", "2", "--max-new-tokens", "8", "--json"])
+    smollm2 = ("demo", "--target", "smollm2", "--prompts")
+    done = CliRunner().invoke(app, [*smollm2, "2", "--max-new-tokens", "8", "--json"])
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
-    assert 1 <= len(result["rounds"]) <= demo.ROUNDS
+    assert 2 <= len(result["rounds"]) <= demo.MAX_ROUNDS
+    assert "smollm2 is downloaded once (98 MB)" in done.stderr
     assert not kept.called  # no answer helps a later one
     assert result["target"] == "smollm2" and result["method"] == "suffix"
     assert [row["equal"] for row in result["prompts"]] == [True, True]
-    done = CliRunner().invoke(app, ["demo", "--prompts", "1", "--max-new-tokens", "4"])
-    assert asked == ["smollm2"]
-    assert "Why?" in done.stdout and "im_start" not in done.stdout and "speedup" in done.stdout
+    done = CliRunner().invoke(app, [*smollm2, "1", "--max-new-tokens", "4"])
+    assert asked == [(["smollm2"], False)]  # its default method needs no draft
+    assert "Why?" in done.stdout and "im_start" not in done.stdout
+    assert "the same words." in done.stdout
     (home / FILE).unlink()
     monkeypatch.setattr(demo, "fetch", mock.Mock(side_effect=ValueError("no network")))
     done = CliRunner().invoke(
         app, ["demo", "--method", "suffix", "--prompts", "1", "--max-new-tokens", "8", "--json"]
     )
     assert done.exit_code == 0, done.output
-    said = "forerun: no network. Until then the demo runs the embedded pair, on code\n"
-    assert done.stderr.startswith(said)
+    assert "qwen-coder is downloaded once (1.6 GB)" in done.stderr
+    assert "TARGET=smollm2` downloads 98 MB, and `make demo TARGET=embedded` nothing" in done.stderr
+    assert "no network. Until then the demo runs the embedded pair, on code\n" in done.stderr
     assert json.loads(done.stdout)["target"] == "embedded"
 
 
@@ -567,10 +571,10 @@ def test_mistakes_are_found_before_anything_is_fetched(
     monkeypatch.setattr(demo, "fetch", lambda names, say: pytest.fail("something was fetched"))
     for arguments, reason in (
         ("--method turbo", "unknown method 'turbo'"),
-        ("--method sd", "method 'sd' needs a draft model"),
+        ("--method sd --target smollm2", "method 'sd' needs a draft model"),
         ("--method eagle", "method 'eagle' needs a head"),
         ("--max-new-tokens 0", "max_new_tokens must be at least 1, not 0"),
-        ("--prompts 10", "--prompts is at most 9 for smollm2, not 10"),
+        ("--prompts 10", "--prompts is at most 6 for qwen-coder, not 10"),
     ):
         done = CliRunner().invoke(app, ["demo", *arguments.split()])
         assert isinstance(done.exception, ValueError) and str(done.exception).startswith(reason)

@@ -9,7 +9,7 @@ OUT/chats (`train_heads.sh` unpacks those in git) it needs no requests. A run th
 on: answers and heads' checkpoints are kept in OUT, and on a CPU the states too; a GPU computes them
 anew. OUT/log.jsonl has the curves. `python -m benchmarks.training.gpu.finish OUT/lyanna OUT/chats
 --out lyanna` calibrates a head afterwards, on a CPU. `--device cpu` is for a `--sample` of
-conversations and small steps (docs/training.md).
+conversations and small steps (docs/lab/2026-11/training.md).
 """
 
 from __future__ import annotations

@@ -5,60 +5,54 @@ Its configuration comes from the metadata. Then its weights come tensor by tenso
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH, get_tensor_name_map
+import transformers
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import (
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from forerun.backends import architectures
+from forerun.backends.architectures.architecture import Architecture
+from forerun.backends.gguf.metadata import Metadata
+from forerun.backends.gguf.rotation import LONG_FACTORS, SHORT_FACTORS, rotation_of_file
 from forerun.backends.panels import LIBRARY_FORMATS, RawMatrix, check_inputs, pack
-from forerun.backends.stored import STORED_TYPES, StoredEmbedding, StoredLinear
+from forerun.backends.stored import (
+    STORED_TYPES,
+    ExpertLinears,
+    StoredEmbedding,
+    StoredExperts,
+    StoredLinear,
+    embedding_factor,
+    expert_activation,
+    is_experts,
+    join_halves,
+)
 from forerun.zoo.gguf_file import GgufFile, open_gguf
 
-_CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),  # a file's `llama` with a sliding window
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
-}
-# Settings of models that a file calls `llama`, but that have another forward.
-_OTHER_FORWARDS = (
-    "expert_count",
-    "attention.scale",
-    "logit_scale",
-    "residual_scale",
-    "embedding_scale",
-)
 _EMBEDDING = "token_embd.weight"
+# What ends a text, by names in the metadata: its end, the end of a turn, and that of a message.
+_ENDS = ("eos", "eot", "eom")
 _HEAD = "output.weight"  # missing if it is tied to the embedding
 _FREQUENCY_FACTORS = "rope_freqs.weight"
 # Formats of a file that already have the bits of a weight format.
 _KEPT = {"int4": (Type.Q4_0, Type.Q4_1, Type.Q4_K), "int8": (Type.Q8_0,), "bfloat16": (Type.BF16,)}
-# Models whose files interleave the rotated halves of queries and keys.
-_INTERLEAVED = ("llama", "mistral", "smollm3")
+# Tensors beside the layers, by their modules.
+_OUTER_TENSORS = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+# Tensors that are no module's.
+_TABLES = (_FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 
 
 @dataclass(frozen=True)
@@ -93,15 +87,22 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
     """
     file = open_gguf(path)
     config = gguf_config(file)
+    architecture = _architecture(file)
     with torch.device("meta"):
-        model: Any = _CLASSES[config.model_type][1](config)
-    modules = _modules_by_name(model)
-    _check(file, model, modules)
+        model: Any = _class_of(config)(config)
+    filling = _Filling(
+        file,
+        model,
+        architecture,
+        _modules_by_name(model, architecture),
+        _experts_by_names(model, architecture),
+    )
+    _check(filling)
     note = None
     if kind == "float32" or (kind is None and file.is_float):
-        _fill_plain(file, model, modules)
+        _fill_plain(filling)
     else:
-        note = _fill(file, model, modules, kind)
+        note = _fill(filling, kind)
     base = model.model
     base.rotary_emb = _rotary(file, base.rotary_emb, config)
     model.generation_config = GenerationConfig(**special_ids(file))
@@ -109,59 +110,173 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
     return model.eval(), note
 
 
-def _modules_by_name(model: PreTrainedModel) -> dict[str, str]:
+@dataclass(frozen=True)
+class _Filling:
+    """A model without weights, and the file that has them.
+
+    Attributes:
+        file: the file.
+        model: the model, of transformers' class.
+        architecture: the file's.
+        modules: {name in the file: name in the model} of all modules with weights.
+        experts: the same of experts, by the names of gate, up and down.
+    """
+
+    file: GgufFile
+    model: Any
+    architecture: Architecture
+    modules: Mapping[str, str]
+    experts: Mapping[tuple[str, str, str], str]
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the LM head has the embedding's weights."""
+        return bool(self.model.config.tie_word_embeddings)
+
+    def order(self, name: str) -> Tensor | None:
+        """Return which of the file's outputs is at each place in the model.
+
+        None for the same order. It differs for queries and keys if the file interleaves the halves
+        of a head.
+        """
+        config = self.model.config
+        part = name.rpartition(".")[2]
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+        if part not in heads or not self.architecture.are_halves_interleaved:
+            return None
+        size = heads[part] * config.head_dim
+        return torch.arange(size).view(heads[part], -1, 2).transpose(1, 2).flatten()
+
+    def gain(self, name: str) -> nn.Parameter:
+        """Return the weight of a norm."""
+        gain = _vector(self.file, f"{name}.weight") - self.architecture.norm_offset
+        return nn.Parameter(gain, requires_grad=False)
+
+
+def _architecture(file: GgufFile) -> Architecture:
+    """Return a file's architecture. Raises ValueError for one that is not known."""
+    architecture = architectures.of_file(file.architecture)
+    if architecture is None:
+        known = ", ".join(architectures.names())
+        raise file.error(f"its architecture is {file.architecture!r}; known are {known}")
+    return architecture
+
+
+def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Return transformers' class of a configuration that `gguf_config` made."""
+    assert config.architectures
+    model_class: type[PreTrainedModel] = getattr(transformers, config.architectures[0])
+    return model_class
+
+
+def _modules_by_name(model: PreTrainedModel, architecture: Architecture) -> dict[str, str]:
     """Return {name in the file: name in the model} of all modules with weights."""
-    # Its names cover the whole family.
-    known = get_tensor_name_map(MODEL_ARCH.QWEN3, model.config.num_hidden_layers)
     names = {}
     for place, module in model.named_modules():
-        if getattr(module, "weight", None) is not None:
-            names[str(known.get_name(place))] = place
+        if not list(module.parameters(recurse=False)) or is_experts(module):
+            continue
+        outer = _OUTER_TENSORS.get(place)
+        if outer is not None:
+            names[outer] = place
+            continue
+        _, _, number, inner = place.split(".", 3)  # model.layers.N.inner
+        names[f"blk.{number}.{architecture.tensors[inner]}"] = place
     return names
 
 
-def _check(file: GgufFile, model: Any, modules: Mapping[str, str]) -> None:
+def _experts_by_names(
+    model: PreTrainedModel, architecture: Architecture
+) -> dict[tuple[str, str, str], str]:
+    """Return {names of gate, up and down in the file: name in the model} of all experts."""
+    names = {}
+    for place, module in model.named_modules():
+        if is_experts(module):
+            _, _, number, inner = place.split(".", 3)
+            gate, up, down = architecture.expert_tensors[inner]
+            names[f"blk.{number}.{gate}", f"blk.{number}.{up}", f"blk.{number}.{down}"] = place
+    return names
+
+
+def _expert_shapes(experts: Any) -> dict[str, list[list[int]]]:
+    """Return the shapes of the tensors of gate, up and down of experts, and of their biases."""
+    count = len(experts.down_proj)
+    down_shape = list(experts.down_proj.shape[1:])
+    if experts.is_transposed:
+        down_shape.reverse()
+    width, inner = down_shape
+    rows = [[inner, width], [inner, width], [width, inner]]
+    shapes = {"weight": [[count, *sizes] for sizes in rows]}
+    if experts.has_bias:
+        shapes["bias"] = [[count, outputs] for outputs, _ in rows]
+    return shapes
+
+
+def _check(filling: _Filling) -> None:
     """Check that the file has the model's tensors, in the model's shapes, and no others.
 
     Raises:
         ValueError: a tensor is missing, unknown or of another shape.
     """
+    file = filling.file
     wanted = {}
-    for name, place in modules.items():
-        for part, value in model.get_submodule(place).named_parameters():
-            wanted[f"{name}.{part}"] = list(value.shape)
-    if model.config.tie_word_embeddings:
+    for name, place in filling.modules.items():
+        module = filling.model.get_submodule(place)
+        for part, value in module.named_parameters(recurse=False):
+            wanted[f"{name}.{_stored_part(part)}"] = list(value.shape)
+    for names, place in filling.experts.items():
+        for part, shapes in _expert_shapes(filling.model.get_submodule(place)).items():
+            for name, shape in zip(names, shapes, strict=True):
+                wanted[f"{name}.{part}"] = shape
+    if filling.is_tied:
         del wanted[_HEAD]
-    if _FREQUENCY_FACTORS in file.tensors:
-        wanted[_FREQUENCY_FACTORS] = [model.config.head_dim // 2]
+    rotated = len(filling.model.model.rotary_emb.inv_freq) if _has_tables(file) else 0
+    for name in _TABLES:
+        if name in file.tensors:
+            wanted[name] = [rotated]
     for name, shape in wanted.items():
         stored = file.tensor(name).shape.tolist()[::-1]
-        if stored != shape:
+        # A matrix of one output is a vector in a file.
+        if stored != shape and [1, *stored] != shape:
             raise file.error(f"{name} is {stored}; the sizes in the metadata need {shape}")
     unknown = sorted(file.tensors.keys() - wanted.keys())
     if unknown:
         raise file.error(
-            f"it has a tensor {unknown[0]}, which {type(model).__name__} does not have"
+            f"it has a tensor {unknown[0]}, which {type(filling.model).__name__} does not have"
         )
 
 
-def _fill(file: GgufFile, model: Any, modules: Mapping[str, str], kind: str | None) -> str | None:
+def _stored_part(part: str) -> str:
+    """Return what files call a parameter: `bias`, or `weight` for all others."""
+    return part if part == "bias" else "weight"
+
+
+def _has_tables(file: GgufFile) -> bool:
+    return any(name in file.tensors for name in _TABLES)
+
+
+def _fill(filling: _Filling, kind: str | None) -> str | None:
     """Fill in weights for products, in the file's formats or in `kind`.
 
     Return a line about the matrices whose format was changed, or None.
     """
+    file = filling.file
+    model = filling.model
     changes: Counter[tuple[str, str]] = Counter()
     # The embedding is looked up and not multiplied, so it keeps the file's format.
     embedding = _raw_matrix(file, _EMBEDDING, None, changes)
-    model.model.embed_tokens = StoredEmbedding(embedding, torch.float32)
+    factor = embedding_factor(model.model.embed_tokens)
+    model.model.embed_tokens = StoredEmbedding(embedding, torch.float32, factor)
     title = f"packing {file.path.name}"
-    for name, place in tqdm(modules.items(), title, leave=False, disable=None, delay=0.5):
+    for name, place in tqdm(filling.modules.items(), title, leave=False, disable=None, delay=0.5):
         module = model.get_submodule(place)
         if isinstance(module, nn.Linear):
-            linear = _stored_linear(file, name, module, model.config, kind, changes)
+            linear = _stored_linear(filling, name, module, kind, changes)
             model.set_submodule(place, linear)
         elif f"{name}.weight" != _EMBEDDING:
-            module.weight = nn.Parameter(_vector(file, f"{name}.weight"), requires_grad=False)
+            _fill_module(filling, name, module)
+    for names, place in tqdm(filling.experts.items(), title, leave=False, disable=None, delay=0.5):
+        experts = _stored_experts(filling, names, model.get_submodule(place), kind, changes)
+        model.set_submodule(place, experts)
     parts = []
     for (type_name, change), count in sorted(changes.items()):
         noun = "matrix" if count == 1 else "matrices"
@@ -169,24 +284,70 @@ def _fill(file: GgufFile, model: Any, modules: Mapping[str, str], kind: str | No
     return f"{file.path.name}: {', '.join(parts)}" if parts else None
 
 
+def _fill_module(filling: _Filling, name: str, module: Any) -> None:
+    """Fill in a module that is no linear layer: a norm, a router or sinks."""
+    for part, value in module.named_parameters(recurse=False):
+        if part == "weight" and value.ndim == 1:
+            module.weight = filling.gain(name)
+        else:
+            values = _floats(filling.file, f"{name}.{_stored_part(part)}")
+            setattr(module, part, nn.Parameter(values, requires_grad=False))
+
+
+def _stored_experts(
+    filling: _Filling,
+    names: Sequence[str],
+    experts: Any,
+    kind: str | None,
+    changes: Counter[tuple[str, str]],
+) -> StoredExperts:
+    """Return what stands for experts, with the file's weights in its format or in `kind`."""
+    file = filling.file
+    count = len(experts.down_proj)
+    lists = []
+    for name in names:
+        tensor = file.tensor(f"{name}.weight")
+        raw = _raw_matrix(file, f"{name}.weight", kind, changes)
+        biases = _floats(file, f"{name}.bias") if experts.has_bias else [None] * count
+        rows = raw.out // count
+        parts = [
+            RawMatrix(raw.rows[start : start + rows], raw.type) for start in range(0, raw.out, rows)
+        ]
+        lists.append(
+            [StoredLinear(pack(part), bias) for part, bias in zip(parts, biases, strict=True)]
+        )
+        del raw
+        del parts
+        file.forget_pages(tensor)
+    linears = [ExpertLinears(*parts) for parts in zip(*lists, strict=True)]
+    return StoredExperts(linears, expert_activation(experts))
+
+
+def _fill_bias(filling: _Filling, name: str, module: Any) -> None:
+    """Fill in a module's bias, if it has one."""
+    if getattr(module, "bias", None) is not None:
+        bias = _vector(filling.file, f"{name}.bias", filling.order(name))
+        module.bias = nn.Parameter(bias, requires_grad=False)
+
+
 def _stored_linear(
-    file: GgufFile,
+    filling: _Filling,
     name: str,
     linear: nn.Linear,
-    config: PreTrainedConfig,
     kind: str | None,
     changes: Counter[tuple[str, str]],
 ) -> StoredLinear:
     """Return what stands for a linear layer, with the file's weights in its format or in `kind`."""
+    file = filling.file
     weight_name = f"{name}.weight"
     is_head = weight_name == _HEAD
-    if is_head and config.tie_word_embeddings:
+    if is_head and filling.is_tied:
         weight_name = _EMBEDDING
     tensor = file.tensor(weight_name)
     if is_head and kind == "int4" and tensor.tensor_type not in _KEPT["int4"]:
         kind = "int8"
     raw = _raw_matrix(file, weight_name, kind, changes)
-    order = _order(name, config)
+    order = filling.order(name)
     if order is not None:
         raw = raw.chosen(order.tolist())
     bias = None if linear.bias is None else _vector(file, f"{name}.bias", order)
@@ -204,7 +365,8 @@ def _raw_matrix(
     if kind is None and tensor.tensor_type not in LIBRARY_FORMATS:
         kind = "int8"
     if kind is None or tensor.tensor_type in _KEPT[kind]:
-        rows = np.asarray(tensor.data).reshape(int(tensor.shape[1]), -1).view(np.uint8)
+        outputs = math.prod(tensor.shape[1:].tolist())
+        rows = np.asarray(tensor.data).reshape(outputs, -1).view(np.uint8)
         return RawMatrix(rows, tensor.tensor_type)
     if kind == "bfloat16":
         change = "rounded to bfloat16"
@@ -223,31 +385,55 @@ def _raw_matrix(
     return RawMatrix(np.concatenate(parts), stored_type)
 
 
-def _fill_plain(file: GgufFile, model: Any, modules: Mapping[str, str]) -> None:
+def _fill_plain(filling: _Filling) -> None:
     """Fill in weights in float32."""
-    for name, place in modules.items():
+    file = filling.file
+    model = filling.model
+    for name, place in filling.modules.items():
         module = model.get_submodule(place)
-        order = _order(name, model.config)
-        if f"{name}.weight" == _HEAD and model.config.tie_word_embeddings:
+        order = filling.order(name)
+        if f"{name}.weight" == _HEAD and filling.is_tied:
             module.weight = model.model.embed_tokens.weight
-        else:
-            values = np.concatenate(list(file.floats(file.tensor(f"{name}.weight"))))
-            weight = torch.from_numpy(values).view(module.weight.shape)
+        elif isinstance(module, nn.Linear):
+            weight = _floats(file, f"{name}.weight").view(module.weight.shape)
             module.weight = nn.Parameter(weight if order is None else weight[order])
-        if getattr(module, "bias", None) is not None:
-            module.bias = nn.Parameter(_vector(file, f"{name}.bias", order))
+            _fill_bias(filling, name, module)
+        else:
+            _fill_module(filling, name, module)
+    for names, place in filling.experts.items():
+        _fill_experts(file, names, model.get_submodule(place))
+    _fill_buffers(model)
 
 
-def _order(name: str, config: PreTrainedConfig) -> Tensor | None:
-    """Return which of the file's outputs is at each place in the model, or None for the same order.
+def _fill_experts(file: GgufFile, names: Sequence[str], experts: Any) -> None:
+    """Fill in transformers' experts in float32."""
+    gate, up, down = (_floats(file, f"{name}.weight") for name in names)
+    both = join_halves(experts, gate, up)
+    if experts.is_transposed:
+        both = both.transpose(1, 2).contiguous()
+        down = down.transpose(1, 2).contiguous()
+    experts.gate_up_proj = nn.Parameter(both, requires_grad=False)
+    experts.down_proj = nn.Parameter(down, requires_grad=False)
+    if experts.has_bias:
+        gate, up, down = (_floats(file, f"{name}.bias") for name in names)
+        bias = join_halves(experts, gate, up)
+        experts.gate_up_proj_bias = nn.Parameter(bias, requires_grad=False)
+        experts.down_proj_bias = nn.Parameter(down, requires_grad=False)
 
-    It differs for queries and keys if the file interleaves the halves of a head.
-    """
-    part = name.rpartition(".")[2]
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(part)
-    if heads is None or config.model_type not in _INTERLEAVED:
-        return None
-    return torch.arange(heads * config.head_dim).view(heads, -1, 2).transpose(1, 2).flatten()
+
+def _floats(file: GgufFile, name: str) -> Tensor:
+    """Return a tensor of the file in float32."""
+    tensor = file.tensor(name)
+    values = np.concatenate(list(file.floats(tensor)))
+    return torch.from_numpy(values).view(tensor.shape.tolist()[::-1])
+
+
+def _fill_buffers(model: Any) -> None:
+    """Make the factor of an embedding anew, which was on no device."""
+    embedding = model.model.embed_tokens
+    factor = embedding_factor(embedding)
+    if factor != 1:
+        embedding.embed_scale = torch.tensor(factor)
 
 
 def _vector(file: GgufFile, name: str, order: Tensor | None = None) -> Tensor:
@@ -278,56 +464,56 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         ValueError: sizes are missing or contradict each other, or transformers' class does not
             compute the model: experts, scaled rotations, heads that rotate in part.
     """
-    arch = file.architecture
-    for key in _OTHER_FORWARDS:
-        if file.value(f"{arch}.{key}", float, 0.0) not in (0, 1):
-            raise file.error(f"it has {arch}.{key}, which is not supported")
+    architecture = _architecture(file)
+    metadata = Metadata(file)
     embedding = file.tensor(_EMBEDDING)
-    sizes = _checked_sizes(file)
-    context = file.own("context_length", int)
+    sizes = _checked_sizes(metadata)
+    context = metadata.number("context_length", int)
+    rope = rotation_of_file(metadata, context)
+    rotated = metadata.number("rope.dimension_count", int, sizes.head)
+    if rotated != sizes.head:
+        if not architecture.may_rotate_parts or not 0 < rotated < sizes.head or rotated % 2:
+            raise file.error(
+                f"{file.architecture}.rope.dimension_count is {rotated}; "
+                f"only {sizes.head}, the size of a head, is supported"
+            )
+        rope["partial_rotary_factor"] = rotated / sizes.head
+    epsilon_name, epsilon_key = architecture.epsilon
     settings: dict[str, Any] = {
+        "architectures": [architecture.classes[0]],
         "vocab_size": int(embedding.shape[-1]),
         "hidden_size": sizes.width,
-        "intermediate_size": file.own("feed_forward_length", int),
+        "intermediate_size": metadata.same_for_all("feed_forward_length"),
         "num_hidden_layers": sizes.layers,
         "num_attention_heads": sizes.heads,
         "num_key_value_heads": sizes.groups,
         "head_dim": sizes.head,
-        "rms_norm_eps": file.own("attention.layer_norm_rms_epsilon", float),
+        epsilon_name: metadata.number(epsilon_key, float),
         "max_position_embeddings": context,
-        "rope_parameters": _rotation(file),
+        "rope_parameters": rope,
         "tie_word_embeddings": _HEAD not in file.tensors,
         **special_ids(file),
     }
-    model_type = arch
-    window = file.own("attention.sliding_window", int, context)
-    if window < context:
-        if arch != "llama":
-            raise file.error(
-                f"it has {arch}.attention.sliding_window, which is supported for llama only"
-            )
-        model_type = "mistral"
-        settings["sliding_window"] = window
-    elif arch != "qwen2":  # qwen2 always has these biases
-        settings["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    if model_type in ("llama", "smollm3"):
-        settings["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-    config_class, model_class = _CLASSES[model_type]
-    return config_class(**settings, architectures=[model_class.__name__], dtype="float32")
+    settings |= architecture.settings(metadata, settings)
+    metadata.check_all_read()
+    config_class = getattr(transformers, settings["architectures"][0]).config_class
+    config: PreTrainedConfig = config_class(**settings, dtype="float32")
+    return config
 
 
-def _checked_sizes(file: GgufFile) -> _Sizes:
+def _checked_sizes(metadata: Metadata) -> _Sizes:
     """Return the sizes of the layers. They are checked before anything of these sizes is made.
 
     Raises:
         ValueError: the file is damaged: the sizes do not fit together or do not fit its tensors.
     """
+    file = metadata.file
     arch = file.architecture
-    layers = file.own("block_count", int)
-    width = file.own("embedding_length", int)
-    heads = file.own("attention.head_count", int)
-    groups = file.own("attention.head_count_kv", int, heads)
-    size = file.own("attention.key_length", int, width // heads)
+    layers = metadata.number("block_count", int)
+    width = metadata.number("embedding_length", int)
+    heads = metadata.same_for_all("attention.head_count")
+    groups = metadata.same_for_all("attention.head_count_kv", heads)
+    size = metadata.number("attention.key_length", int, width // heads)
     if heads % groups or not size or size % 2:
         raise file.error(
             f"{heads} heads of {size}, {groups} of them for keys and values, are not possible"
@@ -338,12 +524,13 @@ def _checked_sizes(file: GgufFile) -> _Sizes:
             f"it has the tensors of {len(stored)} layers; {arch}.block_count is {layers}"
         )
     for name, count in (("attn_q", heads), ("attn_k", groups), ("attn_v", groups)):
-        outputs = int(file.tensor(f"blk.0.{name}.weight").shape[-1])
+        tensor = file.tensors.get(f"blk.0.{name}.weight")
+        outputs = count * size if tensor is None else int(tensor.shape[-1])
         if outputs != count * size:
             needed = f"{count} heads of {size} need {count * size}"
             raise file.error(f"blk.0.{name}.weight has {outputs} outputs; {needed}")
-    for key in ("attention.value_length", "rope.dimension_count"):
-        value = file.own(key, int, size)
+    for key in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
+        value = metadata.number(key, int, size)
         if value != size:
             raise file.error(
                 f"{arch}.{key} is {value}; only {size}, the size of a head, is supported"
@@ -354,34 +541,19 @@ def _checked_sizes(file: GgufFile) -> _Sizes:
 def special_ids(file: GgufFile) -> dict[str, Any]:
     """Return the tokens that begin, end and pad a text, by their names in a configuration.
 
-    A token that the file lacks is None. An end of turn ends a text too: if a file has both,
-    `eos_token_id` is a list.
+    A token that the file lacks is None. An end of turn and an end of message end a text too: if a
+    file has several, `eos_token_id` is a list.
     """
-    names = ("bos", "eos", "eot", "padding")
-    tokens = [file.value(f"tokenizer.ggml.{name}_token_id", int) for name in names]
     rows = int(file.tensor(_EMBEDDING).shape[-1])
-    for name, token in zip(names, tokens, strict=True):
+    tokens: dict[str, int | None] = {}
+    for name in ("bos", "padding", *_ENDS):
+        token = file.value(f"tokenizer.ggml.{name}_token_id", int)
         if token is not None and not 0 <= token < rows:
             raise file.error(f"tokenizer.ggml.{name}_token_id is {token}; there are {rows} tokens")
-    bos, eos, end_of_turn, padding = tokens
-    ends = list(dict.fromkeys(token for token in (eos, end_of_turn) if token is not None))
+        tokens[name] = token
+    ends = list(dict.fromkeys(tokens[name] for name in _ENDS if tokens[name] is not None))
     return {
-        "bos_token_id": bos,
+        "bos_token_id": tokens["bos"],
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
-        "pad_token_id": padding,
+        "pad_token_id": tokens["padding"],
     }
-
-
-def _rotation(file: GgufFile) -> dict[str, Any]:
-    theta = file.own("rope.freq_base", float, 10000.0)
-    arch = file.architecture
-    kind = file.value(f"{arch}.rope.scaling.type", str, "linear")
-    # Some files say a factor of 0 for no scaling.
-    factor = file.value(f"{arch}.rope.scaling.factor", float, 0.0) or 1.0
-    if kind == "none" or (kind == "linear" and factor == 1):
-        return {"rope_type": "default", "rope_theta": theta}
-    if kind != "linear" or not factor > 0:
-        raise file.error(
-            f"its rotation is scaled ({kind!r}, {factor:g}); only none and linear are supported"
-        )
-    return {"rope_type": "linear", "rope_theta": theta, "factor": factor}

@@ -7,6 +7,8 @@
 #include "chains.h"
 #include "forward.h"
 #include "multiply.h"
+#include "streams.h"
+#include "system.h"
 #include "trees.h"
 
 #include <math.h>
@@ -36,6 +38,7 @@ enum {
 };
 
 static fr_layer layers[LAYERS];
+static fr_rotation rotation = {.dims = SIZE};
 static fr_cache caches[LAYERS];
 static uint16_t memory[LAYERS][2][ROWS][GROUPS][CAPACITY][SIZE];
 
@@ -59,7 +62,7 @@ static fr_matrix matrix(int outputs, int inputs) {
     size_t panel_bytes = fr_panel_bytes(FR_Q4_0, outputs, inputs, &m.layout);
     size_t row_bytes = (size_t)outputs * inputs / 32 * 18;
     uint8_t *rows = malloc(row_bytes);
-    uint8_t *panels = aligned_alloc(64, (panel_bytes + 63) / 64 * 64);
+    uint8_t *panels = fr_allocate((int64_t)panel_bytes);
     for (size_t i = 0; i < row_bytes; i++)
         rows[i] = i % 18 == 1 ? 0x28 : next();
     if (fr_pack_all(FR_Q4_0, rows, row_bytes, outputs, inputs, panels)) exit(5);
@@ -76,15 +79,15 @@ static void make_layer(fr_layer *layer, int index) {
     layer->gate = matrix(INNER, WIDTH);
     layer->up = matrix(INNER, WIDTH);
     layer->down = matrix(WIDTH, INNER);
-    layer->attention_norm = numbers(WIDTH, 2);
-    layer->mlp_norm = numbers(WIDTH, 2);
+    layer->attention_norm.gain = numbers(WIDTH, 2);
+    layer->mlp_norm.gain = numbers(WIDTH, 2);
     layer->q_bias = numbers(HEADS * SIZE, 1);
     layer->k_bias = numbers(KEY_WIDTH, 1);
     layer->v_bias = numbers(KEY_WIDTH, 1);
     layer->q_norm = numbers(SIZE, 3);
     layer->k_norm = numbers(SIZE, 3);
     layer->window = index == 1 ? 5 : 0;
-    layer->rotary_dims = index == 2 ? 0 : SIZE;
+    layer->rotation = index == 2 ? -1 : 0;
 }
 
 static fr_model make_model(void) {
@@ -109,12 +112,14 @@ static fr_model make_model(void) {
         .vocabulary = VOCABULARY,
         .embed_format = FR_F32,
         .layer = layers,
+        .rotation = &rotation,
+        .rotations = 1,
         .embed_row = WIDTH * sizeof(float),
         .eps = 1e-6f,
     };
-    model.norm = numbers(WIDTH, 2);
-    model.cos = numbers(CAPACITY * SIZE / 2, 1);
-    model.sin = numbers(CAPACITY * SIZE / 2, 1);
+    model.norm.gain = numbers(WIDTH, 2);
+    rotation.cos = numbers(CAPACITY * SIZE / 2, 1);
+    rotation.sin = numbers(CAPACITY * SIZE / 2, 1);
     model.embed = numbers(VOCABULARY * WIDTH, 1);
     model.head = matrix(VOCABULARY, WIDTH);
     return model;
@@ -275,6 +280,7 @@ static int run_trees(fr_model *model, const int32_t *pending) {
 
 int main(int argc, char **argv) {
     if (argc != 3 || fr_select(argv[1]) < 0) return 3;
+    have_bytes_in_streams();
     fr_threads(atoi(argv[2]));
     fr_model model = make_model();
     int32_t token[TOKENS];

@@ -4,15 +4,16 @@
 
    Ends with 3 if this processor lacks the variant, and with another number if something fails. */
 #include "forerun.h"
+#include "streams.h"
+#include "system.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-static void *aligned(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
-
 int main(int argc, char **argv) {
     if (argc != 7 || fr_select(argv[1]) < 0) return 3;
+    have_bytes_in_streams();
     int format = atoi(argv[2]);
     int outputs = atoi(argv[3]);
     int inputs = atoi(argv[4]);
@@ -23,8 +24,8 @@ int main(int argc, char **argv) {
     int panel_count = (outputs + FR_PANEL - 1) / FR_PANEL;
     fr_matrix m = {0, outputs, inputs, NULL};
     void *weights = malloc(bytes);
-    void *panels = aligned(fr_panel_bytes(format, outputs, inputs, &m.layout));
-    void *records = aligned(fr_record_bytes(inputs, rows));
+    void *panels = fr_allocate((int64_t)fr_panel_bytes(format, outputs, inputs, &m.layout));
+    void *records = fr_allocate((int64_t)fr_record_bytes(inputs, rows));
     float *x = malloc(sizeof(float) * input_count);
     float *out = malloc(sizeof(float) * output_count);
     if (fread(weights, 1, bytes, stdin) != bytes) return 4;

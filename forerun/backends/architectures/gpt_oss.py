@@ -1,0 +1,83 @@
+"""gpt-oss: experts with biases and a clamped activation, and sinks of attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forerun.backends.architectures.architecture import (
+    EXPERT_TENSORS,
+    LLAMA_TENSORS,
+    Architecture,
+    Settings,
+    attention_of,
+    expert_counts,
+    experts_table,
+    model_table,
+    windowed_layer_types,
+    windows_of,
+)
+from forerun.backends.gguf.metadata import Metadata
+from forerun.backends.stored import StoredExperts, expert_activation
+from forerun.backends.table import LayerTable, ModelTable
+
+_FULL_EVERY = 2
+
+
+def _settings(metadata: Metadata, settings: Settings) -> Settings:
+    count, chosen = expert_counts(metadata)
+    layers = settings["num_hidden_layers"]
+    size = metadata.number("expert_feed_forward_length", int, settings["intermediate_size"])
+    rope = dict(settings["rope_parameters"])
+    if rope["rope_type"] == "yarn":
+        rope["truncate"] = False  # as in OpenAI's own code
+    return {
+        "intermediate_size": size,
+        "num_local_experts": count,
+        "num_experts_per_tok": chosen,
+        "sliding_window": metadata.number("attention.sliding_window", int),
+        "layer_types": windowed_layer_types(metadata, layers, _FULL_EVERY),
+        "rope_parameters": rope,
+    }
+
+
+def _activation(experts: Any) -> str:
+    if isinstance(experts, StoredExperts):
+        return experts.activation
+    return expert_activation(experts)
+
+
+def _table(model: Any) -> ModelTable:
+    config = model.config
+    layers = []
+    for layer, window in zip(model.model.layers, windows_of(config), strict=True):
+        experts = experts_table(
+            layer.mlp.experts,
+            layer.mlp.router,
+            config.num_experts_per_tok,
+            scoring="softmax of chosen",
+        )
+        layers.append(
+            LayerTable(
+                **attention_of(layer),
+                sinks=layer.self_attn.sinks,
+                experts=experts,
+                window=window,
+                activation=_activation(layer.mlp.experts),
+            )
+        )
+    return model_table(model, layers)
+
+
+GPT_OSS = Architecture(
+    name="gpt-oss",
+    classes=("GptOssForCausalLM",),
+    table=_table,
+    tensors=LLAMA_TENSORS
+    | {
+        "post_attention_layernorm": "post_attention_norm",
+        "mlp.router": "ffn_gate_inp",
+        "self_attn": "attn_sinks",
+    },
+    expert_tensors={"mlp.experts": EXPERT_TENSORS},
+    settings=_settings,
+)
