@@ -1,4 +1,6 @@
-"""Draws docs/images/page.png: the page of a running server with an answer in it.
+"""Draws docs/images/page.png: the page of a running server with answers in it.
+
+Beside it come page-tokens.png, the same answer by its tokens, and with --both page-race.png.
 
     forerun serve --target smollm2 --no-guard &
     python benchmarks/pages/server_picture.py --url http://127.0.0.1:8000/
@@ -18,7 +20,7 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 WAIT_MS = 300_000
-SIZE = {"width": 1200, "height": 800}
+SIZE = {"width": 1280, "height": 800}
 COLOURS = 128
 QUESTIONS = ["Write a Python class for a stack.", "Add a method size to it."]
 # For each step whether it rejected something, and how many tokens it shows.
@@ -41,7 +43,21 @@ def show_best_step(page: Any) -> None:
     steps.press("Home")
     for _ in range(marks.index(max(marks, default=[0, 0]))):
         steps.press("ArrowRight")
-    page.evaluate("document.querySelector('aside').scrollTop = 0")
+    page.evaluate("document.getElementById('about').scrollTop = 0")
+
+
+def show(page: Any, view: str, selector: str) -> None:
+    """Show a view of the answers, from the last element that the selector finds on."""
+    page.get_by_role("radio", name=view).check()
+    page.locator(selector).last.evaluate("e => e.scrollIntoView({ block: 'start' })")
+
+
+def draw(page: Any, path: Path) -> None:
+    """Write what the window shows to a file, with few colours."""
+    page.screenshot(path=path)
+    image = Image.open(path).convert("P", palette=Image.Palette.ADAPTIVE, colors=COLOURS)
+    image.save(path, optimize=True)
+    print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 
 def main() -> None:
@@ -51,7 +67,7 @@ def main() -> None:
     parser.add_argument(
         "--both",
         action="store_true",
-        help="the last one side by side: on a machine without other work",
+        help="draw a race with plain decoding too: on a machine without other work",
     )
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--out", type=Path, default=Path("docs/images/page.png"))
@@ -64,17 +80,22 @@ def main() -> None:
         page.set_default_timeout(WAIT_MS)
         page.goto(args.url)
         page.wait_for_selector("#send:enabled")
-        page.click("summary")
+        page.click("#tab-settings")
         page.fill("#max_tokens", str(args.max_tokens))
-        page.click("summary")
-        for number, question in enumerate(args.questions, 1):
-            ask(page, question, both=args.both and number == len(args.questions))
+        page.click("#tab-figures")
+        for question in args.questions:
+            ask(page, question, both=False)
         show_best_step(page)
-        page.screenshot(path=args.out)
+        show(page, "Tokens", ".question")
+        draw(page, args.out.with_stem(f"{args.out.stem}-tokens"))
+        show(page, "Read", ".question")
+        draw(page, args.out)
+        if args.both:
+            page.click("#clear")
+            ask(page, args.questions[0], both=True)
+            show(page, "Read", ".race")
+            draw(page, args.out.with_stem(f"{args.out.stem}-race"))
         browser.close()
-    image = Image.open(args.out).convert("P", palette=Image.Palette.ADAPTIVE, colors=COLOURS)
-    image.save(args.out, optimize=True)
-    print(f"{args.out}: {args.out.stat().st_size / 1000:.0f} kB")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -90,26 +90,45 @@ class Answer:
         gain = "drafts rest: they were slower" if was_guarded else f"tau {stats.tau:.2f}"
         return f"{stats.tokens} tokens, {gain}, {stats.tokens_per_s:.1f} tokens/s, {method}"
 
-    def write(self, chunks: Any, console: Console, reading: Reading) -> None:
-        """Write a decoder's stream to the console, which is that of stdout."""
+    def write(
+        self,
+        chunks: Any,
+        console: Console,
+        reading: Reading,
+        show: Callable[[Chunk], None] | None = None,
+    ) -> None:
+        """Write a decoder's stream to the console, which is that of stdout, or by `show`."""
         try:
             with closing(chunks):
                 for chunk in chunks:
                     reading.erase()
-                    self._write_chunk(chunk, perf_counter() - reading.started_at, console)
+                    self._take(chunk, perf_counter() - reading.started_at)
+                    if show is None:
+                        write_chunk(chunk, console)
+                    else:
+                        show(chunk)
         finally:
             reading.erase()
 
-    def _write_chunk(self, chunk: Chunk, seconds: float, console: Console) -> None:
-        """Write a piece of the stream, which came `seconds` after the question."""
+    def _take(self, chunk: Chunk, seconds: float) -> None:
+        """Add a piece of the stream, which came `seconds` after the question."""
         self.seconds = seconds
         self.text += chunk.text
         self.steps.append(chunk.step)
         self.finish_reason = chunk.finish_reason
-        if console.is_terminal:
-            console.print(tinted(chunk.pieces), end="")
-        else:
-            print(chunk.text, end="", flush=True)
+
+
+def write_chunk(chunk: Chunk, console: Console) -> None:
+    """Write a piece of a stream: coloured on a terminal, plain elsewhere."""
+    if console.is_terminal:
+        console.print(tinted(chunk.pieces), end="")
+    else:
+        print(chunk.text, end="", flush=True)
+
+
+def without_controls(text: str) -> str:
+    """Return a text without the characters that steer a terminal."""
+    return text.translate(_CONTROLS)
 
 
 def tinted(pieces: Iterable[tuple[str, str]]) -> Text:
@@ -118,5 +137,5 @@ def tinted(pieces: Iterable[tuple[str, str]]) -> Text:
     Characters that steer a terminal are left out.
     """
     return Text.assemble(
-        *((piece.translate(_CONTROLS), STYLES.get(origin, "")) for piece, origin in pieces)
+        *((without_controls(piece), STYLES.get(origin, "")) for piece, origin in pieces)
     )

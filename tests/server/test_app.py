@@ -144,10 +144,14 @@ def test_the_page_may_load_nothing_from_elsewhere() -> None:
         async with inside(
             create_app(Worker(make_decoder), Settings(NAME, api_key="secret"))
         ) as client:
-            for path in ("/", "/page.js", "/page.css"):
+            for path in ("/", "/page.js", "/page.css", "/vendor/purify.es.mjs"):
                 response = await client.get(path)
                 assert response.status_code == 200
-                assert response.headers["content-security-policy"].startswith("default-src 'self'")
+                policy = response.headers["content-security-policy"]
+                assert policy.startswith("default-src 'none'; script-src 'self'; ")
+                assert policy.endswith(
+                    "require-trusted-types-for 'script'; trusted-types dompurify"
+                )
             assert (await client.get("/../app.py")).status_code == 401
 
     asyncio.run(ask())

@@ -8,6 +8,7 @@ node_modules.
 import asyncio
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -24,12 +25,14 @@ from fastapi import FastAPI, Request  # noqa: E402
 from fastapi.responses import JSONResponse, Response, StreamingResponse  # noqa: E402
 from fastapi.staticfiles import StaticFiles  # noqa: E402
 
+from benchmarks.pages.page_libraries import LIBRARIES  # noqa: E402
 from forerun.server.app import PAGE_HEADERS, STATIC  # noqa: E402
 from tests.support.serving import live, running  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ROOT = Path(__file__).parents[2]
 AXE = Path(os.environ.get("AXE_CORE", ROOT / "node_modules" / "axe-core" / "axe.min.js"))
+FOLDER = STATIC / "vendor"
 TIMEOUT = 20_000  # milliseconds; for a machine with much else to do
 ORIGINS = ("draft", "lookup", "phrase", "window", "reused", "correction", "bonus")
 
@@ -38,6 +41,24 @@ pytestmark = pytest.mark.skipif(
 )
 expect = sync_api.expect
 
+MARKDOWN = """\
+Use **push**:
+
+```python
+def push(item):
+    return "<b>" + item
+```
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+![a picture](http://127.0.0.1:1/spy.png) [a link](https://example.org/)
+[a trap](javascript:alert(1))
+
+- [x] done
+"""
+THOUGHT = "<think>\nThey want *42*.\n</think>\n\nIt is 42."
 HTML = '<img src=x onerror="document.title=1"><b>bold</b> & </span><script>alert(1)</script>'
 
 
@@ -65,6 +86,9 @@ SCRIPTS: dict[str, list[dict[str, Any]]] = {
         step([(".", "correction")], " it"),
     ],
     "html": [step([(HTML, "draft"), ("!", "bonus")], "<i>no</i>")],
+    "markdown": [step([(line, "draft"), ("", "bonus")]) for line in MARKDOWN.splitlines(True)],
+    "think": [step([(word, "bonus")]) for word in re.findall(r"\s*\S+", THOUGHT)],
+    "think apart": [step([("Hm.", "bonus")]), step([("It is 42.", "bonus")])],
     "rests": [step([("So", "bonus")]), *[step([(".", "bonus")]) | {"rests": True}] * 2],
     "slow": [step([(f"{number} ", "bonus")]) for number in range(10_000)],
     "flood": [step([(f"{number} ", "bonus")]) for number in range(2000)],
@@ -97,6 +121,7 @@ class Stub:
         self.app.get("/health")(self.health)
         self.app.get("/v1/models")(self.models)
         self.app.post("/v1/chat/completions")(self.chat)
+        self.app.post("/tokenize")(self.tokenize)
         self.app.mount("/", StaticFiles(directory=STATIC, html=True))
 
         @self.app.middleware("http")
@@ -121,7 +146,12 @@ class Stub:
     def models(self, request: Request) -> Response:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
             return refused(401, "wrong key")
-        return JSONResponse({"object": "list", "data": [{"id": "stub-model", "object": "model"}]})
+        return JSONResponse(
+            {"object": "list", "data": [{"id": "stub-model", "max_model_len": 1000}]}
+        )
+
+    async def tokenize(self, request: Request) -> dict[str, int]:
+        return {"count": len((await request.json())["prompt"].split())}
 
     async def chat(self, request: Request) -> Response:
         body = await request.json()
@@ -150,6 +180,8 @@ class Stub:
         )
         for each in steps:
             delta = {"content": "".join(piece for piece, _ in each["pieces"])}
+            if script == "think apart" and each is steps[0]:
+                delta = {"reasoning_content": delta["content"]}
             finish = "stop" if each is steps[-1] and script not in ("broken", "cut") else None
             text = event({"choices": [{"delta": delta, "finish_reason": finish}], "forerun": each})
             yield text[: len(text) // 2]  # a network splits where it likes
@@ -161,7 +193,7 @@ class Stub:
         elif script != "cut":
             tokens = sum(len(each["pieces"]) for each in steps)
             yield (
-                event({"choices": [], "usage": {"completion_tokens": tokens}})
+                event({"choices": [], "usage": {"prompt_tokens": 100, "completion_tokens": tokens}})
                 + "data: [DONE]\r\n\r\n"
             )
 
@@ -221,9 +253,21 @@ def ask(page: Any, text: str, until: str | None = "done") -> Any:
     return answer
 
 
+def show(page: Any, view: str) -> None:
+    """Choose a view of answers, Read or Tokens."""
+    page.get_by_role("radio", name=view).check()
+
+
+def press_in_menu(page: Any, title: str, entry: str) -> None:
+    """Choose an entry of the menu of the conversation with this title."""
+    page.get_by_role("button", name=f"More for {title}").click()
+    page.locator("#menu").get_by_role("button", name=entry).click()
+
+
 @pytest.mark.slow
 def test_an_answer_comes_in_pieces_that_are_marked_and_counted(page: Any, stub: Stub) -> None:
-    """The legend hides an origin, and arrows walk the steps."""
+    """The legend hides an origin."""
+    show(page, "Tokens")
     answer = ask(page, "hello")
     assert answer.locator(".text").text_content() == "Cats purr when they \nare glad. So."
     expect(page.locator("#log")).to_have_attribute("aria-busy", "false")
@@ -256,7 +300,7 @@ def test_an_answer_comes_in_pieces_that_are_marked_and_counted(page: Any, stub: 
         "stream": True,
         "stream_options": {"include_usage": True},
         "forerun": True,
-        **{"temperature": 0, "max_tokens": 256, "top_p": 1},
+        **{"temperature": 0, "max_tokens": 1024, "top_p": 1},
     }
     assert (
         answer.locator(".reused").get_attribute("title")
@@ -274,6 +318,12 @@ def test_an_answer_comes_in_pieces_that_are_marked_and_counted(page: Any, stub: 
     entry.press("Enter")
     expect(entry).to_have_attribute("aria-pressed", "true")
     assert drafted.evaluate(look) == marked
+
+
+@pytest.mark.slow
+def test_arrows_walk_the_steps_of_an_answer(page: Any) -> None:
+    show(page, "Tokens")
+    answer = ask(page, "hello")
     strip = page.locator("#steps")
     line = page.locator("#step")
     expect(strip.locator("[role=option]")).to_have_count(4)
@@ -300,13 +350,16 @@ def test_an_answer_comes_in_pieces_that_are_marked_and_counted(page: Any, stub: 
 @pytest.mark.slow
 def test_the_conversation_and_the_settings_go_along(page: Any, stub: Stub) -> None:
     ask(page, "hello")
-    page.click("summary")
+    page.click("#tab-settings")
+    expect(page.locator("#context")).to_have_text("109 of 1,000 tokens of context used")
+    expect(page.locator("#used")).to_have_text("context 11 %")
     settings = {
         "system": "Be brief.",
         "temperature": "0.7",
         "max_tokens": "9",
         "top_p": "0.5",
         "seed": "3",
+        "min_p": "0.1",
     }
     for name, value in settings.items():
         page.fill(f"#{name}", value)
@@ -327,21 +380,18 @@ def test_the_conversation_and_the_settings_go_along(page: Any, stub: Stub) -> No
         and body["messages"][3]["content"] == "one\ntwo"
     )
     assert body["messages"][2]["content"] == "Cats purr when they \nare glad. So."
-    assert (body["temperature"], body["max_tokens"], body["top_p"], body["seed"]) == (
-        0.7,
-        9,
-        0.5,
-        3,
-    )
+    sent = [body[name] for name in ("temperature", "max_tokens", "top_p", "seed", "min_p")]
+    assert sent == [0.7, 9, 0.5, 3, 0.1]
+    page.select_option("#method", "ar")
+    ask(page, "hello")
+    assert "forerun_method" not in body and stub.bodies[2]["forerun_method"] == "ar"
     page.click("#clear")
-    page.click("summary")
+    page.click("#tab-figures")
     page.evaluate("document.getElementById('temperature').value = -1")
     page.fill("#question", "hello")
     page.press("#question", "Enter")
-    expect(page.locator("details")).to_have_attribute(
-        "open", ""
-    )  # what is wrong is shown, and nothing was asked
-    assert len(stub.bodies) == 2 and page.locator("article").count() == 0
+    expect(page.locator("#temperature")).to_be_visible()  # what is wrong is shown
+    assert len(stub.bodies) == 3 and page.locator("article").count() == 0
 
 
 @pytest.mark.slow
@@ -351,8 +401,17 @@ def test_side_by_side_says_whether_the_texts_are_equal(page: Any, stub: Stub) ->
     said = page.locator(".verdict").last
     expect(said).to_contain_text("The texts are equal: 34 characters. With drafts it took ")
     expect(said).to_contain_text(" times the tokens/s.")
-    fast, plain = page.locator(".text").all_text_contents()
+    fast, plain = page.locator(".answer .read").all_text_contents()
     assert fast == plain
+    times = float(said.text_content().split(": ")[-1].split()[0])
+    ratio = page.locator(".ratio")
+    expect(page.get_by_role("button", name="Answer again")).to_have_count(1)
+    assert ratio.text_content() == f"{times:.2f}\N{MULTIPLICATION SIGN}"
+    clocks = page.locator(".clock").all_text_contents()
+    page.get_by_role("button", name="Run the clocks again").click()
+    expect(page.locator(".lane.home")).to_have_count(0)
+    expect(page.locator(".lane.home")).to_have_count(2)
+    assert page.locator(".clock").all_text_contents() == clocks
     assert [body.get("forerun_method", "") for body in stub.bodies] == [
         "",
         "ar",
@@ -377,16 +436,16 @@ def test_side_by_side_says_whether_the_texts_are_equal(page: Any, stub: Stub) ->
 @pytest.mark.slow
 def test_escape_stops_and_the_question_can_be_sent_again(page: Any, stub: Stub) -> None:
     answer = ask(page, "slow", until="running")
-    expect(answer.locator(".text")).to_contain_text("0 1 2 ")
+    expect(answer.locator(".read")).to_contain_text("0 1 2 ")
     expect(page.locator("#log")).to_have_attribute("aria-busy", "true")
     page.keyboard.press("Escape")
     expect(answer).to_have_attribute("data-state", "stopped")
     assert stub.left.wait(TIMEOUT / 1000)
     expect(answer.locator(".facts")).to_contain_text("stopped")
     expect(page.locator("#question")).to_be_focused()
-    answer.get_by_role("button", name="Send again").click()
+    answer.get_by_role("button", name="Answer again").click()
     expect(page.locator("article")).to_have_count(1)
-    again = page.locator(".answer[data-state=running] .text")
+    again = page.locator(".answer[data-state=running] .read")
     expect(again).to_contain_text("0 1 2 ")
     page.click("#stop")
     expect(page.locator(".answer")).to_have_attribute("data-state", "stopped")
@@ -406,7 +465,8 @@ def test_steps_that_come_faster_than_frames_are_shown_together(page: Any) -> Non
         "counter.observe(document.getElementById('forwards'), {childList: true})"
     )
     answer = ask(page, "flood")
-    assert answer.locator(".text").text_content() == "".join(f"{number} " for number in range(2000))
+    wanted = "".join(f"{number} " for number in range(2000))
+    assert answer.locator(".read").inner_text().strip() == wanted.strip()
     expect(page.locator("#steps [role=option]")).to_have_count(2000)
     expect(page.locator("#step")).to_contain_text("Step 2000 of 2000")
     assert page.evaluate("draws") < 1000
@@ -435,10 +495,15 @@ def test_errors_and_what_the_model_writes_are_shown_as_text(page: Any, stub: Stu
         "hello",
     ]  # what had no answer is no part of the conversation
     answer = ask(page, "html")
+    assert answer.locator(".read").inner_text().startswith("<img src=x onerror=")
+    assert answer.locator(".read :is(img, script, [onerror])").count() == 0
+    show(page, "Tokens")
     assert answer.locator(".text").text_content() == HTML + "!"
     assert answer.locator(".text *:not(span)").count() == 0
     assert page.locator("#step s").all_text_contents() == ["<i>no</i>"]
-    assert page.title() == "forerun"
+    assert page.title() == "refused · forerun"
+    with pytest.raises(sync_api.Error, match="TrustedHTML"):
+        page.evaluate("html => { document.createElement('b').innerHTML = html }", HTML)
 
 
 @pytest.mark.slow
@@ -448,10 +513,174 @@ def test_it_waits_for_the_model_and_for_a_key(page: Any, stub: Stub) -> None:
     expect(page.locator("#status")).to_have_text("503: the model is being loaded. Waiting …")
     expect(page.locator("#send")).to_be_disabled()
     expect(page.locator("#status")).to_contain_text("wants an API key")
-    page.click("summary")
+    page.click("#tab-settings")
     page.fill("#key", "secret")
     expect(page.locator("#status")).to_have_text("stub-model is ready.")
     expect(page.locator("#send")).to_be_enabled()
+
+
+@pytest.mark.slow
+def test_answers_are_read_as_markdown_and_their_tokens_stay(page: Any) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    answer = ask(page, "markdown")
+    read = answer.locator(".read")
+    expect(read.locator("strong")).to_have_text("push")
+    code = read.locator("pre[aria-label='Code in python'] code")
+    assert code.text_content() == 'def push(item):\n    return "<b>" + item\n'
+    assert code.locator(".hljs-keyword").all_text_contents() == ["def", "return"]
+    assert code.locator("b").count() == 0
+    read.get_by_role("button", name="Copy").click()
+    expect(read.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == code.text_content()
+    assert read.locator(".table th").all_text_contents() == ["a", "b"]
+    cell = read.locator("td").last
+    assert cell.evaluate("e => getComputedStyle(e).textAlign") == "right"
+    expect(read.locator("li")).to_contain_text("☑ done")
+    links = read.locator("a").evaluate_all("all => all.map(a => [a.textContent, a.href, a.rel])")
+    assert links == [
+        ["a picture", "http://127.0.0.1:1/spy.png", "noopener noreferrer"],
+        ["a link", "https://example.org/", "noopener noreferrer"],
+        ["a trap", "", ""],
+    ]
+    show(page, "Tokens")
+    expect(read).to_be_hidden()
+    assert answer.locator(".text").text_content() == MARKDOWN
+    marked = answer.locator(".piece.mono").all_text_contents()
+    assert "".join(marked) == MARKDOWN[MARKDOWN.index("```") : MARKDOWN.rindex("```") + 4]
+    page.reload()
+    expect(page.get_by_role("radio", name="Tokens")).to_be_checked()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["think", "think apart"])
+def test_thinking_is_folded_and_not_sent_back(page: Any, stub: Stub, script: str) -> None:
+    answer = ask(page, script)
+    expect(answer.locator(".read > .prose")).to_have_text("It is 42.")
+    thoughts = answer.locator(".thinking .prose")
+    expect(thoughts).to_be_hidden()
+    answer.locator("summary").click()
+    expect(thoughts).to_be_visible()
+    assert thoughts.inner_text() == {"think": "They want 42.", "think apart": "Hm."}[script]
+    ask(page, "hello")
+    assert stub.bodies[1]["messages"][1] == {"role": "assistant", "content": "It is 42."}
+
+
+@pytest.mark.slow
+def test_conversations_are_kept_renamed_exported_and_deleted(page: Any, stub: Stub) -> None:
+    ask(page, "hello")
+    page.click("#clear")
+    expect(page.locator("article")).to_have_count(0)
+    ask(page, "markdown")
+    assert [message["content"] for message in stub.bodies[1]["messages"]] == ["markdown"]
+    page.reload()
+    rows = page.locator(".conversation")
+    expect(rows).to_have_text(["markdown", "hello"])
+    rows.last.click()
+    expect(page.locator("h1")).to_have_text("hello")
+    expect(page.locator(".read")).to_contain_text("Cats purr when they")
+    expect(page.locator("#tau")).to_have_text("2.25")
+    expect(page.locator("#send")).to_be_enabled()
+    ask(page, "rests")
+    assert len(stub.bodies[2]["messages"]) == 3  # it goes on where it was
+    expect(rows).to_have_text(["hello", "markdown"])
+    press_in_menu(page, "hello", "Rename")
+    page.fill("#name", "Cats <b>")
+    page.keyboard.press("Enter")
+    expect(page.locator("h1")).to_have_text("Cats <b>")
+    with page.expect_download() as saved:
+        press_in_menu(page, "Cats <b>", "Export as Markdown")
+    assert saved.value.suggested_filename == "Cats-b.md"
+    text = Path(saved.value.path()).read_text()
+    assert text.startswith("# Cats <b>\n\n## Question\n\nhello\n\n## Answer\n\nCats purr when")
+    with page.expect_download() as saved:
+        press_in_menu(page, "Cats <b>", "Export as JSON")
+    exported = json.loads(Path(saved.value.path()).read_text())
+    assert [turn["question"] for turn in exported["turns"]] == ["hello", "rests"]
+    assert exported["turns"][0]["answers"][0]["steps"][1]["rejected"] == ["do", "like\n", ""]
+    press_in_menu(page, "Cats <b>", "Delete")
+    page.get_by_role("button", name="Cancel").click()
+    expect(rows).to_have_count(2)
+    press_in_menu(page, "Cats <b>", "Delete")
+    page.get_by_role("button", name="Delete", exact=True).click()
+    expect(rows).to_have_text(["markdown"])
+    expect(page.locator("h1")).to_have_text("New chat")
+    page.reload()
+    expect(rows).to_have_text(["markdown"])
+
+
+@pytest.mark.slow
+def test_an_edited_question_leaves_the_one_before_as_a_version(page: Any, stub: Stub) -> None:
+    ask(page, "hello")
+    ask(page, "rests")
+    page.get_by_role("button", name="Edit the message").first.click()
+    editor = page.get_by_role("textbox", name="Edit the message")
+    expect(editor).to_be_focused()
+    editor.press("Escape")
+    expect(page.locator("article")).to_have_count(2)
+    page.get_by_role("button", name="Edit the message").first.click()
+    editor.fill("markdown")
+    editor.press("Enter")
+    expect(page.locator("article")).to_have_count(1)
+    expect(page.locator(".answer")).to_have_attribute("data-state", "done")
+    assert [message["content"] for message in stub.bodies[2]["messages"]] == ["markdown"]
+    expect(page.locator(".versions")).to_have_text("2 of 2")
+    page.get_by_role("button", name="Earlier version").click()
+    expect(page.locator(".question")).to_have_text(["hello", "rests"])
+    ask(page, "hello")
+    assert len(stub.bodies[3]["messages"]) == 5
+    page.reload()
+    page.locator(".conversation").click()
+    expect(page.locator("article")).to_have_count(3)
+    page.get_by_role("button", name="Later version").click()
+    expect(page.locator(".question")).to_have_text(["markdown"])
+
+
+@pytest.mark.slow
+def test_a_text_file_that_is_dropped_goes_along(page: Any, stub: Stub) -> None:
+    drop = """files => {
+        const data = new DataTransfer();
+        for (const [name, bytes] of files) data.items.add(new File([new Uint8Array(bytes)], name));
+        document.dispatchEvent(new DragEvent("drop", {dataTransfer: data, cancelable: true}));
+    }"""
+    text = "x = '```'\n"
+    page.evaluate(drop, [["a.py", list(text.encode())], ["b.bin", [255, 254, 0]]])
+    expect(page.locator("#file-problem")).to_have_text("b.bin is not a text in UTF-8.")
+    expect(page.locator("#files .file")).to_contain_text("a.py3 tokens")
+    page.evaluate(drop, [["c.txt", [99]]])
+    page.get_by_role("button", name="Leave out c.txt").click()
+    ask(page, "What is this?")
+    assert stub.bodies[0]["messages"][0]["content"] == (
+        f"a.py:\n````py\n{text}````\n\nWhat is this?"
+    )
+    expect(page.locator(".question summary")).to_have_text("a.py")
+    expect(page.locator("#files .file")).to_have_count(0)
+
+
+@pytest.mark.slow
+def test_on_a_narrow_screen_the_columns_are_opened_and_closed(browser: Any, stub: Stub) -> None:
+    page = opened(browser, stub.url, viewport={"width": 390, "height": 844})
+    for pane, name in {"#sidebar": "Conversations", "#panel": "Figures and settings"}.items():
+        opener = page.get_by_role("button", name=name)
+        expect(page.locator(pane)).to_be_hidden()
+        opener.click()
+        expect(page.locator(pane)).to_be_visible()
+        page.keyboard.press("Escape")
+        expect(page.locator(pane)).to_be_hidden()
+        expect(opener).to_be_focused()
+    assert page.wrong == []
+    page.context.close()
+
+
+def test_vendored_libraries_have_their_licence_and_ask_nothing_of_others() -> None:
+    for library in LIBRARIES:
+        assert (FOLDER / library.licence).stat().st_size > 1000
+        assert library.version in (FOLDER / Path(library.file).name).read_text()[:3000]
+    vendored = {Path(library.file).name for library in LIBRARIES}
+    scripts = [*STATIC.glob("*.js"), *STATIC.glob("*.html"), *STATIC.glob("*.css")]
+    assert {path.name for path in FOLDER.glob("*js")} == vendored
+    for path in scripts:
+        addresses = re.findall(r"https?://[^\"' )]+", path.read_text())
+        assert set(addresses) <= {"http://www.w3.org/2000/svg"}, path.name
 
 
 LOOKS: dict[str, dict[str, Any]] = {
@@ -469,42 +698,65 @@ def test_every_look_is_accessible_and_fits_its_window(
 ) -> None:
     page = opened(browser, stub.url, **LOOKS[look])
     expect(page.locator("#send")).to_be_enabled()
+    ask(page, "markdown")
+    ask(page, "think")
     page.check("#both")
     ask(page, "hello")
-    expect(page.locator(".verdict")).to_have_count(1)
+    expect(page.locator(".verdict")).to_be_visible()
     ask(page, "refused", until="failed")
-    expect(page.locator(".verdict")).to_have_count(2)
-    page.locator(".answer").first.get_by_role("button", name="Figures and steps").click()
-    page.click("summary")
+    expect(page.locator("article:last-of-type .verdict")).to_be_visible()
+    assert overflowing(page) == []
+    check_with_axe(page)
+    show(page, "Tokens")
     lines = page.locator(".answer .piece").evaluate_all(
         "all => all.map(p => getComputedStyle(p).textDecorationLine)"
     )
     assert set(lines) == {"underline", "overline"}
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert overflowing(page) == []
+    check_with_axe(page)
+    assert len(page.screenshot(path=tmp_path / f"{look}.png")) > 10_000
+    page.locator("article:nth-last-of-type(2)").get_by_role(
+        "button", name="Figures and steps"
+    ).first.click()
+    figures = page.locator("#figures").bounding_box()
+    assert figures["y"] >= 0 and figures["y"] + figures["height"] <= 800, figures
     page.evaluate("document.querySelectorAll('dd').forEach(dd => dd.textContent = '12345.6')")
-    wide = "all => all.filter(e => e.scrollWidth > e.clientWidth).map(e => e.outerHTML)"
     assert (
-        page.locator("#figures :is(div, dt, dd), #legend :is(button, small)").evaluate_all(wide)
+        page.locator("#figures :is(div, dt, dd), #legend :is(button, small)").evaluate_all(
+            "all => all.filter(e => e.scrollWidth > e.clientWidth).map(e => e.outerHTML)"
+        )
         == []
     )
-    assert len(page.screenshot(path=tmp_path / f"{look}.png", full_page=True)) > 10_000
-    settings = page.locator("summary").bounding_box()
-    assert settings["y"] + settings["height"] <= 800  # opened, they have come into view
-    page.evaluate("document.querySelector('aside').scrollTop = 0")
-    figures = page.locator("#figures").bounding_box()
-    assert figures["y"] >= 0 and figures["y"] + figures["height"] <= 800, (
-        figures
-    )  # of a window of any width
-    if AXE.is_file():
-        page.evaluate(AXE.read_text())
-        found = page.evaluate(
-            "axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.failureSummary)]))"
-        )
-        assert found == []
+    check_with_axe(page)
+    page.click("#tab-settings")
+    assert overflowing(page) == []
+    check_with_axe(page)
     assert page.wrong == []
     page.context.close()
     if not AXE.is_file():
         pytest.skip("the rest needs axe-core: npm install axe-core, or AXE_CORE=axe.min.js")
+
+
+def overflowing(page: Any) -> list[str]:
+    """What reaches over the window's edges, except in boxes that scroll."""
+    return page.evaluate(
+        """() => [...document.querySelectorAll("body *")].filter(e => {
+            const box = e.getBoundingClientRect();
+            const isScrolled = e.closest("pre, .table, #steps, .offscreen, .track");
+            return box.width && !isScrolled && (box.right > innerWidth + 1 || box.left < -1);
+        }).map(e => e.outerHTML.slice(0, 100))"""
+    )
+
+
+def check_with_axe(page: Any) -> None:
+    """Check the page as it is with axe-core, where there is one."""
+    if not AXE.is_file():
+        return
+    page.evaluate(AXE.read_text())
+    found = page.evaluate(
+        "axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.failureSummary)]))"
+    )
+    assert found == []
 
 
 @pytest.mark.slow
@@ -512,11 +764,14 @@ def test_the_real_server_is_understood(browser: Any) -> None:
     with live() as server:
         page = opened(browser, server.url)
         expect(page.locator("#status")).to_have_text("tiny is ready.")
-        page.click("summary")
+        expect(page.locator("#used")).to_have_text("")
+        page.click("#tab-settings")
         page.fill("#max_tokens", "40")
         page.check("#both")
         answer = ask(page, "the low the low the low")
         expect(page.locator(".verdict")).to_contain_text("The texts are equal")
+        expect(page.locator("#context")).to_contain_text(" of 512 tokens of context used")
+        show(page, "Tokens")
         assert answer.locator(".piece.bonus, .piece.correction").count() > 0
         assert answer.locator(".facts").text_content().startswith("40 tokens")
         assert page.locator("#tokens").text_content() == "40"
@@ -524,7 +779,6 @@ def test_the_real_server_is_understood(browser: Any) -> None:
         assert (
             page.locator("#steps li").count() == int(page.locator("#forwards").text_content()) <= 40
         )
-        page.click("summary")
         page.evaluate(
             "document.getElementById('top_p').max = 9; document.getElementById('top_p').value = 7"
         )

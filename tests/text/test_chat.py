@@ -27,7 +27,8 @@ from forerun.bench.datasets import Prompt, read_prompts, tokenised
 from forerun.bench.models import load_prompts
 from forerun.bench.plan import Plan
 from forerun.cli.generate import chat
-from forerun.cli.talk import Talk, ask
+from forerun.cli.line_editor import ask
+from forerun.cli.talk import Talk
 from forerun.cli.writing import Answer, Reading
 from forerun.methods import AR
 from forerun.sampling.params import SamplingParams
@@ -266,7 +267,7 @@ def test_turns_follow_each_other(talk: Any, capsys: Any) -> None:
     before = [*talk.messages]
     for text, message in (
         ("/bogus", "unknown command /bogus; there are /help, /system, .*, /quit"),
-        ("x" * 2100, "fills the context of 2048: /undo takes back a turn, /clear all"),
+        ("x" * 2100, "the message has .* tokens and fills the context of 2048: send less"),
         ("/system a\0", "has a NUL character"),
         ("/max 0", "max_new_tokens must be at least 1, not 0"),
         ("/temperature hot", "takes a number, not 'hot'"),
