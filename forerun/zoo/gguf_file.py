@@ -248,7 +248,7 @@ def _read(pieces: tuple[Path, ...], version: tuple[int, ...]) -> GgufFile:
     """Read headers as `open_gguf` does. `version` differs between the files of one name."""
     first, *others = (_read_piece(piece) for piece in pieces)
     tensors = dict(first.tensors)
-    homes = {}
+    homes: dict[str, Path] = {}
     for other in others:
         tensors |= other.tensors
         homes |= dict.fromkeys(other.tensors, other.path)
