@@ -33,7 +33,10 @@ class ChainPlanner:
         self._accepted = {greedy: [0.0] * LONGEST_CHAIN for greedy in (True, False)}
 
     def forecast(self, situation: StepSituation) -> Forecast:
-        """Return what chains of the best length save, at the expected acceptance.
+        """Return what chains of the best length save, if EXPECTED_ACCEPTANCE comes true.
+
+        Estimates would not do here, because nothing corrects them while nothing is drafted. Whether
+        enough tokens are accepted is the guard's question.
 
         All rows read their prompts, and then share the time that is saved.
         """
@@ -47,7 +50,11 @@ class ChainPlanner:
         return Forecast(saved, saved * situation.remaining, reading)
 
     def length(self, situation: StepSituation) -> int:
-        """Return the number of tokens to draft, at least 1."""
+        """Return the number of tokens to draft.
+
+        It is at least 1, because the forecast has decided that the step drafts, and because
+        acceptance is only estimated where something is drafted.
+        """
         step_ms = self._table(situation).steps(situation.rows, LONGEST_CHAIN)
         return max(1, best_length(step_ms, self.estimates(situation.greedy)))
 
