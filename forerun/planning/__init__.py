@@ -19,10 +19,10 @@ ask for the present table each time (`CostSource`).
   else the drafter is asked, and may find nothing (`Drafter.propose`).
 - Who: `SourceChooser` weighs suffixes, another drafter and nobody for each row (`source_chooser`).
   `PhraseChooser` weighs forwards with phrases and without.
-- How much: `ChainPlanner` gives the length of a chain (`length`), and `TreePlanner` a step's
-  `TreePlan` (`tree_plan`). Both are planners, so they forecast too. `stop_rules` has the protocol
-  of the rules that end a chain, and the rules by plain bounds. Pacer's, which asks a trained layer,
-  is in `forerun.drafters`.
+- How much: `LengthChooser` gives the length of a chain (`length`), and `TreePlanner`, which
+  forecasts too, a step's `TreePlan` (`tree_plan`). `stop_rules` has the protocol of the rules that
+  end a chain, and the rules by plain bounds. Pacer's, which asks a trained layer, is in
+  `forerun.drafters`.
 
 A step of `hybrid` thus asks a guard, a source chooser and the planner of the other drafter.
 Suffix drafts only ask `Costs` what one more token costs.
