@@ -18,7 +18,7 @@ CHAT_PATH = "/v1/chat/completions"
 REQUEST: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
 LONGEST_ERROR = 4096  # bytes of an answer that refuses a request
 WRONG_FIELDS: tuple[dict[str, Any], ...] = (
-    {"max_tokens": -1},
+    {"max_tokens": -3},
     {"max_tokens": 1e300},
     {"temperature": "warm"},
     {"n": 10**9},

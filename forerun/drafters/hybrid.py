@@ -105,8 +105,9 @@ class HybridDrafter(Drafter):
         self.spread = other.spread
         self.reads = other.reads  # of the hidden states; suffixes need the tokens alone
         self._read: dict[int, int] = {}  # tokens of each sequence that the other drafter has read
-        self._unread: dict[int, Iterator[int]] = {}  # what reads a prompt that it has not read
-        self._reading = -1  # the sequence whose prompt it reads, or has read last
+        # {sequence: what makes the other drafter read on}, of prompts that are not read to the end
+        self._unread: dict[int, Iterator[int]] = {}
+        self._reading = -1  # the sequence whose prompt was read last, maybe in part
         self._chunk = MAX_READ  # tokens of prompts to read in a step of several rows
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
@@ -137,7 +138,7 @@ class HybridDrafter(Drafter):
             if note.choice.asks_other:
                 asking.append(seq)
         started_at = self._clock()
-        ready = self._readers(asking, notes) if asking else []
+        ready = self._read_prompts(asking, notes) if asking else []
         reading = Proposal([], prompt_seconds=self._clock() - started_at)
         proposal = self._ask(ready, len(seqs)) if ready else Proposal([])
         is_measuring = isinstance(proposal.memo, GuardMemo) and proposal.memo.is_measuring
@@ -166,18 +167,18 @@ class HybridDrafter(Drafter):
             return self.other.propose(seqs, rows)
         return self.other.propose(seqs)
 
-    def _readers(self, seqs: list[Sequence], step: Collection[int]) -> list[Sequence]:
-        """Have the other drafter read prompts, one after the other.
+    def _read_prompts(self, seqs: list[Sequence], step_ids: Collection[int]) -> list[Sequence]:
+        """Have the other drafter read prompts, one after the other, up to a limit.
 
         Args:
             seqs: the sequences for which it is to draft.
-            step: the ids of all sequences of the step.
+            step_ids: those of all sequences of the step.
 
         Returns:
-            The sequences whose prompts are read.
+            The sequences whose prompts are read to the end. For the others it drafts later.
         """
-        left = self._chunk if len(step) > 1 else MAX_READ
-        if self._reading in self._unread and self._reading not in step:
+        left = self._chunk if len(step_ids) > 1 else MAX_READ
+        if self._reading in self._unread and self._reading not in step_ids:
             left = 0  # an error of that sequence must not end one of this step
         for id in (self._reading, *(seq.id for seq in seqs)):
             while id in self._unread and left > 0:

@@ -37,10 +37,10 @@ class Chain:
 
     Attributes:
         seq: the sequence that it is drafted for.
-        depth: the most tokens of the chain.
+        depth: the most tokens of the chain; 0 or less if nothing can be drafted for the sequence.
         tokens: those so far.
         q: the distributions [V] that they were sampled from, if the acceptance rule needs them.
-        drops: whether the draft leaves out the last token.
+        drops: whether the draft leaves out the last token, so that a chain of one is empty.
     """
 
     seq: Sequence
@@ -117,7 +117,7 @@ class ChainDrafter(PlannedDrafter):
         self.vocab_size = vocab_size or model.vocab_size
         self.spread = 0
         self.slack = 0  # positions that a draft forward may need beyond a sequence's limit
-        self._present: set[int] = set()
+        self._present: set[int] = set()  # the sequences that were admitted
         # Sequences whose rows hold drafted tokens. A failed step leaves some here until they are
         # dropped, so this is no part of a proposal's memo.
         self._open: set[int] = set()
@@ -168,7 +168,10 @@ class ChainDrafter(PlannedDrafter):
         return self.model.vocab_size >= self.vocab_size or max(tokens) < self.model.vocab_size
 
     def _depth(self, seq: Sequence) -> int:
-        """Return the most tokens that may be drafted for a sequence."""
+        """Return the most tokens that may be drafted for a sequence.
+
+        None may be if the model has no row for it (`admit`), or lacks a token that it has to run.
+        """
         if seq.id not in self.model or not self._knows(seq.tokens[self.model.length(seq.id) :]):
             return 0
         context = self.model.context

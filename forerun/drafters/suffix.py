@@ -96,6 +96,7 @@ class SuffixDrafter(Drafter):
         tokens = seq.tokens
         least = self._least(seq.greedy, rows, len(tokens))
         row.read(tokens, len(tokens))
+        # The link leads from the whole text to its longest suffix that has occurred before.
         state = row.automaton.links[row.last]
         match = row.automaton.longest[state]
         chain, score = self._grow(row.automaton, state, match, least, seq)

@@ -40,7 +40,10 @@ class Draft:
 
     @classmethod
     def root(cls, token: int) -> Draft:
-        """Return the empty draft, for plain decoding."""
+        """Return the empty draft: the target's forward adds one token, as in plain decoding.
+
+        `Drafter.propose` says when there is nothing more to propose.
+        """
         return cls([token], [-1])
 
     @classmethod

@@ -187,7 +187,7 @@ class Engine:
         self.scheduler.requeue(spoilt)
 
     def _propose(self, seqs: list[Sequence]) -> Proposal:
-        """Return a draft for each sequence; that of a plain request has no tokens."""
+        """Return a draft for each sequence. The drafter is not asked for plain requests."""
         drafting = [seq for seq in seqs if not seq.request.plain]
         if len(drafting) == len(seqs):
             return self.drafter.propose(seqs)

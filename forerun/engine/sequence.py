@@ -68,7 +68,9 @@ class Request:
     generator: torch.Generator | None = None
     # Called with the number of prompt tokens read so far, and with their total number.
     progress: Callable[[int, int], None] | None = None
-    plain: bool = False  # decode without drafts, whatever the engine's method
+    # Decode without drafts, whatever the engine's method. The engine sets this too, for a sequence
+    # whose scores were NaN after a draft (`forerun.engine.verify.end_drafting_of_nan`).
+    plain: bool = False
     # Number of most probable tokens whose log probabilities are returned with that of each output
     # token; None: none are returned. They come from the target's own distribution, before
     # processors and temperature.

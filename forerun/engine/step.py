@@ -24,15 +24,17 @@ class Proposal:
 
     Attributes:
         drafts: in the order of the sequences.
-        forwards: those of the draft model, each for all sequences at once.
-        forward_seconds: of these forwards.
-        policy_seconds: of the length policy.
-        prompt_seconds: of prompts that were read for these drafts. They are no part of a step.
-        rests: whether drafts are left out for some steps, because they were slower.
+        forwards: the number of forwards of the draft model or the head, each for all sequences that
+            still draft.
+        forward_seconds: the time of these forwards.
+        policy_seconds: the time of the length policy.
+        prompt_seconds: the time in which prompts were read for these drafts. It is no part of the
+            step.
+        rests: whether no draft was asked for because the guard pauses drafting, which was slower.
         memo: the drafter's own notes. The engine hands them back to `observe` of the same step.
-        forward_rows: the rows of these forwards, a new token of each, if their time is to correct
-            the table of costs; else 0.
-        by_head: whether they are forwards of a head.
+        forward_rows: the number of rows of the first of these forwards, if their time is to correct
+            the table of costs; else 0. Each row has one new token.
+        by_head: whether the forwards are those of a head.
     """
 
     drafts: list[Draft]
@@ -52,15 +54,15 @@ class Proposal:
         is_alone = len(ran) == 1  # else nobody knows which of them took how long
         is_resting = any(part.rests for part in parts)
         return cls(
-            drafts,
-            sum(part.forwards for part in parts),
-            sum(part.forward_seconds for part in parts),
-            sum(part.policy_seconds for part in parts),
-            sum(part.prompt_seconds for part in parts),
-            is_resting and not any(draft.drafted for draft in drafts),
-            memo,
-            ran[0].forward_rows if is_alone else 0,
-            is_alone and ran[0].by_head,
+            drafts=drafts,
+            forwards=sum(part.forwards for part in parts),
+            forward_seconds=sum(part.forward_seconds for part in parts),
+            policy_seconds=sum(part.policy_seconds for part in parts),
+            prompt_seconds=sum(part.prompt_seconds for part in parts),
+            rests=is_resting and not any(draft.drafted for draft in drafts),
+            memo=memo,
+            forward_rows=ran[0].forward_rows if is_alone else 0,
+            by_head=is_alone and ran[0].by_head,
         )
 
 
@@ -90,8 +92,9 @@ class Drafter(Protocol):
 
     Attributes:
         wants_hidden: which hidden states of the target it is given; "" for none.
-        spread: the most nodes of a draft beyond a chain of the remaining tokens.
-        reads: how many of a prompt's last tokens it reads; None for all.
+        spread: by how many nodes a tree may be larger than the longest chain, which has a node for
+            each remaining token. The KV budget reserves them.
+        reads: how many of a prompt's last hidden states it reads; None for all.
     """
 
     wants_hidden: Capture = ""
@@ -99,9 +102,10 @@ class Drafter(Protocol):
     reads: int | None = None
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
-        """Admit a sequence of n tokens and run its prompt, and yield the size of each chunk.
+        """Admit a sequence and run its prompt, and yield the number of tokens of each chunk.
 
-        `hybrid` runs this between later steps or never, so the text may grow meanwhile.
+        A drafter around this one may run it between later steps or never, as `hybrid` does, so the
+        text may grow meanwhile.
 
         Args:
             seq: the sequence.
@@ -115,7 +119,14 @@ class Drafter(Protocol):
     def propose(self, seqs: list[Sequence]) -> Proposal:
         """Return a draft for each sequence.
 
-        A draft is at most `seq.remaining - 1` deep, because the target adds one token.
+        A draft is at most `seq.remaining - 1` deep, because the target adds one token. So it is
+        empty (`Draft.root`) before the last token. It is also empty where
+
+        - the drafter finds nothing: no suffix occurs earlier, the draft model cannot read the text,
+          a prompt is not read yet, a plan has no nodes, or a grammar forbids the first token;
+        - a drafter around this one (`forerun.planning`) does not ask it.
+
+        The engine asks no drafter for a request that is `plain`.
         """
         raise NotImplementedError
 

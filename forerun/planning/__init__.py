@@ -9,11 +9,20 @@ ask for the present table each time (`CostSource`).
   are tried. What a table cannot know is measured: a `Guard` times every step and ends drafts that
   lose (`guard`). What they may lose in all is one bounded balance, the guard's `LossAccount`.
   `GuardedDrafter` asks the guard, then the forecast.
+  `api.build` wraps the drafter of an engine in one, unless guards are turned off. So in a step
+  nothing is drafted for a sequence if
+    1. the guard is paused (`Guard.paused`),
+    2. the guard measures a plain step: the first two, the first one of a number of rows, and a few
+       later ones (`Guard.drafts`),
+    3. the forecast says that drafts of this step, or after the reading of this text, do not pay, or
+    4. the drafter reads another prompt at present, and has not read this one;
+  else the drafter is asked, and may find nothing (`Drafter.propose`).
 - Who: `SourceChooser` weighs suffixes, another drafter and nobody for each row (`source_chooser`).
   `PhraseChooser` weighs forwards with phrases and without.
-- How much: `ChainPlanner` gives the length of a chain (`length`), and `TreePlanner` a step's
-  `TreePlan` (`tree_plan`). Both are planners, so they forecast too. `stop_rules` has the protocol
-  of the rules that end a chain, and the rules by plain bounds. Rules of papers are the drafters'.
+- How much: `LengthChooser` gives the length of a chain (`length`), and `TreePlanner`, which
+  forecasts too, a step's `TreePlan` (`tree_plan`). `stop_rules` has the protocol of the rules that
+  end a chain, and the rules by plain bounds. Pacer's, which asks a trained layer, is in
+  `forerun.drafters`.
 
 A step of `hybrid` thus asks a guard, a source chooser and the planner of the other drafter.
 Suffix drafts only ask `Costs` what one more token costs.

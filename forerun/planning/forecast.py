@@ -18,7 +18,7 @@ class StepSituation:
         context: tokens of a row; of several rows the mean.
         greedy: whether the rows asked about decode greedily. The others are assumed to do so too.
         unread: tokens of the row that the drafter must read before it can draft.
-        remaining: tokens that the row may still get. They have to make good the reading.
+        remaining: tokens that the row may still get, whose savings must make good the reading.
     """
 
     rows: int
@@ -33,9 +33,9 @@ class Forecast:
     """What drafts are expected to save in a situation, in ms.
 
     Attributes:
-        saved: by how much a token of each row takes less time than without these drafts.
+        saved: the time per token of each row without these drafts, less that with them.
         gained: what the drafts save in all, in this step and for the remaining tokens.
-        reading: how long the drafter reads what it has not read.
+        reading: how long the drafter takes to read what it has not read.
     """
 
     saved: float

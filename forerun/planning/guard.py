@@ -74,8 +74,13 @@ class Guard:
         return self.account.paused
 
     def drafts(self, rows: int) -> bool:
-        """Return whether a step of `rows` rows is to draft."""
-        if self.paused or self._plain_steps < FIRST_PLAIN_STEPS or rows not in self._plain_seconds:
+        """Return whether a step of `rows` rows is to draft.
+
+        Else it is a plain step: in a pause, or because the time of a plain step is to be measured.
+        """
+        if self.paused:
+            return False
+        if self._plain_steps < FIRST_PLAIN_STEPS or rows not in self._plain_seconds:
             return False
         gain = self._recent_tokens / self._recent_costs if self._recent_costs else 1.0
         # The less drafting gains, the less a plain step costs, and the sooner one is measured.
@@ -124,7 +129,8 @@ class Guard:
                 self.account.book_reading(cost - usual, may_be_regained=True)
                 cost = usual
         self._step_costs.append(cost)
-        # If drafting looks cheaper than plain decoding, the plain baseline is stale.
+        # If drafting looks cheaper than plain decoding, the plain baseline is stale. Then a plain
+        # step is due at once.
         self._since_plain += cost if cost > STALE_BASELINE else inf
         self._recent_tokens = RECENT_DECAY * self._recent_tokens + tokens / rows
         self._recent_costs = RECENT_DECAY * self._recent_costs + cost
@@ -141,8 +147,8 @@ class GuardMemo:
     Attributes:
         asked: the sequences for which the drafter was called.
         judge: the guard that judges the step; None if no guard does.
-        length: the tokens of all sequences before the step.
-        rows: the number of these sequences.
+        length: the number of tokens of all sequences before the step.
+        rows: the number of sequences that the guarded drafter was given.
         started_at: when the step began. The time of drafts' prompts is left out.
         proposed_at: when the drafts were made.
         ran: whether the drafter ran a forward.
@@ -199,8 +205,11 @@ class GuardedDrafter(Drafter):
         self.wants_hidden = drafter.wants_hidden
         self.spread = drafter.spread
         self.reads = drafter.reads
-        self._inside: dict[int, bool] = {}  # {sequence: whether the drafter has admitted it}
-        self._admitting = False  # whether the drafter reads a prompt; it reads one at a time
+        # {sequence: whether the drafter has admitted it, and so has read its prompt}
+        self._inside: dict[int, bool] = {}
+        # Whether the drafter is within an admission, which the engine runs in chunks between steps.
+        # It reads one prompt at a time.
+        self._admitting = False
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         """Admit a sequence, at once to the drafter if its drafts are expected to pay."""
@@ -234,22 +243,9 @@ class GuardedDrafter(Drafter):
             step_rows: all rows of the step, when drafters share a step. Such a step is judged only
                 if `seqs` are all of its rows, and never in a pause. None: `seqs` are all rows.
         """
-        is_shared = step_rows is not None
-        rows = len(seqs) if step_rows is None else step_rows
         guard = self.guards[all(seq.greedy for seq in seqs)]
-        is_judged = not is_shared or (rows == len(seqs) and not guard.paused)
-        is_drafting = guard.drafts(len(seqs)) if is_judged else not guard.paused
-        asked = self._paying(seqs, rows) if is_drafting else []
-        if is_shared and is_drafting and len(asked) < len(seqs):
-            # Not comparable: not every row was drafted by us, or the other drafter drafts.
-            is_judged = False
-        if not is_judged and not asked:
-            guard.account.pay_back()
+        asked, is_judged = self._choose(guard, seqs, step_rows)
         late = [seq for seq in asked if not self._inside[seq.id]]
-        if late and self._admitting:  # they wait until that prompt is read
-            asked = [seq for seq in asked if self._inside[seq.id]]
-            late = []
-            is_judged = is_judged and bool(asked)
         started_at = guard.clock()
         self._admit_late(late)
         if late and is_judged:
@@ -308,6 +304,32 @@ class GuardedDrafter(Drafter):
         self._inside.pop(seq.id, None)
         self.drafter.drop(seq)
 
+    def _choose(
+        self, guard: Guard, seqs: list[Sequence], step_rows: int | None
+    ) -> tuple[list[Sequence], bool]:
+        """Return the sequences to ask the drafter for, and whether the guard judges the step.
+
+        Args:
+            guard: that of the step's mode.
+            seqs: see `propose`.
+            step_rows: likewise.
+        """
+        is_shared = step_rows is not None
+        rows = len(seqs) if step_rows is None else step_rows
+        is_judged = not is_shared or (rows == len(seqs) and not guard.paused)
+        is_drafting = guard.drafts(len(seqs)) if is_judged else not guard.paused
+        asked = self._paying(seqs, rows) if is_drafting else []
+        if is_shared and is_drafting and len(asked) < len(seqs):
+            # Not comparable: not every row was drafted by us, or the other drafter drafts.
+            is_judged = False
+        if not is_judged and not asked:
+            guard.account.pay_back()
+        if self._admitting and not all(self._inside[seq.id] for seq in asked):
+            # The others wait until that prompt is read.
+            asked = [seq for seq in asked if self._inside[seq.id]]
+            is_judged = is_judged and bool(asked)
+        return asked, is_judged
+
     def _paying(self, seqs: list[Sequence], rows: int) -> list[Sequence]:
         """Return the sequences whose drafts are expected to pay in a step of `rows` rows."""
         context = mean_context(seqs)
@@ -340,7 +362,7 @@ class GuardedDrafter(Drafter):
 
 
 def _time_of_drafts(seqs: list[Sequence], proposal: Proposal, seconds: float) -> StepTime:
-    """Return the first part of a step's time, in which its drafts were made."""
+    """Return a step's time as far as it is known when its drafts have been made."""
     modes = {seq.greedy for seq in seqs}
     return StepTime(
         rows=len(seqs),

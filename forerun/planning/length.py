@@ -6,7 +6,7 @@ from collections import abc
 from itertools import accumulate
 from operator import mul
 
-from forerun.planning.cost_model import Costs, CostSource
+from forerun.planning.cost_model import CostSource
 from forerun.planning.forecast import Forecast, StepSituation
 
 LONGEST_CHAIN = 16  # tokens of the longest chain whose length follows from costs
@@ -19,7 +19,31 @@ DRAFT_DECAY = 0.98
 
 
 class ChainPlanner:
-    """Plan the chains of a draft model from a table of costs.
+    """Forecast from a table of costs what the chains of a draft model save."""
+
+    def __init__(self, costs: CostSource) -> None:
+        self._costs = costs
+
+    def forecast(self, situation: StepSituation) -> Forecast:
+        """Return what chains of the best length save, if EXPECTED_ACCEPTANCE comes true.
+
+        Estimates (`LengthChooser`) would not do here, because nothing corrects them while nothing
+        is drafted. Whether enough tokens are accepted is the guard's question.
+
+        All rows read their prompts, and then share the time that is saved.
+        """
+        step_ms = _steps(self._costs, situation)
+        # At least 0, because a step without drafts is one of these.
+        saved = step_ms[0] - min(token_ms(step_ms, [EXPECTED_ACCEPTANCE] * LONGEST_CHAIN))
+        reading = 0.0
+        if situation.unread:  # nothing is sampled while a prompt is read
+            middle = self._costs.table.at(situation.context - situation.unread / 2)
+            reading = middle.reading(situation.rows * situation.unread)
+        return Forecast(saved, saved * situation.remaining, reading)
+
+
+class LengthChooser:
+    """Choose the length of a draft model's chains, by costs and by what was accepted lately.
 
     It estimates how often tokens of each place are accepted, in greedy decoding and in sampling
     apart. The first place is expected to have PRIOR_ACCEPTANCE, and each later one the estimate of
@@ -32,23 +56,13 @@ class ChainPlanner:
         self._tested = {greedy: [0.0] * LONGEST_CHAIN for greedy in (True, False)}
         self._accepted = {greedy: [0.0] * LONGEST_CHAIN for greedy in (True, False)}
 
-    def forecast(self, situation: StepSituation) -> Forecast:
-        """Return what chains of the best length save, at the expected acceptance.
-
-        All rows read their prompts, and then share the time that is saved.
-        """
-        step_ms = self._table(situation).steps(situation.rows, LONGEST_CHAIN)
-        # At least 0, because a step without drafts is one of these.
-        saved = step_ms[0] - min(token_ms(step_ms, [EXPECTED_ACCEPTANCE] * LONGEST_CHAIN))
-        reading = 0.0
-        if situation.unread:  # nothing is sampled while a prompt is read
-            middle = self._costs.table.at(situation.context - situation.unread / 2)
-            reading = middle.reading(situation.rows * situation.unread)
-        return Forecast(saved, saved * situation.remaining, reading)
-
     def length(self, situation: StepSituation) -> int:
-        """Return the number of tokens to draft, at least 1."""
-        step_ms = self._table(situation).steps(situation.rows, LONGEST_CHAIN)
+        """Return the number of tokens to draft.
+
+        It is at least 1, because the forecast has decided that the step drafts, and because
+        acceptance is only estimated where something is drafted.
+        """
+        step_ms = _steps(self._costs, situation)
         return max(1, best_length(step_ms, self.estimates(situation.greedy)))
 
     def estimates(self, greedy: bool) -> list[float]:
@@ -68,10 +82,11 @@ class ChainPlanner:
             of_tested[place] = DRAFT_DECAY * of_tested[place] + 1
             of_accepted[place] = DRAFT_DECAY * of_accepted[place] + (place < accepted)
 
-    def _table(self, situation: StepSituation) -> Costs:
-        """Return the table of a situation."""
-        table = self._costs.table if situation.greedy else self._costs.table.sampled
-        return table.at(situation.context, situation.rows)
+
+def _steps(costs: CostSource, situation: StepSituation) -> tuple[float, ...]:
+    """Return the ms of steps in a situation that draft 0, 1, ... tokens (`Costs.steps`)."""
+    table = costs.table if situation.greedy else costs.table.sampled
+    return table.at(situation.context, situation.rows).steps(situation.rows, LONGEST_CHAIN)
 
 
 def token_ms(step_ms: abc.Sequence[float], acceptance: abc.Sequence[float]) -> list[float]:

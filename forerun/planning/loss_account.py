@@ -45,8 +45,9 @@ class LossAccount:
         self.failures = 0
         self.begins = True
         self._inherited = CREDIT  # the balance when the trial began
-        self._lowest_start = CREDIT  # the same, less the reading that the trial may gain back
-        self._highest = CREDIT
+        # The same, less the reading that the trial may gain back. From here it gains.
+        self._lowest_start = CREDIT
+        self._highest = CREDIT  # the highest balance of the trial, less the same reading
         self._repaid = 0.0  # of the debt, by each plain step of the pause
         self._spare_wait = 0  # the part of the pause that new sequences may shorten
 
@@ -109,6 +110,7 @@ class LossAccount:
             self._inherit(-self.wait * self._repaid)
 
     def _end_trial(self) -> None:
+        # A trial must pay an inherited debt before it gains. Inherited credit is no gain.
         gained = min(self.balance - self._inherited, self.balance)
         pause = CHECK_PAUSE
         repaid = 0.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from forerun.planning.cost_model import CostSource, mean_context
 from forerun.planning.forecast import StepSituation
-from forerun.planning.length import ChainPlanner
+from forerun.planning.length import LengthChooser
 from forerun.sampling.probabilities import last_probabilities
 
 if TYPE_CHECKING:
@@ -153,25 +153,25 @@ class FixedLength(Bounded):
 
 
 class BestLength(LengthPolicy):
-    """Draft the length with the least expected ms per token (`ChainPlanner`).
+    """Draft the length with the least expected ms per token (`LengthChooser`).
 
     It follows from the costs at the step's context, the number of rows, and how often tokens of
     each place were accepted lately.
     """
 
     def __init__(self, costs: CostSource) -> None:
-        self.planner = ChainPlanner(costs)
+        self.chooser = LengthChooser(costs)
 
     def begin(self, seqs: abc.Sequence[Sequence], rows: int) -> StopRule:
         """Return a rule that ends all drafts of the step at the best length."""
         greedy = all(seq.greedy for seq in seqs)
-        return Within(Bounds(self.planner.length(StepSituation(rows, mean_context(seqs), greedy))))
+        return Within(Bounds(self.chooser.length(StepSituation(rows, mean_context(seqs), greedy))))
 
     def observe(self, outcomes: abc.Sequence[RowOutcome]) -> None:
         """Record how many tokens were tested and accepted."""
         for outcome in outcomes:
             verdict = outcome.verdict
-            self.planner.record(outcome.sequence.greedy, verdict.tested, verdict.accepted)
+            self.chooser.record(outcome.sequence.greedy, verdict.tested, verdict.accepted)
 
 
 class Within(StopRule):

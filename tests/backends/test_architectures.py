@@ -107,3 +107,13 @@ def test_an_architecture_is_added_from_outside(
         Architecture("mine", ("Qwen3ForCausalLM",), like.table, like.tensors, settings)
     )
     torch.testing.assert_close(in_c(load_gguf(path)[0]), logits(original), rtol=0, atol=1e-4)
+
+
+def test_a_file_of_gemma_2_may_leave_out_the_numbers_that_all_sizes_share(tmp_path: Path) -> None:
+    path = ggufs.write(tmp_path / "a.gguf", ggufs.small("gemma2"), "F32")
+    model, _ = load_gguf(path)
+    config = model.config
+    assert config.sliding_window == 4096
+    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (50.0, 30.0)
+    kinds = ["sliding_attention", "full_attention"] * config.num_hidden_layers
+    assert config.layer_types == kinds[: config.num_hidden_layers]

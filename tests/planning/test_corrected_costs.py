@@ -18,7 +18,7 @@ from forerun.planning.corrected_costs import CorrectedCosts, StepTime
 from forerun.planning.cost_model import Costs
 from forerun.planning.forecast import StepSituation
 from forerun.planning.guard import Guard, GuardedDrafter
-from forerun.planning.length import ChainPlanner
+from forerun.planning.length import LengthChooser
 from forerun.planning.source_chooser import SourceChooser
 from forerun.planning.stop_rules import BestLength
 from forerun.planning.tree_plan import TreePlanner
@@ -63,15 +63,15 @@ def test_a_dear_draft_is_found_out_and_drafts_become_shorter() -> None:
     assert relative(costs.table) == pytest.approx(3 * relative(COSTS), rel=0.1)
     far = costs.table.far
     assert far is not None and far.drafting(1) / far.verify(1) > 0.3  # from 0.15
-    assert ChainPlanner(costs).length(ONE_ROW) < ChainPlanner(COSTS).length(ONE_ROW)
-    # It is the same with a planner that has answered before the table changed.
+    assert LengthChooser(costs).length(ONE_ROW) < LengthChooser(COSTS).length(ONE_ROW)
+    # It is the same with a chooser that has answered before the table changed.
     early = CorrectedCosts(COSTS)
-    planner = ChainPlanner(early)
-    lengths = [planner.length(ONE_ROW)]
+    chooser = LengthChooser(early)
+    lengths = [chooser.length(ONE_ROW)]
     for _ in range(300):
         early.observe(PLAIN)
         early.observe(replace(DRAFTED, draft_ms=3 * DRAFTED.draft_ms))
-        lengths.append(planner.length(ONE_ROW))
+        lengths.append(chooser.length(ONE_ROW))
     assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
 
 
@@ -115,7 +115,7 @@ def test_each_size_of_a_forward_has_its_factor_and_untried_ones_that_of_the_near
     assert table.verify(8) / table.verify(1) == pytest.approx(3.6, rel=0.1)
     assert table.verify(16) / table.verify(8) == pytest.approx(30 / 18)
     assert table.verify(2) / table.verify(1) == pytest.approx(1.1)
-    assert ChainPlanner(costs).length(ONE_ROW) < ChainPlanner(COSTS).length(ONE_ROW)
+    assert LengthChooser(costs).length(ONE_ROW) < LengthChooser(COSTS).length(ONE_ROW)
 
 
 def test_what_is_not_known_corrects_nothing() -> None:

@@ -296,8 +296,8 @@ def test_a_place_that_was_never_tried_is_expected_to_be_as_good_as_the_one_befor
     for _ in range(300):
         policy.observe([RowOutcome(seq, Draft.chain(0, [0]), Verdict([0, 1], 0, 1, False))])
     assert (
-        all(each > 0.9 for each in policy.planner.estimates(True))
-        and policy.planner.estimates(False)[0] == 0.7
+        all(each > 0.9 for each in policy.chooser.estimates(True))
+        and policy.chooser.estimates(False)[0] == 0.7
     )
 
 

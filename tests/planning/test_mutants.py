@@ -29,7 +29,7 @@ from forerun.planning.forecast import (
     forecast,
 )
 from forerun.planning.guard import FIRST_PLAIN_STEPS, Guard, GuardedDrafter
-from forerun.planning.length import ChainPlanner
+from forerun.planning.length import ChainPlanner, LengthChooser
 from forerun.planning.source_chooser import PhraseChooser, SourceChooser
 from forerun.planning.tree_plan import Calibrated, TreePlanner
 from forerun.sampling.sampler import Sampler
@@ -158,8 +158,8 @@ def test_a_step_and_a_text_pay_if_they_do_for_their_own_mode() -> None:
 
 def test_the_length_of_a_chain_depends_on_all_of_the_situation() -> None:
     sampled = replace(NEAR, greedy=False)
-    planner = ChainPlanner(replace(COSTS, judging=30.0))
-    lengths = [planner.length(asked) for asked in (NEAR, MANY, LONG, sampled)]
+    chooser = LengthChooser(replace(COSTS, judging=30.0))
+    lengths = [chooser.length(asked) for asked in (NEAR, MANY, LONG, sampled)]
     assert lengths[0] > max(lengths[1:])
 
 

@@ -241,9 +241,7 @@ def llama_table(model: Any, **changes: Any) -> ModelTable:
     return model_table(model, layers, **changes)
 
 
-def windowed_layer_types(
-    metadata: Metadata, layers: int, default_period: int, is_full_last: bool = True
-) -> list[str]:
+def windowed_layer_types(metadata: Metadata, layers: int, default_period: int) -> list[str]:
     """Return which layers of a file see a window, in transformers' words.
 
     A file says it layer by layer, or says after how many layers a full one comes, or nothing.
@@ -251,12 +249,10 @@ def windowed_layer_types(
     Args:
         metadata: the file's.
         layers: their number.
-        default_period: every so many layers one sees all, if the file does not say it.
-        is_full_last: whether the full layer is the last one of a period.
+        default_period: every so many layers one sees all, if the file does not say it. It is the
+            last one of a period.
     """
     pattern = metadata.per_layer("attention.sliding_window_pattern", layers)
     if pattern is None:
-        period = default_period
-        full = period - 1 if is_full_last else 0
-        pattern = [index % period != full for index in range(layers)]
+        pattern = [(index + 1) % default_period for index in range(layers)]
     return ["sliding_attention" if is_local else "full_attention" for is_local in pattern]

@@ -14,13 +14,14 @@ from forerun.backends.architectures.gemma3 import (
     GEMMA_TENSORS,
     gemma_layer,
     gemma_model,
-    gemma_settings,
+    query_scalar,
 )
 from forerun.backends.gguf.metadata import Metadata
 from forerun.backends.table import ModelTable
 
 _FULL_EVERY = 2
 _LAYERS_OF_27B = 46
+# All sizes have these numbers, so the first files did not say them.
 _WINDOW = 4096
 _SCORE_CAP = 50.0
 _LOGIT_CAP = 30.0
@@ -28,7 +29,9 @@ _LOGIT_CAP = 30.0
 
 def _settings(metadata: Metadata, settings: Settings) -> Settings:
     layers = settings["num_hidden_layers"]
-    return gemma_settings(metadata, settings, _LAYERS_OF_27B) | {
+    return {
+        "query_pre_attn_scalar": query_scalar(settings, _LAYERS_OF_27B),
+        "sliding_window": metadata.number("attention.sliding_window", int, _WINDOW),
         "layer_types": windowed_layer_types(metadata, layers, _FULL_EVERY),
         "attn_logit_softcapping": metadata.number("attn_logit_softcapping", float, _SCORE_CAP),
         "final_logit_softcapping": metadata.number("final_logit_softcapping", float, _LOGIT_CAP),

@@ -58,23 +58,22 @@ def gemma_model(model: Any, layers: list[LayerTable], **changes: Any) -> ModelTa
     )
 
 
-def gemma_settings(metadata: Metadata, settings: Settings, layers_of_27b: int) -> Settings:
-    """Return what the files of Gemma 2 and 3 share."""
-    layers = settings["num_hidden_layers"]
-    scalar = settings["head_dim"]
-    if layers == layers_of_27b:
-        scalar = settings["hidden_size"] // settings["num_attention_heads"]
-    return {
-        "query_pre_attn_scalar": scalar,
-        "sliding_window": metadata.number("attention.sliding_window", int),
-    }
+def query_scalar(settings: Settings, layers_of_27b: int) -> int:
+    """Return the number whose root divides scores (`query_pre_attn_scalar`); no file says it."""
+    head_size: int = settings["head_dim"]
+    if settings["num_hidden_layers"] != layers_of_27b:
+        return head_size
+    share: int = settings["hidden_size"] // settings["num_attention_heads"]
+    return share
 
 
 def _settings(metadata: Metadata, settings: Settings) -> Settings:
     layers = settings["num_hidden_layers"]
     base = metadata.number("rope.freq_base_swa", float, _LOCAL_BASE)
     local = {"rope_type": "default", "rope_theta": base}
-    return gemma_settings(metadata, settings, _LAYERS_OF_27B) | {
+    return {
+        "query_pre_attn_scalar": query_scalar(settings, _LAYERS_OF_27B),
+        "sliding_window": metadata.number("attention.sliding_window", int),
         "layer_types": windowed_layer_types(metadata, layers, _FULL_EVERY),
         "rope_parameters": dict(zip(_KINDS, (local, settings["rope_parameters"]), strict=True)),
         "final_logit_softcapping": metadata.value("final_logit_softcapping", float, 0.0) or None,
