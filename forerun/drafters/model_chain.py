@@ -310,13 +310,15 @@ class ChainDrafter(PlannedDrafter):
 
         The first forward also runs newly committed tokens. Later ones run the last drafted token.
         """
-        rows = len(going)
+        first_rows = len(going)
+        last_rows = first_rows
         forwards = 0
         forward_seconds = 0.0
         policy_seconds = 0.0
         while going:
             ids = [chain.seq.id for chain in going]
             pending = [self._pending(chain) for chain in going]
+            last_rows = len(ids)
             started_at = perf_counter()
             logits = self._logits(ids, pending)
             forward_seconds += perf_counter() - started_at
@@ -324,6 +326,8 @@ class ChainDrafter(PlannedDrafter):
             going, seconds = self._extend(going, logits, rule)
             policy_seconds += seconds
         drafts = [chain.draft() for chain in chains]
+        # Where chains ended early, the forwards were of several sizes, and only their sum is known.
+        rows = first_rows if last_rows == first_rows else 0
         return Proposal(drafts, forwards, forward_seconds, policy_seconds, forward_rows=rows)
 
     def _extend(

@@ -32,8 +32,8 @@ class Proposal:
             step.
         rests: whether no draft was asked for because the guard pauses drafting, which was slower.
         memo: the drafter's own notes. The engine hands them back to `observe` of the same step.
-        forward_rows: the number of rows of the first of these forwards, if their time is to correct
-            the table of costs; else 0. Each row has one new token.
+        forward_rows: the number of rows of each of these forwards, if their time is to correct the
+            table of costs; else 0. Each row has one new token.
         by_head: whether the forwards are those of a head.
     """
 

@@ -11,16 +11,17 @@ from forerun.drafters.model_chain import ChainDrafter
 from forerun.drafters.plain import PlainDrafter
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Step
-from forerun.engine.sequence import Request
+from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Proposal
 from forerun.methods import SD
+from forerun.model.causal_lm import CausalLM
 from forerun.planning.corrected_costs import CorrectedCosts, StepTime
 from forerun.planning.cost_model import Costs
 from forerun.planning.forecast import StepSituation
 from forerun.planning.guard import Guard, GuardedDrafter
 from forerun.planning.length import LengthChooser
 from forerun.planning.source_chooser import SourceChooser
-from forerun.planning.stop_rules import BestLength
+from forerun.planning.stop_rules import BestLength, FixedLength
 from forerun.planning.tree_plan import TreePlanner
 from tests.planning.test_guard import TARGET, Clock, Ticking
 from tests.planning.test_mutants import tree_head
@@ -136,6 +137,18 @@ def test_parts_that_ran_together_have_no_time_of_their_own() -> None:
     assert Proposal.together([], [silent, one]).by_head
     both = Proposal.together([], [one, Proposal([], 1, forward_rows=1)])
     assert both.forwards == 4 and both.forward_rows == 0 and not both.by_head
+
+
+@pytest.mark.parametrize(("lengths", "rows"), [((8, 8), 2), ((8, 3), 0)])
+def test_forwards_of_several_sizes_correct_nothing(lengths: tuple[int, int], rows: int) -> None:
+    """The second chain ends early if little of its sequence remains."""
+    drafter = ChainDrafter(CausalLM(tiny("llama")), FixedLength(4))
+    seqs = [Sequence(Request([1, 2, 3], length), id) for id, length in enumerate(lengths)]
+    for seq in seqs:
+        for _ in drafter.admit(seq, None, 64):
+            pass
+    proposal = drafter.propose(seqs)
+    assert proposal.forwards == 4 and proposal.forward_rows == rows
 
 
 def guarded_steps(draft_seconds: float) -> tuple[list[Step], CorrectedCosts]:
