@@ -37,7 +37,7 @@ from forerun.server.schemas import (
 )
 from forerun.text.chat import PromptEnd, chat_prompt, checked_text, has_template, turn_ends
 from forerun.text.infill import infill_form
-from forerun.text.thinking import thoughts_after
+from forerun.text.thinking import thinking_marks, thoughts_after
 from forerun.text.tools import NO_TOOLS, Tools, checked_choice, checked_tools, tools_for
 
 CHAT_TOKENS = 1024  # new tokens of a chat by default
@@ -56,6 +56,7 @@ _PROMPT_FORMS = (
 
 _turn_ends = lru_cache(1)(turn_ends)
 _infill_form = lru_cache(1)(infill_form)
+_thinking_marks = lru_cache(1)(thinking_marks)
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,8 @@ def _thoughts(body: ChatBody, decoder: Decoder, row: list[int]) -> Thoughts:
     last: Any = body.messages[-1]  # the messages have been checked when they were rendered
     content = last.get("content") if last.get("role") == "assistant" else None
     prefill = content if isinstance(content, str) else None
-    thoughts = thoughts_after(tokenizer, _template(decoder), row, prefill)
+    marks = _thinking_marks(tokenizer, _template(decoder))
+    thoughts = thoughts_after(marks, tokenizer, row, prefill)
     field = "thinking_budget_tokens"
     budget = body.thinking_budget_tokens
     if budget is None and body.thinking is not None:

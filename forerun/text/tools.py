@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.sampling.response_format import form_of
 from forerun.text import generic_tools
+from forerun.text.added_tokens import ids_of, special_texts
 from forerun.text.chat import renders_tools
 from forerun.text.tool_calls import FENCE, FORMS, ToolForm, ToolStream, form_of_template
 
@@ -236,11 +237,9 @@ def tools_for(
     form = _form_for(tools, tokenizer, parser)
     callable_tools = tools if choice.allowed is None else choice.allowed
     is_single = not parallel or choice.is_single
-    added = {str(token): id for id, token in tokenizer.added_tokens_decoder.items()}
-    markers = {added[text]: text for text in (form.begin, form.close) if text in added}
-    decoder = tokenizer.added_tokens_decoder
-    special = {id: text for id, text in markers.items() if decoder[id].special}
-    tokens = {text: f"<[{id}]>" for id, text in markers.items()}
+    markers = (form.begin, form.close)
+    special = special_texts(tokenizer, markers)
+    tokens = {text: f"<[{id}]>" for text, id in ids_of(tokenizer, markers).items()}
     answer = form_of(response_format) if choice.mode == "auto" else None
     if answer is not None and answer[0] == "grammar":
         raise ValueError(
