@@ -266,12 +266,12 @@ class Grammar(Constraint):
         thoughts = self._thoughts
         if thoughts is None or thoughts.close_token is None:
             return self._text_state(output)
-        begin = thoughts.begin_token
-        if thoughts.is_open or (output and output[0] == begin):
+        if thoughts.have_begun(output):
             if thoughts.close_token not in output:
                 return self._tokens.thinking
             return self._text_state(output[output.index(thoughts.close_token) + 1 :])
         state = self._text_state(output)
+        begin = thoughts.begin_token
         if output or begin is None or state.allowed is None or begin >= 8 * len(state.allowed):
             return state
         bits = np.unpackbits(state.allowed, bitorder="little")
