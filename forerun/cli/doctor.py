@@ -1,6 +1,6 @@
 """`forerun doctor`: what this machine and installation have, and what to do where something lacks.
 
-Each check returns findings. Checks that need no torch come first, and none changes anything.
+Each check returns findings, and none changes anything.
 """
 
 from __future__ import annotations
@@ -315,8 +315,7 @@ def _cache(kept: list[Entry]) -> Iterator[Finding]:
     else:
         yield Finding("cache", text)
     for entry in kept:
-        advice = "" if entry.is_whole else f"`forerun fetch {entry.name}` continues"
-        yield Finding("", f"{entry.name}, {shown_size(entry.bytes)}: {entry.note}", advice)
+        yield Finding("", f"{entry.name}, {shown_size(entry.bytes)}: {entry.note}", entry.advice)
     if not any(find(name) is not None for name in (QWEN_CODER, SMOLLM2)):
         larger = shown_size(MODELS[QWEN_CODER].size)
         smaller = shown_size(MODELS[SMOLLM2].size)

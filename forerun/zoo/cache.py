@@ -43,8 +43,12 @@ class Entry:
             return "measured on this machine"
         if self.is_whole:
             return MODELS[self.name].file
-        share = self.bytes / MODELS[self.name].size
-        return f"{share:.0%} downloaded; `forerun fetch {self.name}` continues"
+        return f"{self.bytes / MODELS[self.name].size:.0%} downloaded"
+
+    @property
+    def advice(self) -> str:
+        """What to do about it; "" if nothing."""
+        return "" if self.is_whole else f"`forerun fetch {self.name}` continues"
 
 
 def entries() -> list[Entry]:

@@ -13,6 +13,7 @@ import torch
 from forerun.cli import doctor
 from forerun.cli.doctor import Finding, collect_findings, unmet
 from forerun.csrc.library import VARIABLE, variant
+from forerun.zoo import MODELS
 from forerun.zoo.cache import Entry
 from tests.support.commands import run
 
@@ -95,6 +96,18 @@ def test_a_folder_that_cannot_be_written_is_a_problem(
     home.write_text("a file, not a folder")
     (finding,) = found("cache")
     assert finding.is_problem and "FORERUN_HOME" in finding.advice
+
+
+def test_a_download_that_was_stopped_is_told_once(home: Path) -> None:
+    model = MODELS["smollm2"]
+    partial = home / "models" / model.name / "downloads" / model.file
+    partial.parent.mkdir(parents=True)
+    with partial.open("wb") as file:
+        file.truncate(model.size // 2)
+    (finding, *_) = found("")
+    assert finding == Finding(
+        "", "smollm2, 49 MB: 50% downloaded", "`forerun fetch smollm2` continues"
+    )
 
 
 def test_packages_that_are_too_old_or_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
