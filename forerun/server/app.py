@@ -22,6 +22,7 @@ from forerun.api.decoder import Decoder
 from forerun.server import requests, schemas
 from forerun.server.answers import Answer
 from forerun.server.errors import ApiError, add_handlers, loading, shutting_down, timed_out
+from forerun.server.llamacpp import add_llamacpp
 from forerun.server.logprobs import TokenTexts
 from forerun.server.metrics import Metrics
 from forerun.server.middleware import ApiKey, BodyLimit, RequestIds
@@ -252,6 +253,7 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     add_handlers(app)
     _add_answers(app, service)
     _add_facts(app, service)
+    add_llamacpp(app, service)
     page_paths = _add_page(app)
     _add_middleware(app, service, page_paths)
     return app

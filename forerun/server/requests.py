@@ -36,7 +36,7 @@ from forerun.server.schemas import (
 )
 from forerun.text.chat import PromptEnd, chat_prompt, checked_text, has_template, turn_ends
 from forerun.text.infill import infill_form
-from forerun.text.thinking import thinking_marks, thoughts_after
+from forerun.text.thinking import thinking_marks, thinking_switch, thoughts_after
 from forerun.text.tools import (
     NO_TOOLS,
     Tools,
@@ -134,9 +134,9 @@ def _template_arguments(body: ChatBody, decoder: Decoder) -> dict[str, Any]:
 
 def _switched(field: str, is_on: bool, template: str) -> dict[str, bool]:
     """Return the name by which a template switches thoughts. Raises ApiError if it has none."""
-    for name in ("enable_thinking", "thinking"):
-        if re.search(rf"\{{%[^%]*\b{name}\b", template):
-            return {name: is_on}
+    switch = thinking_switch(template)
+    if switch is not None:
+        return {switch: is_on}
     if is_on:
         raise ApiError(
             400, f"{field} is not supported: this model's chat template has no such switch", field
@@ -179,7 +179,7 @@ def _thoughts(body: ChatBody, decoder: Decoder, row: list[int]) -> Thoughts:
 def read_tools(body: ChatBody, decoder: Decoder, parser: str | None) -> Tools:
     """Return how the tools of a body are used. Raises ApiError."""
     with blame("tools"):
-        given = checked_tools(body.tools or [])
+        given = checked_tools([] if body.tools is None else body.tools)
         _check_length(len(json.dumps([tool.given for tool in given])), decoder)
     with blame("tool_choice"):
         choice = checked_choice(body.tool_choice, given)
