@@ -26,6 +26,7 @@ from forerun.server.llamacpp import add_llamacpp
 from forerun.server.logprobs import TokenTexts
 from forerun.server.metrics import Metrics
 from forerun.server.middleware import ApiKey, BodyLimit, RequestIds
+from forerun.server.ollama import add_ollama
 from forerun.server.readers import Readers
 from forerun.server.responses import ResponseAnswer, prepare_response
 from forerun.server.worker import Worker
@@ -253,6 +254,7 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     add_handlers(app)
     _add_answers(app, service)
     _add_facts(app, service)
+    add_ollama(app, service)
     add_llamacpp(app, service)
     page_paths = _add_page(app)
     _add_middleware(app, service, page_paths)

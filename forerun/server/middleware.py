@@ -69,7 +69,7 @@ class ApiKey:
         needs_key = scope["type"] == "http" and scope["path"] not in self.open_paths
         if needs_key and not self._has_key(scope):
             error = ApiError(401, "a valid API key is required")
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
@@ -100,7 +100,8 @@ class BodyLimit:
             body = await self._read_in_time(length, receive)
         except ApiError as error:
             # The connection is closed, because the rest of the body was not read.
-            await error.response(Connection="close")(scope, receive, send)
+            response = error.response(scope["path"], Connection="close")
+            await response(scope, receive, send)
             return
         if body is None:
             return
