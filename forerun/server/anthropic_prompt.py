@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from forerun.api.decoder import Decoder
@@ -14,6 +15,7 @@ from forerun.server.anthropic_schemas import (
     OutputConfig,
     PromptBody,
     SchemaTool,
+    SystemTurn,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
@@ -21,6 +23,7 @@ from forerun.server.anthropic_schemas import (
 from forerun.server.errors import ApiError
 from forerun.server.requests import Prepared, chat_tokens, prepare_chat, read_tools
 from forerun.server.schemas import ChatBody, Thinking
+from forerun.text.chat import renders_late_system
 
 # Fields that a chat's body has under the same name.
 _SHARED = (
@@ -37,17 +40,19 @@ _MODES = {"auto": "auto", "any": "required", "none": "none"}
 # that no later one would begin alike.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:.*\n*")
 
+_renders_late_system = lru_cache(1)(renders_late_system)
+
 
 def prepare_message(body: MessagesBody, decoder: Decoder, parser: str | None = None) -> Prepared:
     """Return the request of a body. Raises ApiError, which names the body's own fields."""
     with own_names():
-        return prepare_chat(_chat_body(body), decoder, parser)
+        return prepare_chat(_chat_body(body, decoder), decoder, parser)
 
 
 def count_prompt(body: PromptBody, decoder: Decoder, parser: str | None = None) -> int:
     """Return the number of tokens of a body's prompt. Raises ApiError as `prepare_message`."""
     with own_names():
-        chat = _chat_body(body)
+        chat = _chat_body(body, decoder)
         return len(chat_tokens(chat, decoder, read_tools(chat, decoder, parser)))
 
 
@@ -67,7 +72,7 @@ def renamed(error: ApiError) -> ApiError:
     return ApiError(error.status, message, param, error.code)
 
 
-def _chat_body(body: PromptBody) -> ChatBody:
+def _chat_body(body: PromptBody, decoder: Decoder) -> ChatBody:
     """Return a chat's body that asks for the same; `prepare_chat` checks its fields."""
     names = body.chat_template_kwargs or {}
     output = body.output_config or OutputConfig()
@@ -77,7 +82,7 @@ def _chat_body(body: PromptBody) -> ChatBody:
     choice = body.tool_choice
     return ChatBody.model_construct(
         **{name: vars(body)[name] for name in _SHARED.split()},
-        messages=_messages(body),
+        messages=_messages(body, decoder),
         tools=[_tool(tool) for tool in body.tools or []],
         tool_choice=_tool_choice(body),
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
@@ -88,26 +93,34 @@ def _chat_body(body: PromptBody) -> ChatBody:
     )
 
 
-def _messages(body: PromptBody) -> list[dict[str, Any]]:
-    """Return the messages of a chat. Neighbours of the same role are one message."""
+def _messages(body: PromptBody, decoder: Decoder) -> list[dict[str, Any]]:
+    """Return the messages of a chat. Neighbours of the same role are one message.
+
+    A system message inside the conversation, as Claude Code sends them, becomes the user's where
+    the chat template takes none there.
+    """
     messages: list[dict[str, Any]] = []
     for part in body.system or []:
         text = _BILLING.sub("", part.text)
         if text:
             _say(messages, "system", "content", text)
     for turn in body.messages:
+        role: str = turn.role
+        is_late = isinstance(turn, SystemTurn) and any(m["role"] != "system" for m in messages)
+        if is_late and not _renders_late_system(decoder.tokenizer):
+            role = "user"
         for block in turn.content:
             if isinstance(block, ToolResultBlock):
                 result = {"tool_call_id": block.tool_use_id, "content": _result(block)}
                 messages.append({"role": "tool", **result})
             elif isinstance(block, ToolUseBlock):
                 function = {"name": block.name, "arguments": block.input}
-                calls = _message(messages, turn.role).setdefault("tool_calls", [])
+                calls = _message(messages, role).setdefault("tool_calls", [])
                 calls.append({"id": block.id, "type": "function", "function": function})
             elif isinstance(block, ThinkingBlock):
-                _say(messages, turn.role, "reasoning_content", block.thinking)
+                _say(messages, role, "reasoning_content", block.thinking)
             else:
-                _say(messages, turn.role, "content", block.text)
+                _say(messages, role, "content", block.text)
     return messages
 
 

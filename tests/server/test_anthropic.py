@@ -24,6 +24,7 @@ from tests.support.serving import (
     sent,
     served,
 )
+from tests.support.serving import TEMPLATE as SERVER_TEMPLATE
 from tests.support.tools import MARKERS, TEMPLATES, models, scripted
 from tests.support.toys import tiny_tokenizer
 
@@ -208,6 +209,29 @@ def test_a_conversation_is_a_chats(server: Live, client: anthropic.Anthropic) ->
         assert found.usage.input_tokens == wanted["usage"]["prompt_tokens"]
     alone = client.messages.create(**SAID, system=[{"type": "text", "text": billing}])
     assert alone.to_dict()["content"] == post(server, MESSAGES, GREEDY).json()["content"]
+
+
+def test_a_system_message_may_come_late(server: Live) -> None:
+    """Claude Code ends its first request with one. Some templates take it at the beginning only."""
+
+    def strict() -> Decoder:
+        decoder = make_decoder()
+        decoder.tokenizer.chat_template = (
+            "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+            "{{ raise_exception('late') }}{% endif %}{% endfor %}" + SERVER_TEMPLATE
+        )
+        return decoder
+
+    late = {"role": "system", "content": "be short"}
+    first = {"role": "system", "content": "in English"}
+    body = GREEDY | {"messages": [first, *HELLO, late]}
+    kept = "<|user|>hello\n<|system|>be short\n"
+    moved = "<|user|>hello\nbe short\n"
+    with live(strict) as other:
+        for asked, middle in ((server, kept), (other, moved)):
+            prompt = f"<|system|>in English\n{middle}<|assistant|>"
+            wanted = make_decoder().generate(prompt, max_new_tokens=20).text
+            assert post(asked, MESSAGES, body).json()["content"][0]["text"] == wanted
 
 
 def test_a_last_answer_goes_on(client: anthropic.Anthropic) -> None:
@@ -422,6 +446,9 @@ def test_a_prompt_that_is_too_long_can_be_counted(
 ) -> None:
     messages: list[Any] = [{"role": "user", "content": "the cat sat " * 300}]
     assert client.messages.count_tokens(model=NAME, messages=messages).input_tokens > 512
+    endless = post(server, MESSAGES, ASKED | {"max_tokens": 32000, "ignore_eos": True}).json()
+    usage = endless["usage"]  # the context is a limit too
+    assert usage["input_tokens"] + usage["output_tokens"] == 512
     error = refused(post(server, MESSAGES, ASKED | {"messages": messages}))
     assert error["type"] == "invalid_request_error" and "512" in error["message"]
 
