@@ -21,6 +21,7 @@ from forerun import __version__
 from forerun.api.decoder import Decoder
 from forerun.server import requests, schemas
 from forerun.server.answers import Answer
+from forerun.server.anthropic import add_messages
 from forerun.server.errors import ApiError, add_handlers, loading, shutting_down, timed_out
 from forerun.server.llamacpp import add_llamacpp
 from forerun.server.logprobs import TokenTexts
@@ -253,6 +254,7 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     app.state.service = service
     add_handlers(app)
     _add_answers(app, service)
+    add_messages(app, service)
     _add_facts(app, service)
     add_ollama(app, service)
     add_llamacpp(app, service)

@@ -18,6 +18,7 @@ from forerun.sampling.grammar import FormError
 
 MAX_MESSAGE = 300  # characters
 OLLAMA_PATH = "/api/"  # where paths of Ollama's API begin
+MESSAGES_PATH = "/v1/messages"  # where paths of Anthropic's API begin
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 _CODES = {
@@ -33,6 +34,15 @@ _HEADERS = {
     500: {"x-should-retry": "false"},
     503: {"Retry-After": "5"},
     504: {"x-should-retry": "false"},
+}
+# Anthropic's names of errors, beside invalid_request_error and api_error.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
 }
 
 
@@ -53,6 +63,8 @@ class ApiError(Exception):
         """Return the JSON object that describes the error to clients of a path."""
         if path.startswith(OLLAMA_PATH):
             return {"error": self._named_message()}
+        if path.startswith(MESSAGES_PATH):
+            return self._anthropic_body()
         return {
             "error": {
                 "message": self.message,
@@ -67,6 +79,13 @@ class ApiError(Exception):
         if self.param is None or self.param in self.message:
             return self.message
         return bounded(f"{self.param}: {self.message}")
+
+    def _anthropic_body(self) -> dict[str, Any]:
+        """Return the error in Anthropic's shape, whose only place for a field is the message."""
+        kind = _ANTHROPIC_TYPES.get(self.status)
+        if kind is None:
+            kind = "api_error" if self.status >= 500 else "invalid_request_error"
+        return {"type": "error", "error": {"type": kind, "message": self._named_message()}}
 
     def response(self, path: str, **headers: str) -> Response:
         """Return the error as a response to a request of a path.

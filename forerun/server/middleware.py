@@ -56,6 +56,7 @@ class RequestIds:
 class ApiKey:
     """Refuses requests without the API key.
 
+    It stands in `Authorization: Bearer KEY`, or in `x-api-key` as Anthropic's clients send it.
     Digests are compared in constant time, so that the time of a refusal says nothing about the key.
     """
 
@@ -74,9 +75,12 @@ class ApiKey:
         await self.app(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = headers.get("x-api-key", "")
         digest = sha256(key.strip().encode("latin-1", "replace")).digest()
-        return hmac.compare_digest(digest, self._digest) and scheme.lower() == "bearer"
+        return hmac.compare_digest(digest, self._digest)
 
 
 class BodyLimit:

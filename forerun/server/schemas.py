@@ -255,11 +255,14 @@ class SamplingBody(AnsweredBody):
 
 
 class Thinking(BaseModel):
-    """Whether the model is to think, and how long."""
+    """Whether the model is to think, and how long.
+
+    "adaptive" lets a model think that can. Others answer without thoughts.
+    """
 
     model_config = ConfigDict(strict=True)
 
-    type: Literal["enabled", "disabled"]
+    type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: ThinkingLimit | None = None
 
 
