@@ -24,12 +24,12 @@ from starlette.types import Message, Receive, Scope, Send
 from forerun import __version__
 from forerun.server.answers import KEEP_ALIVE
 from forerun.server.app import Settings, add_middleware, while_connected
-from forerun.server.errors import ApiError, add_handlers
+from forerun.server.errors import OLLAMA_PATH, ApiError, add_handlers
 from forerun.server.metrics import with_models
 from forerun.server.models import Model, Models, State
 
 # Paths whose streams consist of server-sent events, so that comments may stand before an answer.
-EVENT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+EVENT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
 
 def create_models_app(models: Models, settings: Settings) -> FastAPI:
@@ -154,7 +154,7 @@ class Dispatcher:
             return
         content = await request.body()
         body = _object(content)
-        model = self._models.find(body.get("model"))
+        model = self._models.find(_named(body, request.url.path))
         answer = _Answer(send)
         is_event_stream = body.get("stream") is True and request.url.path in EVENT_PATHS
         seconds = request.state.arrived + self._max_seconds - perf_counter()
@@ -175,6 +175,14 @@ class Dispatcher:
             await model.app(scope, receive_again, answer.send)
         finally:
             self._models.release(model)
+
+
+def _named(body: dict[str, Any], path: str) -> Any:
+    """Return the model that a body names; Ollama's names may end in `:latest`, or be `name`."""
+    if not path.startswith(OLLAMA_PATH):
+        return body.get("model")
+    name = body.get("model") or body.get("name")
+    return name.removesuffix(":latest") if isinstance(name, str) else name
 
 
 def _object(content: bytes) -> dict[str, Any]:
