@@ -63,9 +63,9 @@ MethodOption = Annotated[
     str | None,
     typer.Option(
         help=(
-            f"Decoding method: {', '.join(METHODS)}. Default: the method that ships with the "
-            "target; for other targets pacer with a draft and its pre-verifier, sd with a draft, "
-            "and suffix without a draft."
+            f"Decoding method: {', '.join(METHODS)}, or package.module:Class. Default: the method "
+            "that ships with the target; for other targets pacer with a draft and its "
+            "pre-verifier, sd with a draft, and suffix without a draft."
         )
     ),
 ]

@@ -186,8 +186,8 @@ class Session:
     def take_turn(self, run: Run) -> None:
         """Step the engine once for a waiting run.
 
-        Return without a step if another caller steps for long, because that step may be one of this
-        run too.
+        If another caller's step takes long, return without a step of one's own, because that step
+        may serve this run too.
         """
         if not self._turn.acquire(timeout=TURN_SECONDS):
             return
