@@ -131,6 +131,7 @@ def test_every_table_is_looked_at(readme: dict[str, Rows]) -> None:
         (cli.OUT, cli.page, "python -m benchmarks.pages.cli"),
         (methods.OUT, methods.page, "python -m benchmarks.pages.methods"),
         (results.KERNELS, results.kernels_page, "python -m benchmarks.pages.results"),
+        (results.SHAPES, results.shapes_page, "python -m benchmarks.pages.results"),
         (results.RESTART, results.restart_page, "python -m benchmarks.pages.results"),
         (race.OUT, race.race, "python -m benchmarks.pages.race"),
     ],
