@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from forerun.backends import architectures
-from forerun.backends.panels import PackedMatrix, RawMatrix, format_number
+from forerun.backends.panels import PackedMatrix, RawMatrix
 from forerun.backends.stored import Linear, StoredEmbedding, StoredLinear
 from forerun.backends.table import (
     ACTIVATIONS,
@@ -47,6 +47,7 @@ from forerun.csrc.library import (
 from forerun.engine.target import Capture
 from forerun.model.batch import Inputs
 from forerun.model.kv_cache import KVCache
+from forerun.zoo.formats import format_number
 
 # A float32 model with more parameters runs its own forward, because ours keeps copies of them.
 MAX_COPIED_PARAMETERS = 1_000_000_000

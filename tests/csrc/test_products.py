@@ -14,9 +14,10 @@ from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.backends.panels import LIBRARY_FORMATS, PackedMatrix, RawMatrix
+from forerun.backends.panels import PackedMatrix, RawMatrix
 from forerun.csrc.build import VARIANT_FLAGS
 from forerun.csrc.library import library, variants
+from forerun.zoo.formats import LIBRARY_FORMATS
 from tests.support.compiling import CROSS, QEMU, compiled, needs_cross, shared_library
 from tests.support.native import native_settings
 

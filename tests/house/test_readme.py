@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.pages import api, cli, methods, race, results
-from forerun.backends import architectures
+from benchmarks.pages import api, architectures, cli, methods, race, results
 from forerun.methods import METHODS, settings_of
 
 ROOT = Path(__file__).parents[2]
@@ -102,12 +101,6 @@ def test_figures_are_those_of_the_files(header: str, readme: dict[str, Rows]) ->
     assert wrong(FIGURES[header], readme[header]) == []
 
 
-def test_the_page_of_architectures_has_all() -> None:
-    page = (ROOT / "docs/reference/architectures.md").read_text(encoding="utf-8")
-    missing = [name for name in architectures.names() if f"`{name}`" not in page]
-    assert missing == []
-
-
 def explained(method: str) -> set[str]:
     """Return the settings that a method's section names, itself or by naming another method."""
     names = set(re.findall(r"`([\w-]+)`", METHODS[method].__doc__ or ""))
@@ -128,6 +121,7 @@ def test_every_table_is_looked_at(readme: dict[str, Rows]) -> None:
     ("path", "made", "command"),
     [
         (api.OUT, api.page, "python -m benchmarks.pages.api"),
+        (architectures.OUT, architectures.page, "python -m benchmarks.pages.architectures"),
         (cli.OUT, cli.page, "python -m benchmarks.pages.cli"),
         (methods.OUT, methods.page, "python -m benchmarks.pages.methods"),
         (results.KERNELS, results.kernels_page, "python -m benchmarks.pages.results"),
