@@ -134,7 +134,10 @@ class _Pool:
         self._total: Tensor | None = None
 
     def add(self, states: Tensor) -> None:
-        """Add the states [n, d] of the next n tokens; n is a multiple of SUM_BLOCK before the last."""
+        """Add the states [n, d] of the next n tokens.
+
+        n is a multiple of SUM_BLOCK except at the end of the text.
+        """
         if self._pooling == "last":
             self._total = states[-1].double()
             return
