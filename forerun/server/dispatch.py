@@ -1,7 +1,7 @@
 """The app of several models: it hands each request to the service of its model.
 
-What it answers itself is /v1/models, /health and /metrics. All else goes to the app that the model
-would have alone, once the model is loaded.
+What it answers itself are the lists of models, /health and /metrics. All else goes to the app that
+the model would have alone, once the model is loaded.
 """
 
 from __future__ import annotations
@@ -83,6 +83,19 @@ def _add_facts(app: FastAPI, models: Models, registry: prometheus.CollectorRegis
         models.check_ready()
         return _facts(models.find(name))
 
+    # Ollama's lists.
+
+    @app.get("/api/tags")
+    async def tags() -> dict[str, Any]:
+        models.check_ready()
+        return {"models": [_listed(model) for model in models.all]}
+
+    @app.get("/api/ps")
+    async def loaded_models() -> dict[str, Any]:
+        models.check_ready()
+        loaded = [model for model in models.all if model.state is State.LOADED]
+        return {"models": [_listed(model) for model in loaded]}
+
     @app.get("/health")
     async def health() -> dict[str, Any]:
         models.check_ready()
@@ -105,6 +118,11 @@ def _facts(model: Model) -> dict[str, Any]:
         "state": model.state,
         "weight_bytes": model.bytes,
     }
+
+
+def _listed(model: Model) -> dict[str, Any]:
+    """Return a model as Ollama lists it. `POST /api/show` tells more, and loads it."""
+    return {"name": model.name, "model": model.name, "size": model.bytes, "details": {}}
 
 
 class _Collector:
@@ -154,7 +172,7 @@ class Dispatcher:
             return
         content = await request.body()
         body = _object(content)
-        model = self._models.find(_named(body, request.url.path))
+        model = self._models.find(self._name(body, request.url.path))
         answer = _Answer(send)
         is_event_stream = body.get("stream") is True and request.url.path in EVENT_PATHS
         seconds = request.state.arrived + self._max_seconds - perf_counter()
@@ -176,13 +194,18 @@ class Dispatcher:
         finally:
             self._models.release(model)
 
+    def _name(self, body: dict[str, Any], path: str) -> Any:
+        """Return the name of a model that a body has, as the server knows it.
 
-def _named(body: dict[str, Any], path: str) -> Any:
-    """Return the model that a body names; Ollama's names may end in `:latest`, or be `name`."""
-    if not path.startswith(OLLAMA_PATH):
-        return body.get("model")
-    name = body.get("model") or body.get("name")
-    return name.removesuffix(":latest") if isinstance(name, str) else name
+        Ollama's clients write `name` as well, "" for none, and `:latest` after a name.
+        """
+        if not path.startswith(OLLAMA_PATH):
+            return body.get("model")
+        name = body.get("model") or body.get("name") or None
+        known = [model.name for model in self._models.all]
+        if isinstance(name, str) and name not in known:
+            return name.removesuffix(":latest")
+        return name
 
 
 def _object(content: bytes) -> dict[str, Any]:

@@ -37,10 +37,8 @@ Pooling = Literal["mean", "last"]
 
 DEFAULT: Pooling = "mean"
 MAX_INPUTS = 2048  # as in OpenAI's API
-BLOCK_TOKENS = (
-    32  # states are summed in blocks of so many, so that the sum does not depend on chunks
-)
-# Numbers of tokens that are run at once. All are multiples of BLOCK_TOKENS.
+SUM_BLOCK = 32  # states are summed in blocks of so many, so that the sum does not depend on chunks
+# Numbers of tokens that are run at once. All are multiples of SUM_BLOCK.
 BUSY_CHUNK = 32  # while requests are decoded, whose steps wait for it
 IDLE_CHUNK = 256
 FIXED_CHUNK = 64  # of models whose rounding depends on what is run together
@@ -138,12 +136,12 @@ class _Pool:
     def add(self, states: Tensor) -> None:
         """Add the states [n, d] of the next n tokens.
 
-        n is a multiple of BLOCK_TOKENS in all calls but the last.
+        n is a multiple of SUM_BLOCK except at the end of the text.
         """
         if self._pooling == "last":
             self._total = states[-1].double()
             return
-        for block in states.double().split(BLOCK_TOKENS):
+        for block in states.double().split(SUM_BLOCK):
             total = block.sum(0)
             self._total = total if self._total is None else self._total + total
 

@@ -129,6 +129,25 @@ def test_what_is_no_request_is_refused_as_by_one_model(pair: Several) -> None:
     assert given.headers["x-request-id"] == "mine"
 
 
+def test_the_other_apis_reach_the_models_too(pair: Several) -> None:
+    assert answered(pair.ask("b"))
+    for path in ("/api/tags", "/api/ps"):
+        listed = get(pair, path).json()["models"]
+        assert [model["name"] for model in listed] == ["a", "b"] and listed[0]["size"] > 0
+    body = {"prompt": "the cat", "stream": False, "options": {"num_predict": 4}}
+    for given, name in (("b:latest", "b"), ("b", "b"), ("", "a")):
+        assert post(pair, "/api/generate", body | {"model": given}).json()["model"] == name
+    context = post(pair, "/api/show", {"name": "b"}).json()["model_info"]["llama.context_length"]
+    assert context == 128
+    assert "error" in post(pair, "/api/generate", body | {"model": "c:latest"}).json()
+    message = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+    response = post(pair, "/v1/messages", message | {"model": "a"})
+    assert response.json()["model"] == "a" and response.json()["type"] == "message"
+    missing = post(pair, "/v1/messages", message | {"model": "c"})
+    assert missing.status_code == 404 and missing.json()["type"] == "error"
+    assert get(pair, "/props?model=b").json()["model_alias"] == "b"
+
+
 def test_metrics_tell_the_models_apart(pair: Several) -> None:
     assert refusal(pair.ask("none"), 404)
     answered(pair.ask("b"))
