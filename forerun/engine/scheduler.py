@@ -262,12 +262,16 @@ class Scheduler:
         leaving = [seq for seq in self.admitted if seq.id in aborted]
         for seq in leaving:
             seq.finish_reason = "abort"
-        self.release(leaving)
-        for seq in leaving:
-            self._reports.add_end(seq)
-        self.dismiss(leaving)
+        self.end(leaving)
         while self._aborted and self._aborted[0] in aborted:
             self._aborted.popleft()
+
+    def end(self, seqs: abc.Sequence[Sequence]) -> None:
+        """Release and report sequences that have ended outside of a step."""
+        self.release(seqs)
+        for seq in seqs:
+            self._reports.add_end(seq)
+        self.dismiss(seqs)
 
     def release(self, seqs: abc.Sequence[Sequence]) -> None:
         """Take the rows of sequences. They stay admitted until `dismiss` or `requeue`.
