@@ -18,15 +18,13 @@ requests meanwhile. A form that takes too long ends its request (`_Clock`).
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from threading import Lock, get_native_id
+from threading import Lock
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -46,13 +44,14 @@ MAX_STATES = 64
 # Seconds that a thread may compute. Times are ours: a schema of an API takes 0.0005 for a text.
 SLOW_SECONDS = 0.01  # for what may follow a text; a slower form is decoded without drafts
 MAX_STATE_SECONDS = 2.0  # for the same, before the request ends
-MAX_TOKEN_SECONDS = 0.05  # for reading a token, in which llguidance keeps Python's lock
+# For reading a token, in which llguidance keeps Python's lock. A step of the engine takes the lock
+# several times, and waits that long each time. A schema of an API takes 0.0003.
+MAX_TOKEN_SECONDS = 0.01
 MAX_FORM_SECONDS = 30.0  # for all texts of a request
 # How long the engine waits for what may follow a text, before it goes on without that request.
 GRACE_SECONDS = 0.02
 THREADS = 8  # for forms that are not known to be slow
 SLOW_THREADS = 2  # for those that are, so that they do not delay the others
-SLOW_NICENESS = 10  # as of the command `nice`
 _INSTALL = "response_format needs the package llguidance: pip install '.[grammar]' in the clone"
 
 _Stop = Callable[[Sequence[int]], bool]
@@ -63,15 +62,8 @@ _tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, LLTokenizer, 
 _lock = Lock()
 
 
-def _give_way() -> None:
-    """Let the threads that decode go before this one, where a thread can be told so."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, get_native_id(), SLOW_NICENESS)
-
-
 _threads = ThreadPoolExecutor(THREADS, "forerun-form")
-_slow_threads = ThreadPoolExecutor(SLOW_THREADS, "forerun-slow-form", _give_way)
+_slow_threads = ThreadPoolExecutor(SLOW_THREADS, "forerun-slow-form")
 
 
 class FormError(ValueError):
@@ -134,6 +126,17 @@ def compiled(
     if first.error is not None:
         raise ValueError(f"cannot use response_format.{kind}: it allows no text: {first.error}")
     return lambda start: Grammar(matcher, tokens, start, thoughts, first)
+
+
+def prepare(tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Make what forms need of a tokenizer, if they can be used with it.
+
+    Python's lock is kept meanwhile, so a server does this before it has requests.
+    """
+    ends = end_of(tokenizer)
+    if tokenizer is not None and ends:
+        with suppress(ValueError):  # the first form that is asked for says it
+            compiled(("regex", "a"), tokenizer, ends)
 
 
 def end_of(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
@@ -473,8 +476,10 @@ class Grammar(Constraint):
         for index, token in enumerate(text[same:], same):
             if token in self._tokens.special or token >= self._tokens.size:
                 return False
+            if not self._allows(matcher, text[:index], token):
+                return False
             started_at = thread_time()
-            if not self._allows(matcher, text[:index], token) or not matcher.consume_token(token):
+            if not matcher.consume_token(token):
                 return False
             self._read_tokens.append(token)
             self._clock.check(started_at)

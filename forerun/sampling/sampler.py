@@ -162,14 +162,15 @@ class Constraint(LogitsProcessor):
     @property
     def is_slow(self) -> bool:
         """Return whether it takes so long that drafts do not pay."""
-        raise NotImplementedError
+        return False
 
     def is_ready(self, ids: Sequence[int], until: float = 0.0) -> bool:
         """Return whether scores after `ids` can be had at the time `until` of `perf_counter`.
 
-        Else another thread goes on to make that possible. A call does not return before it is.
+        Else another thread goes on to make that possible. A call does not return before it is. A
+        constraint that is quick need not implement this.
         """
-        raise NotImplementedError
+        return True
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> int:
         """Return how many of a chain's first tokens are allowed after `tokens`."""
