@@ -199,9 +199,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     end_on_signals()
-    import contextlib
 
-    Path("/tmp/robust_log").mkdir(exist_ok=True)
     with TemporaryDirectory(prefix="forerun-neighbours-") as folder:
         results = measured(args, Path(folder))
     given = {name: value for name, value in vars(args).items() if name != "out"}

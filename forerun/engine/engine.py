@@ -34,7 +34,8 @@ class Engine:
 
     First come, first served. A request is admitted when a row is free and the KV budget holds its
     whole reservation (prompt, new tokens, draft), so no row is ever evicted. Prompts are prefilled
-    one at a time and apart from verification, for about `chunk_seconds` between two steps.
+    apart from verification, for about `chunk_seconds` between two steps. Their chunks take turns
+    (`forerun.engine.reading`).
 
     Attributes:
         target: the model that is decoded.
@@ -108,8 +109,8 @@ class Engine:
         return bool(self.scheduler.admitted or self.scheduler.waiting or self.outbox)
 
     @property
-    def prefilling(self) -> bool:
-        """Return whether a prompt is being read; its request neither waits nor runs."""
+    def prefilling(self) -> int:
+        """Return how many prompts are being read; their requests neither wait nor run."""
         return self.scheduler.prefilling
 
     def new_id(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
 
+from forerun.engine.reading import MAX_READINGS, Reading, Readings
 from forerun.engine.recent_states import RecentStates
 from forerun.engine.reporting import Reports
 from forerun.engine.retries import Retries
@@ -76,7 +77,7 @@ class Scheduler:
         self._capture = drafter.wants_hidden
         self._ids = count()
         self._aborted: deque[int] = deque()  # ids
-        self._prefill: tuple[Sequence, Generator[int, None, None]] | None = None
+        self._readings = Readings()
         # Tokens of prefill per second. Until it is measured, a first chunk has 256 tokens.
         self._prefill_rate = 256 / limits.chunk_seconds
 
@@ -86,9 +87,9 @@ class Scheduler:
         return [seq for seq in self.admitted if seq.phase is Phase.RUNNING]
 
     @property
-    def prefilling(self) -> bool:
-        """Return whether a prompt is being read; its sequence neither waits nor runs."""
-        return self._prefill is not None
+    def prefilling(self) -> int:
+        """Return how many prompts are being read; their sequences neither wait nor run."""
+        return len(self._readings)
 
     # Requests come and are aborted, in any thread.
 
@@ -111,7 +112,7 @@ class Scheduler:
             )
         id = self.new_id() if id is None else id
         seq = Sequence(request, id, self._target.device, context)
-        if not self._fits(seq, 0):
+        if not self._fits(0, self._reserve(seq)):
             raise ValueError(
                 f"the prompt and its new tokens need {self._reserve(seq)} positions of keys and "
                 f"values, more than the {self._limits.kv_memory} bytes of kv_memory hold"
@@ -126,59 +127,66 @@ class Scheduler:
     # Joining.
 
     def admit(self, on_failure: Callable[[list[Sequence], BaseException], None]) -> None:
-        """Prefill waiting sequences in order, for about `chunk_seconds`.
+        """Read prompts of waiting sequences in turns, for about `chunk_seconds`.
 
-        If nothing runs, prefill as many tokens as the largest chunk has.
+        If nothing runs, read as many tokens as the largest chunk has, or up to a long prompt after
+        short ones. An abort ends this early.
 
         Args:
             on_failure: called with a sequence, alone in its list, and the exception that its
                 prefill raised. The sequence is in front of the queue again.
         """
-        if not self.prefilling and not self.waiting:
-            return
         started_at = self._target.clock()
         tokens_left = LARGEST_CHUNK
         was_idle = not self.running
-        while self._prefill is not None or self._next_fits():
-            if self._prefill is None:
-                self._prefill = self._begin_prefill(self.waiting[0])
-            seq, chunks = self._prefill
+        while self._take_waiting():
+            reading = self._readings.next()
             try:
-                chunk = next(chunks, None)
+                chunk = next(reading.chunks, None)
             except UNATTRIBUTABLE:
                 raise
             except BaseException as error:
-                self._prefill = None
-                self.release([seq])
+                self._readings.end(reading)
+                self.release([reading.seq])
                 self._target.forget_prompt()
-                self.requeue([seq])
-                on_failure([seq], error)
+                self.requeue([reading.seq])
+                on_failure([reading.seq], error)
                 continue
+            self._readings.count(reading)
             if chunk is None:
-                self._prefill = None
-                seq.phase = Phase.RUNNING
+                self._readings.end(reading)
+                reading.seq.phase = Phase.RUNNING
             else:
                 tokens_left -= chunk
-            if was_idle:
-                is_over = tokens_left <= 0
-            else:
+                reading.left = max(0, len(reading.seq.tokens) - self._target.prompt_read)
+            if not was_idle:
                 is_over = self._is_late(self._target.clock() - started_at)
-            if is_over:
+            else:
+                is_long = bool(self.running) and self._next_left() > self._chunk_size()
+                is_over = is_long or tokens_left <= 0
+            if is_over or self._aborted:
                 return
+
+    def _take_waiting(self) -> bool:
+        """Begin with prompts in the order of the queue; return whether there are any to read."""
+        while len(self._readings) < MAX_READINGS and self._next_fits():
+            self._begin_reading(self.waiting[0])
+        return bool(self._readings)
 
     def _next_fits(self) -> bool:
         """Return whether the first waiting sequence may leave the queue."""
-        running = self.running
-        if not self.waiting or len(running) >= self._limits.max_rows:
+        taken = self.running + self._readings.seqs
+        if not self.waiting or len(taken) >= self._limits.max_rows:
             return False
-        if not self._retries.may_join(running):
+        if not self._retries.may_join(taken):
             return False
-        return not running or self._fits(self.waiting[0], len(running))
+        reserve = max(self._reserve(self.waiting[0]), self._readings.reserve)
+        return not taken or self._fits(len(taken), reserve)
 
-    def _fits(self, seq: Sequence, rows: int) -> bool:
-        """Return whether the KV budget holds the reservation of a sequence beside `rows` others."""
+    def _fits(self, rows: int, reserve: int) -> bool:
+        """Return whether the KV budget holds a row of `reserve` positions beside `rows` others."""
         kv_memory = self._limits.kv_memory
-        return kv_memory is None or self._target.fits(rows, self._reserve(seq), kv_memory)
+        return kv_memory is None or self._target.fits(rows, reserve, kv_memory)
 
     def _reserve(self, seq: Sequence) -> int:
         """Return the number of positions of keys and values that a sequence may need."""
@@ -186,24 +194,29 @@ class Scheduler:
 
     def _is_late(self, spent: float) -> bool:
         """Return whether another chunk would take prefill beyond `chunk_seconds`."""
-        tokens = LARGEST_CHUNK
-        if self._prefill is None and self.waiting:
-            tokens = len(self.waiting[0].tokens)
-        seconds = min(tokens, self._chunk_size()) / self._prefill_rate
+        seconds = min(self._next_left(), self._chunk_size()) / self._prefill_rate
         return spent + seconds > self._limits.chunk_seconds
 
-    def _begin_prefill(self, seq: Sequence) -> tuple[Sequence, Generator[int, None, None]]:
-        """Take the first sequence out of the queue. Return it with the chunks of its prefill."""
+    def _next_left(self) -> int:
+        """Return how many tokens are left of the prompt whose turn is next, at most."""
+        if self._readings:
+            return self._readings.next().left
+        return len(self.waiting[0].tokens) if self.waiting else LARGEST_CHUNK
+
+    def _begin_reading(self, seq: Sequence) -> None:
+        """Take the first sequence out of the queue, and let its prompt be read in turns."""
         self.admitted.append(seq)
         self.waiting.popleft()
         seq.phase = Phase.PREFILLING
-        seq.rows = min(len(self.running) + len(self.waiting) + 1, self._limits.max_rows)
+        seq.rows = min(len(self.admitted) + len(self.waiting), self._limits.max_rows)
+        chunks = self._chunks(seq)
+        self._readings.add(Reading(seq, chunks, self._reserve(seq), len(seq.tokens)))
+
+    def _chunks(self, seq: Sequence) -> Generator[int, None, None]:
+        """Read a prompt, and yield the number of tokens in each chunk."""
         if seq.waited is None:
             seq.waited = perf_counter() - seq.added_at
-        return seq, self._chunks(seq, self._chunk_size())
-
-    def _chunks(self, seq: Sequence, size: int) -> Generator[int, None, None]:
-        """Read a prompt, and yield the number of tokens in each chunk."""
+        size = self._chunk_size()
         score_chunk = None
         target_size = size
         seq.prompt_logprobs = None
@@ -256,9 +269,7 @@ class Scheduler:
                 seq.phase = Phase.ENDED
                 self.waiting.remove(seq)
                 self._reports.add_end(seq)
-        if self._prefill is not None and self._prefill[0].id in aborted:
-            self._prefill[1].close()
-            self._prefill = None
+        self._readings.end_of(aborted)
         leaving = [seq for seq in self.admitted if seq.id in aborted]
         for seq in leaving:
             seq.finish_reason = "abort"
@@ -316,7 +327,7 @@ class Scheduler:
         ended = self._reports.ended
         queued = {seq.id for seq in list(self.waiting)}
         lost = [seq for seq in self.admitted if seq.id not in ended | queued]
-        self._prefill = None
+        self._readings.clear()
         self.waiting.extendleft(sorted(lost, key=lambda seq: seq.id, reverse=True))
         for seq in self.admitted:
             seq.phase = Phase.ENDED if seq.id in ended else Phase.WAITING

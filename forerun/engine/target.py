@@ -95,6 +95,8 @@ class Target(Protocol):
 
         `on_logits` is called with the logits [n, V] of each chunk. Of the captured states only the
         last are kept: what a head needs that reads `reads` positions (`RecentStates`).
+
+        Prompts may be read in turns. The last prompt is the one whose iterator has gone on last.
         """
 
     def join(self, id: int, reserve: int = 0) -> None:

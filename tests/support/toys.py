@@ -391,6 +391,7 @@ class TableLM:
         for start in range(0, len(tokens), chunk):
             self.prefilled += len(tokens[start : start + chunk])
             yield len(tokens[start : start + chunk])
+            self.prompt = list(tokens)
 
     def join(self, id: int, reserve: int = 0) -> None:
         self.rows[id] = list(self.prompt)

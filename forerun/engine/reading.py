@@ -1,0 +1,116 @@
+"""Which prompt is read next, of several that are read in turns."""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Generator
+from dataclasses import dataclass, field
+
+from forerun.engine.sequence import Sequence
+
+MAX_READINGS = 8  # prompts at once, because each keeps its keys and values apart until it is read
+
+
+@dataclass(eq=False)
+class Reading:
+    """A prompt that the models read, in chunks.
+
+    Attributes:
+        seq: its sequence.
+        chunks: reads a chunk whenever it is advanced, and yields the number of its tokens.
+        reserve: positions of keys and values that the sequence will need.
+        left: the number of tokens that the target has yet to read, at most.
+        turn: when it had its last chunk; 0 before the first.
+        alike: earlier readings, and with how many tokens of theirs this prompt begins.
+    """
+
+    seq: Sequence
+    chunks: Generator[int, None, None]
+    reserve: int
+    left: int
+    turn: int = 0
+    alike: list[tuple[Reading, int]] = field(default_factory=list)
+
+
+class Readings:
+    """The prompts that are read, each a chunk at a time.
+
+    Chunks go in turn to the prompt with the fewest tokens left, so that a short one need not wait
+    for a long one, and to the one that has waited longest for a chunk, so that each comes to its
+    end.
+
+    A prompt that begins like an earlier one waits for it if that is no longer than twice what both
+    have in common: what is read once need not be read again.
+
+    An interrupt at any point must not lose a sequence, so each is in `Scheduler.admitted` too.
+    """
+
+    def __init__(self) -> None:
+        self._readings: list[Reading] = []
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self._readings)
+
+    @property
+    def seqs(self) -> list[Sequence]:
+        """Return the sequences, in the order in which they came."""
+        return [reading.seq for reading in self._readings]
+
+    @property
+    def reserve(self) -> int:
+        """Return the largest number of positions that one of them will need."""
+        return max((reading.reserve for reading in self._readings), default=0)
+
+    def add(self, reading: Reading) -> None:
+        """Begin to give turns to a prompt."""
+        for other in self._readings:
+            if other.seq.request.salt == reading.seq.request.salt:
+                shared = _common(other.seq.tokens, reading.seq.tokens)
+                reading.alike.append((other, shared))
+        self._readings.append(reading)
+
+    def next(self) -> Reading:
+        """Return the prompt whose turn it is. There is at least one."""
+        able = [reading for reading in self._readings if not self._waits(reading)]
+        if self._turn % 2:
+            return min(able, key=lambda reading: reading.turn)
+        return min(able, key=lambda reading: reading.left)
+
+    def count(self, reading: Reading) -> None:
+        """Count a chunk of a prompt, which `next` returned."""
+        self._turn += 1
+        reading.turn = self._turn
+
+    def end(self, reading: Reading) -> None:
+        """Give no more turns to a prompt, which has been read or failed."""
+        self._readings = [other for other in self._readings if other is not reading]
+        reading.chunks.close()
+
+    def end_of(self, ids: abc.Set[int]) -> None:
+        """Give no more turns to the prompts of some sequences."""
+        for reading in list(self._readings):
+            if reading.seq.id in ids:
+                self.end(reading)
+
+    def clear(self) -> None:
+        """Give no more turns to any of them."""
+        for reading in self._readings:
+            reading.chunks.close()
+        self._readings = []
+
+    def _waits(self, reading: Reading) -> bool:
+        """Return whether a prompt had better wait for an earlier one that begins like it."""
+        return not reading.turn and any(
+            other in self._readings and other.left <= 2 * shared for other, shared in reading.alike
+        )
+
+
+def _common(one: abc.Sequence[int], other: abc.Sequence[int]) -> int:
+    """Return the length of the longest common prefix of two texts."""
+    count = 0
+    for first, second in zip(one, other, strict=False):
+        if first != second:
+            break
+        count += 1
+    return count
