@@ -43,7 +43,14 @@ from forerun.sampling.params import SamplingParams
 from forerun.sampling.thoughts import AnswerMarks
 from forerun.text.chat import chat_prompt, turn_ends
 from forerun.text.stop_strings import TextStream
-from forerun.text.tools import NO_TOOLS, Tools, checked_choice, checked_tools, tools_for
+from forerun.text.tools import (
+    NO_TOOLS,
+    Tools,
+    answer_form,
+    checked_choice,
+    checked_tools,
+    tools_for,
+)
 from forerun.text.vocabularies import Translation
 from forerun.zoo import ModelSource
 
@@ -327,7 +334,8 @@ class Decoder:
         checked = checked_tools(tools or [])
         form = options.get("response_format", params.response_format if params else None)
         choice = checked_choice(tool_choice, checked)
-        use = tools_for(checked, choice, self.tokenizer, response_format=form)
+        answer = answer_form(form, choice, checked)
+        use = tools_for(checked, choice, self.tokenizer, answer=answer)
         first = messages[0] if isinstance(messages, list | tuple) and messages else None
         is_single = not isinstance(first, list | tuple)
         conversations = [messages] if is_single else messages

@@ -88,12 +88,10 @@ class Answer:
         tokens: the answer.
         seconds: of its steps, and of reading the prompt with the draft model if that was used.
             Reading with the target is left out, as it takes the same time with every method.
-        drafted: how many tokens were drafted.
     """
 
     tokens: list[int]
     seconds: float
-    drafted: int
 
     @property
     def tokens_per_s(self) -> float:
@@ -177,6 +175,10 @@ class Verdict:
         equal = [name for name in self.methods if name not in self.differences]
         return max(equal, key=lambda name: self.gains[name][task])
 
+    def rounds_of(self, name: str) -> int:
+        """Return how many rounds a method took part in."""
+        return sum(name in answers for answers in self.rounds)
+
     def as_dict(self) -> dict[str, Any]:
         """Return everything for JSON."""
         return {
@@ -195,7 +197,7 @@ class Verdict:
             "speedup": round(self.overall[name], 3),
             **{task: round(gain, 3) for task, gain in self.gains[name].items()},
             "equal": name not in self.differences,
-            "rounds": sum(name in answers for answers in self.rounds),
+            "rounds": self.rounds_of(name),
         }
 
 
@@ -407,8 +409,7 @@ class _Trial:
         seconds = sum(step.seconds for step in answer.steps)
         if any(step.draft_forwards for step in answer.steps):
             seconds += size.draft_seconds[task]
-        drafted = sum(step.drafted for step in answer.steps)
-        return Answer(answer.tokens, seconds, drafted)
+        return Answer(answer.tokens, seconds)
 
     def _decoded(self, name: str, prompt: list[int], tokens: int, is_forced: bool) -> Any:
         """Return the completion of a prompt."""

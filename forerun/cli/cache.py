@@ -70,7 +70,8 @@ def _print(kept: list[Entry]) -> None:
         return
     table = Table("", Column(justify="right"), "", show_header=False, box=None)
     for entry in kept:
-        table.add_row(entry.name, shown_size(entry.bytes), entry.note)
+        note = f"{entry.note}; {entry.advice}" if entry.advice else entry.note
+        table.add_row(entry.name, shown_size(entry.bytes), note)
     console.print(table)
     total = shown_size(sum(entry.bytes for entry in kept))
     console.print(f"{total} in {home()}; `forerun cache rm NAME` removes")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.api.choose import resolve
-from forerun.cli.common import quiet, say
+from forerun.cli.common import quiet, say, shown_size
 from forerun.cli.options import (
     GuardOption,
     JsonOption,
@@ -28,7 +28,6 @@ from forerun.methods import AR
 from forerun.sampling.params import SamplingParams
 from forerun.zoo import EMBEDDED, FOLDERS, MODELS, QWEN_CODER, SMOLLM2, find
 from forerun.zoo.fetch import fetch
-from forerun.zoo.known import MB
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from forerun.api.decoder import Decoder
     from forerun.cli.race import Run
 
-GB = 10**9
 # Code and prose, because drafts gain more in code. Short answers come first, so that something can
 # be seen soon.
 QUESTIONS = (
@@ -191,7 +189,7 @@ class Comparison:
             wrong = [str(row["prompt"]) for row in self.rows if not row["equal"]]
             return (
                 f"The words differ in prompt {', '.join(wrong)}. They never should: please report "
-                "it, with the output of `forerun info`."
+                "it, with the output of `forerun doctor`."
             )
         speedup = self.median_speedup
         if speedup is None:
@@ -257,12 +255,11 @@ def _available_target(options: DemoOptions) -> str:
 
 def _say_sizes(target: str, size: int) -> None:
     """Say what is downloaded, how long the demo takes, and what takes less."""
-    shown = f"{size / GB:.1f} GB" if size > GB else f"{size // MB} MB"
-    say(f"{target} is downloaded once ({shown}); then the demo takes about 90 seconds")
+    say(f"{target} is downloaded once ({shown_size(size)}); then the demo takes about 90 seconds")
     if target != SMOLLM2:
-        smaller = MODELS[SMOLLM2].size // MB
+        smaller = shown_size(MODELS[SMOLLM2].size)
         say(
-            f"for a slow line: `make demo TARGET=smollm2` downloads {smaller} MB, and "
+            f"for a slow line: `make demo TARGET=smollm2` downloads {smaller}, and "
             "`make demo TARGET=embedded` nothing (or `forerun demo --target ...`)"
         )
 

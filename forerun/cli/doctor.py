@@ -1,6 +1,6 @@
 """`forerun doctor`: what this machine and installation have, and what to do where something lacks.
 
-Each check returns findings. Checks that need no torch come first, and none changes anything.
+Each check returns findings, and none changes anything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
-from pathlib import Path
 from time import perf_counter
 
 import typer
@@ -23,6 +22,7 @@ from forerun import __version__
 from forerun.cli.common import quiet, shown_size
 from forerun.cli.options import JsonOption
 from forerun.csrc.build import HERE, sources_id
+from forerun.csrc.cores import physical_cores, usable_cores
 from forerun.csrc.library import VARIABLE, build_id, library, missing, variant, variants
 from forerun.files import home
 from forerun.zoo import MODELS, QWEN_CODER, SMOLLM2, find
@@ -114,23 +114,6 @@ def _print(findings: list[Finding]) -> None:
 # The machine.
 
 
-def usable_cores(root: Path = Path("/")) -> int:
-    """Return how many cores this process may use.
-
-    A control group may allow less than the processor has. `root` is where /sys is mounted.
-    """
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = (root / "sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
-    except (OSError, ValueError):
-        return cores
-    if not quota.isdecimal():  # "max"
-        return cores
-    return max(1, min(cores, round(int(quota) / int(period))))
-
-
 def _processor(cores: int) -> Finding:
     from forerun.backends.facts import processor
 
@@ -186,8 +169,9 @@ def _threads(cores: int) -> Finding:
     if threads > cores:
         advice = f"set OMP_NUM_THREADS={cores}, or give --threads {cores}: more threads than cores "
         return Finding("threads", text, f"{advice}slow each other down", is_problem=True)
-    if threads < cores and variable is not None:
-        advice = f"unset OMP_NUM_THREADS to use all {cores} cores"
+    wanted = physical_cores() or cores  # as many as `quiet` takes without the variable
+    if threads < wanted and variable is not None:
+        advice = f"unset OMP_NUM_THREADS to use all {wanted} cores"
         return Finding("threads", text, advice)
     return Finding("threads", text)
 
@@ -331,8 +315,7 @@ def _cache(kept: list[Entry]) -> Iterator[Finding]:
     else:
         yield Finding("cache", text)
     for entry in kept:
-        advice = "" if entry.is_whole else f"`forerun fetch {entry.name}` continues"
-        yield Finding("", f"{entry.name}, {shown_size(entry.bytes)}: {entry.note}", advice)
+        yield Finding("", f"{entry.name}, {shown_size(entry.bytes)}: {entry.note}", entry.advice)
     if not any(find(name) is not None for name in (QWEN_CODER, SMOLLM2)):
         larger = shown_size(MODELS[QWEN_CODER].size)
         smaller = shown_size(MODELS[SMOLLM2].size)

@@ -173,9 +173,9 @@ def _cells(verdict: Verdict, name: str, tasks: list[str]) -> list[str]:
     """Return a method's row."""
     gains = verdict.gains[name]
     figures = [f"{gains[task]:.2f}" for task in tasks]
-    rounds = sum(name in answers for answers in verdict.rounds)
     is_equal = "no" if name in verdict.differences else "yes"
-    return [name, *figures, f"{verdict.overall[name]:.2f}", is_equal, str(rounds)]
+    rounds = str(verdict.rounds_of(name))
+    return [name, *figures, f"{verdict.overall[name]:.2f}", is_equal, rounds]
 
 
 def advice(verdict: Verdict) -> list[str]:

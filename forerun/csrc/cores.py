@@ -1,4 +1,4 @@
-"""How many threads compute when nobody says so. Needs no torch.
+"""How many cores there are, and how many threads compute when nobody says so. Needs no torch.
 
 Linux tells of its cores in files. macOS and Windows are left to torch, which counts cores itself.
 """
@@ -30,6 +30,17 @@ def default_threads() -> int | None:
     return physical_cores()
 
 
+def usable_cores(root: Path = ROOT) -> int:
+    """Return how many cores this process may use. Hyperthreads and efficiency cores count too.
+
+    The limit of a control group counts as in `physical_cores`, and so does `root`.
+    """
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        cores = len(os.sched_getaffinity(0))
+    return _limited(cores, root)
+
+
 def physical_cores(root: Path = ROOT) -> int | None:
     """Return the number of fast physical cores that this process may use, or None if unknown.
 
@@ -41,10 +52,13 @@ def physical_cores(root: Path = ROOT) -> int | None:
         return None
     allowed = os.sched_getaffinity(0)
     cores = _fast({cpu: _siblings(cpu, root) for cpu in allowed}, root)
-    if cores is None:
-        return None
+    return None if cores is None else _limited(len(cores), root)
+
+
+def _limited(cores: int, root: Path) -> int:
+    """Return how many of so many cores the process's control groups leave it."""
     quota = _quota(root)
-    return len(cores) if quota is None else max(1, min(len(cores), int(quota)))
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def _siblings(cpu: int, root: Path) -> frozenset[int]:

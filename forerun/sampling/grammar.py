@@ -383,7 +383,7 @@ class Grammar(Constraint):
         thoughts = self._thoughts
         if thoughts is None or thoughts.close_token is None:
             return tuple(output)
-        if not thoughts.is_open and (not output or output[0] != thoughts.begin_token):
+        if not thoughts.have_begun(output):
             return tuple(output)
         if thoughts.close_token not in output:
             return None

@@ -111,7 +111,7 @@ class LogitBias(LogitsProcessor):
 
 
 class ThinkingBudget(LogitsProcessor):
-    """A limit of the tokens of thoughts: then only the token that closes them is left."""
+    """Leaves only the token that closes thoughts, once they have used up their budget."""
 
     def __init__(self, thoughts: Thoughts, prompt_length: int) -> None:
         self.thoughts = thoughts
@@ -130,12 +130,11 @@ class ThinkingBudget(LogitsProcessor):
         return limited
 
     def _is_over(self, output: list[int]) -> bool:
-        """Return whether an output has used up its thoughts, and has not closed them."""
+        """Return whether an output has used up its budget, and has not closed its thoughts."""
         thoughts = self.thoughts
-        start = 0 if thoughts.is_open else 1
-        has_begun = thoughts.is_open or output[:1] == [thoughts.begin_token]
-        budget = thoughts.budget or 0
-        return has_begun and len(output) - start >= budget and thoughts.close_token not in output
+        marks = 0 if thoughts.is_open else 1
+        is_spent = len(output) - marks >= (thoughts.budget or 0)
+        return is_spent and thoughts.have_begun(output) and thoughts.close_token not in output
 
 
 # These compare scores and do not know which token a score belongs to.

@@ -17,9 +17,9 @@ class Thoughts:
         begin: the mark that begins them.
         close: the mark that ends them.
         is_open: whether the prompt has begun them.
-        begin_token, close_token: the tokens of the marks; None for a mark of several tokens, and
-            for one that cannot come because the prompt has thoughts, or none, already.
-        special: the texts of the marks that are special tokens.
+        begin_token, close_token: the tokens of the marks; None for a mark of several tokens.
+            `begin_token` is None also if the prompt has ended the thoughts.
+        special: the texts of the marks that are special tokens, by their ids.
         budget: the most tokens of thoughts; None for no limit.
     """
 
@@ -31,8 +31,12 @@ class Thoughts:
     special: Mapping[int, str]
     budget: int | None = None
 
+    def have_begun(self, output: Sequence[int]) -> bool:
+        """Return whether the prompt or the first token of an output has begun thoughts."""
+        return self.is_open or (len(output) > 0 and output[0] == self.begin_token)
+
     def count(self, tokens: Sequence[int]) -> int:
-        """Return how many of the next tokens of thoughts belong to them, marks included."""
+        """Return how many tokens of a step in thoughts are theirs, marks included."""
         return tokens.index(self.close_token) + 1 if self.close_token in tokens else len(tokens)
 
 

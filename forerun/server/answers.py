@@ -66,6 +66,12 @@ class _Choice:
         self.has_started = False
         self.finish_reason: str | None = None
 
+    def clear(self) -> None:
+        """Forget what a chunk has carried."""
+        self.reasoning = ""
+        self.calls = []
+        self.text = ""
+
 
 class Answer:
     """The JSON that answers a body, written from the steps of its job.
@@ -261,9 +267,7 @@ class Answer:
         content: dict[str, Any] = {"text": choice.text}
         if self._is_chat:
             content = {"delta": _delta(choice)}
-        choice.reasoning = ""
-        choice.text = ""
-        choice.calls = []
+        choice.clear()
         more: dict[str, Any] = {}
         if self.body.forerun:
             more["forerun"] = {

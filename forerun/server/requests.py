@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from forerun.api.decoder import Decoder
 from forerun.api.requests import encode, encode_text
 from forerun.engine.sequence import Request
-from forerun.sampling.response_format import form_of
 from forerun.sampling.thoughts import NO_MARKS, AnswerMarks, Thoughts
 from forerun.server.errors import ApiError, blame
 from forerun.server.parameters import (
@@ -37,8 +36,15 @@ from forerun.server.schemas import (
 )
 from forerun.text.chat import PromptEnd, chat_prompt, checked_text, has_template, turn_ends
 from forerun.text.infill import infill_form
-from forerun.text.thinking import thoughts_after
-from forerun.text.tools import NO_TOOLS, Tools, checked_choice, checked_tools, tools_for
+from forerun.text.thinking import thinking_marks, thoughts_after
+from forerun.text.tools import (
+    NO_TOOLS,
+    Tools,
+    answer_form,
+    checked_choice,
+    checked_tools,
+    tools_for,
+)
 
 CHAT_TOKENS = 1024  # new tokens of a chat by default
 COMPLETION_TOKENS = 16  # new tokens of a plain prompt by default, as in OpenAI's API
@@ -56,6 +62,7 @@ _PROMPT_FORMS = (
 
 _turn_ends = lru_cache(1)(turn_ends)
 _infill_form = lru_cache(1)(infill_form)
+_thinking_marks = lru_cache(1)(thinking_marks)
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,8 @@ def _thoughts(body: ChatBody, decoder: Decoder, row: list[int]) -> Thoughts:
     last: Any = body.messages[-1]  # the messages have been checked when they were rendered
     content = last.get("content") if last.get("role") == "assistant" else None
     prefill = content if isinstance(content, str) else None
-    thoughts = thoughts_after(tokenizer, _template(decoder), row, prefill)
+    marks = _thinking_marks(tokenizer, _template(decoder))
+    thoughts = thoughts_after(marks, tokenizer, row, prefill)
     field = "thinking_budget_tokens"
     budget = body.thinking_budget_tokens
     if budget is None and body.thinking is not None:
@@ -176,12 +184,7 @@ def read_tools(body: ChatBody, decoder: Decoder, parser: str | None) -> Tools:
     with blame("tool_choice"):
         choice = checked_choice(body.tool_choice, given)
     with blame("response_format"):
-        form = form_of(body.response_format)
-        if form is not None and form[0] == "grammar" and choice.mode == "auto" and given:
-            raise ValueError(
-                "a response_format of type grammar cannot be given beside tools, unless "
-                "tool_choice is none or required"
-            )
+        answer = answer_form(body.response_format, choice, given)
     with blame("tools"):
         tools = tools_for(
             given,
@@ -189,7 +192,7 @@ def read_tools(body: ChatBody, decoder: Decoder, parser: str | None) -> Tools:
             decoder.tokenizer,
             parallel=body.parallel_tool_calls is not False,
             parser=parser,
-            response_format=body.response_format,
+            answer=answer,
         )
     for name in ("ignore_eos", "min_tokens"):
         if tools.grammar is not None and vars(body)[name]:

@@ -318,9 +318,7 @@ class ResponseAnswer(Answer):
         for call in choice.calls:
             events += self._close_text("completed")
             events += self._call_events(call)
-        choice.reasoning = ""
-        choice.text = ""
-        choice.calls = []
+        choice.clear()
         return events
 
     def _text_events(self, kind: _TextKind, text: str) -> list[bytes]:

@@ -61,8 +61,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "suffix": ("",),  # of chats: a plain prompt may have one
 }
-# The unsupported fields of /v1/responses: those that need state, hosted tools or reasoning, and a
-# chat's fields that have another name there.
+# The unsupported fields of /v1/responses: those that need state or hosted tools, and fields of a
+# chat that have another name there.
 UNSUPPORTED_RESPONSES: dict[str, tuple[Any, ...]] = {
     **UNSUPPORTED,
     **dict.fromkeys(
@@ -177,6 +177,8 @@ CacheSalt = Annotated[
 Penalty = Annotated[float, Field(ge=0.01, le=100)]
 # -1 and -2 are no limit, as in llama.cpp.
 TokenLimit = Annotated[int, Field(ge=-2, lt=2**31)]
+ThinkingLimit = Annotated[int, Field(ge=-1, lt=2**31)]  # -1 is no limit
+Effort = Annotated[str, Field(max_length=40), AfterValidator(_encodable)]
 
 
 class Body(BaseModel):
@@ -254,7 +256,7 @@ class Thinking(BaseModel):
     model_config = ConfigDict(strict=True)
 
     type: Literal["enabled", "disabled"]
-    budget_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    budget_tokens: ThinkingLimit | None = None
 
 
 class ChatBody(SamplingBody):
@@ -270,9 +272,9 @@ class ChatBody(SamplingBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     prediction: dict[str, Any] | None = None
-    reasoning_effort: Annotated[str, Field(max_length=40), AfterValidator(_encodable)] | None = None
+    reasoning_effort: Effort | None = None
     thinking: Thinking | None = None
-    thinking_budget_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    thinking_budget_tokens: ThinkingLimit | None = None
 
     def unknown(self) -> list[str]:
         """Return the names of unknown fields, and those of unknown keys of messages."""
@@ -328,7 +330,7 @@ class Reasoning(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    effort: Annotated[str, Field(max_length=40), AfterValidator(_encodable)] | None = None
+    effort: Effort | None = None
     summary: Literal["auto"] | None = None
 
 
@@ -348,7 +350,7 @@ class ResponsesBody(AnsweredBody):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning: Reasoning | None = None
-    thinking_budget_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    thinking_budget_tokens: ThinkingLimit | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
     stream_options: dict[str, Any] | None = None

@@ -6,9 +6,11 @@ It needs no torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from forerun.sampling.thoughts import Thoughts
+from forerun.text.added_tokens import ids_of, special_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,30 +93,36 @@ class ThoughtStream:
         return part
 
 
-def thoughts_after(
-    tokenizer: PreTrainedTokenizerBase, template: str, prompt: Sequence[int], prefill: str | None
-) -> Thoughts:
-    """Return the thoughts that an answer to a prompt may begin with.
+def thinking_marks(tokenizer: PreTrainedTokenizerBase, template: str) -> Thoughts:
+    """Return the thoughts that an answer may begin with, if its prompt says nothing of them.
 
     Args:
         tokenizer: that of the model.
         template: its chat template, which names the marks.
+    """
+    named = [marks for marks in _MARKS if marks[0] in template or marks[1] in template]
+    begin, close = named[0] if named else _MARKS[0]
+    ids = ids_of(tokenizer, (begin, close))
+    special = special_texts(tokenizer, (begin, close))
+    return Thoughts(begin, close, False, ids.get(begin), ids.get(close), special)
+
+
+def thoughts_after(
+    marks: Thoughts, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], prefill: str | None
+) -> Thoughts:
+    """Return the thoughts that an answer to a prompt may begin with.
+
+    Args:
+        marks: as `thinking_marks` returns them.
+        tokenizer: that of the model.
         prompt: the tokens of the prompt.
         prefill: the beginning of the answer, if the prompt has one.
     """
-    begin, close = next(
-        (marks for marks in _MARKS if marks[0] in template or marks[1] in template), _MARKS[0]
-    )
     tail = str(tokenizer.decode(list(prompt[-_TAIL:]), clean_up_tokenization_spaces=False))
-    is_open = tail.rstrip(_SPACE).endswith(begin)
-    is_over = tail.rstrip(_SPACE).endswith(close)
+    is_open = tail.rstrip(_SPACE).endswith(marks.begin)
+    is_over = tail.rstrip(_SPACE).endswith(marks.close)
     if prefill:
-        is_open = is_open or prefill.rfind(begin) > prefill.rfind(close)
+        is_open = is_open or prefill.rfind(marks.begin) > prefill.rfind(marks.close)
         is_over = not is_open
-    added = tokenizer.added_tokens_decoder
-    ids = {str(token): id for id, token in added.items()}
-    special = {
-        ids[mark]: mark for mark in (begin, close) if mark in ids and added[ids[mark]].special
-    }
-    begin_token = None if is_over else ids.get(begin)
-    return Thoughts(begin, close, is_open, begin_token, ids.get(close), special)
+    begin_token = None if is_over else marks.begin_token
+    return replace(marks, is_open=is_open, begin_token=begin_token)

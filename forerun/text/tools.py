@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.sampling.response_format import form_of
 from forerun.text import generic_tools
+from forerun.text.added_tokens import ids_of, special_texts
 from forerun.text.chat import renders_tools
 from forerun.text.tool_calls import FENCE, FORMS, ToolForm, ToolStream, form_of_template
 
@@ -198,6 +199,28 @@ def _listed_names(given: Any) -> set[str]:
     return set() if None in names else {name for name in names if name is not None}
 
 
+def answer_form(
+    response_format: Any, choice: ToolChoice, tools: Sequence[Tool]
+) -> tuple[str, str] | None:
+    """Return the form of an answer that need not call a tool, as `form_of` does.
+
+    Return None if any text will do, and where no tool may be called or one must be.
+
+    Raises:
+        ValueError: `form_of` refuses the response format, or it is a grammar, which cannot be
+            joined with that of calls.
+    """
+    form = form_of(response_format)
+    if choice.mode != "auto" or not tools:
+        return None
+    if form is not None and form[0] == "grammar":
+        raise ValueError(
+            "a response_format of type grammar cannot be given beside tools, unless tool_choice is "
+            "none or required"
+        )
+    return form
+
+
 def tools_for(
     tools: Sequence[Tool],
     choice: ToolChoice,
@@ -205,7 +228,7 @@ def tools_for(
     *,
     parallel: bool = True,
     parser: str | None = None,
-    response_format: Any = None,
+    answer: tuple[str, str] | None = None,
 ) -> Tools:
     """Return how tools are used with a tokenizer.
 
@@ -219,11 +242,10 @@ def tools_for(
         parallel: whether an answer may have several calls.
         parser: one of `FORMS`; None for the one that the chat template shows; `NO_PARSER` to refuse
             tools.
-        response_format: the form of an answer that calls no tool, as in `SamplingParams`.
+        answer: the form of an answer that calls no tool, as `answer_form` returns it.
 
     Raises:
-        ValueError: there is no tokenizer, the chat template shows no known form, or the response
-            format is a grammar, which cannot be joined with that of calls.
+        ValueError: there is no tokenizer, or the chat template shows no known form.
     """
     if not tools:
         return NO_TOOLS
@@ -236,16 +258,9 @@ def tools_for(
     form = _form_for(tools, tokenizer, parser)
     callable_tools = tools if choice.allowed is None else choice.allowed
     is_single = not parallel or choice.is_single
-    added = {str(token): id for id, token in tokenizer.added_tokens_decoder.items()}
-    markers = {added[text]: text for text in (form.begin, form.close) if text in added}
-    decoder = tokenizer.added_tokens_decoder
-    special = {id: text for id, text in markers.items() if decoder[id].special}
-    tokens = {text: f"<[{id}]>" for id, text in markers.items()}
-    answer = form_of(response_format) if choice.mode == "auto" else None
-    if answer is not None and answer[0] == "grammar":
-        raise ValueError(
-            "response_format grammar cannot be given beside tools that the model may call"
-        )
+    markers = (form.begin, form.close)
+    special = special_texts(tokenizer, markers)
+    tokens = {text: f"<[{id}]>" for text, id in ids_of(tokenizer, markers).items()}
     is_free = choice.mode == "auto" and choice.allowed is None and answer is None
     grammar = None
     if not is_free or any(tool.strict for tool in tools):

@@ -9,16 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from forerun.files import home, take_lock
 from forerun.zoo.known import MODELS, cached
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 COSTS = "costs"  # what forwards cost on this machine, a small file for each pair of models
 LOCK_NAME = ".lock"  # held while a model is downloaded
@@ -47,8 +43,12 @@ class Entry:
             return "measured on this machine"
         if self.is_whole:
             return MODELS[self.name].file
-        share = self.bytes / MODELS[self.name].size
-        return f"{share:.0%} downloaded; `forerun fetch {self.name}` continues"
+        return f"{self.bytes / MODELS[self.name].size:.0%} downloaded"
+
+    @property
+    def advice(self) -> str:
+        """What to do about it; "" if nothing."""
+        return "" if self.is_whole else f"`forerun fetch {self.name}` continues"
 
 
 def entries() -> list[Entry]:
@@ -92,11 +92,9 @@ def remove(names: Sequence[str]) -> list[Entry]:
             raise ValueError(f"there is no {name!r} in {home()}; there is {there_is}")
     removed = [present[name] for name in dict.fromkeys(names)]
     for entry in removed:
-        with _not_downloading(entry):
-            pass
+        _check_not_downloading(entry)
     for entry in removed:
-        with _not_downloading(entry):
-            _remove_folder(entry.path)
+        _remove_folder(entry.path)
     return removed
 
 
@@ -111,14 +109,17 @@ def _remove_folder(folder: Path) -> None:
         raise ValueError(f"cannot remove {folder}: {error.strerror}") from None
 
 
-@contextmanager
-def _not_downloading(entry: Entry) -> Iterator[None]:
-    """Hold the lock of a model's download. Raises ValueError if another process holds it."""
+def _check_not_downloading(entry: Entry) -> None:
+    """Raise ValueError if another process is downloading a model.
+
+    The lock is given back at once, because Windows removes no file that is open. A download that
+    begins while its folder is being removed fails, as it would after waiting for the lock.
+    """
     lock = entry.path / LOCK_NAME
     if not lock.is_file():
-        yield
         return
-    with lock.open("w") as file:
-        if not take_lock(file.fileno()):
-            raise ValueError(f"another process is downloading {entry.name}: wait until it ends")
-        yield
+    is_free = True
+    with lock.open("w") as file, suppress(OSError):  # a file system without locks
+        is_free = take_lock(file.fileno())
+    if not is_free:
+        raise ValueError(f"another process is downloading {entry.name}: wait until it ends")

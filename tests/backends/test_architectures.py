@@ -59,6 +59,16 @@ def test_a_file_in_few_bits_runs_in_c_with_its_values(tmp_path: Path, kind: str)
         assert float(distances.median()) < 0.05
 
 
+@pytest.mark.parametrize("name", ["mistral", "phi3", "starcoder2", "qwen3_moe"])
+def test_a_window_of_all_layers_is_kept(name: str) -> None:
+    """No file of these has one, or no test above; a checkpoint may."""
+    sizes = {"vocab_size": ggufs.VOCAB, "use_sliding_window": True, "sliding_window": 6}
+    model = families.tiny(name, **sizes)
+    expected = logits(model)
+    assert (logits(families.tiny(name, **sizes | {"sliding_window": 60})) - expected).norm() > 1
+    torch.testing.assert_close(in_c(model), expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "granitemoe", "gpt_oss"])
 def test_checkpoints_with_experts_run_in_few_bits(name: str) -> None:
     model = families.tiny(name)

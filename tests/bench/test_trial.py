@@ -30,7 +30,7 @@ def answers(tokens: list[int] = WORDS, **gains: float) -> Round:
     """A round in which each method is so many times as fast as plain decoding, in every task."""
     times = {"ar": 1.0} | gains
     return {
-        name: {task.name: Answer(tokens, 1 / gain, 5) for task in TASKS}
+        name: {task.name: Answer(tokens, 1 / gain) for task in TASKS}
         for name, gain in times.items()
     }
 
@@ -60,7 +60,7 @@ def test_a_drifting_machine_changes_no_figure() -> None:
 
 def test_every_task_counts_alike() -> None:
     uneven = answers(sd=1.5, suffix=1.0)
-    uneven["suffix"][EDIT.name] = Answer(WORDS, 1 / 3, 5)
+    uneven["suffix"][EDIT.name] = Answer(WORDS, 1 / 3)
     told = verdict(uneven)
     assert told.overall["suffix"] == pytest.approx(3 ** (1 / 3))
     assert told.best == "sd" and told.best_of(EDIT.name) == "suffix"
@@ -84,13 +84,13 @@ def test_the_default_that_ships_with_a_target_needs_a_clear_reason_to_be_left() 
 
 def test_a_method_with_other_words_is_never_recommended() -> None:
     wrong = answers(sd=2.0, suffix=1.5)
-    wrong["sd"][CODE.name] = Answer([0, 1, 7, 3], 0.1, 5)
+    wrong["sd"][CODE.name] = Answer([0, 1, 7, 3], 0.1)
     told = verdict(answers(sd=2.0, suffix=1.5), wrong)
     assert told.best == "suffix" and told.differences == {"sd": ("code", 2)}
     assert "sd differs from plain decoding: token 3 of code." in advice(told)
     assert "please report it" in advice(told)[-1]
     shorter = answers(sd=2.0)
-    shorter["sd"][CODE.name] = Answer(WORDS[:4], 0.1, 5)
+    shorter["sd"][CODE.name] = Answer(WORDS[:4], 0.1)
     assert verdict(shorter).differences == {"sd": ("code", 4)}
     assert "round differently" in advice(verdict(shorter, exact="rounding"))[-1]
 
@@ -173,7 +173,7 @@ def test_a_difference_is_told_by_the_exit_status(
 ) -> None:
     file = str(write(tmp_path / "model.gguf", small(max_position_embeddings=512)))
     wrong = answers(suffix=2.0)
-    wrong["suffix"][CODE.name] = Answer([1], 0.1, 5)
+    wrong["suffix"][CODE.name] = Answer([1], 0.1)
     monkeypatch.setattr(try_model, "run_trial", mock.Mock(return_value=verdict(wrong)))
     done = CliRunner().invoke(app, ["try", file])
     assert done.exit_code == 1 and "suffix differs from plain decoding" in done.stdout

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from forerun.cli import doctor
-from forerun.cli.doctor import Finding, collect_findings, unmet, usable_cores
+from forerun.cli.doctor import Finding, collect_findings, unmet
 from forerun.csrc.library import VARIABLE, variant
+from forerun.zoo import MODELS
 from forerun.zoo.cache import Entry
 from tests.support.commands import run
 
@@ -60,25 +61,25 @@ def test_a_slower_instruction_set_than_the_best_is_noted(monkeypatch: pytest.Mon
 
 def test_threads_are_compared_with_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    for cores, is_problem, advice in (
-        (2, True, "set OMP_NUM_THREADS=2, or give --threads 2"),
-        (4, False, ""),
-        (8, False, "unset OMP_NUM_THREADS to use all 8 cores"),
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    for cores, physical, is_problem, advice in (
+        (2, None, True, "set OMP_NUM_THREADS=2, or give --threads 2"),
+        (4, None, False, ""),
+        (8, None, False, "unset OMP_NUM_THREADS to use all 8 cores"),
+        (16, 8, False, "unset OMP_NUM_THREADS to use all 8 cores"),
     ):
         monkeypatch.setattr(doctor, "usable_cores", lambda cores=cores: cores)
-        monkeypatch.setenv("OMP_NUM_THREADS", "4")
+        monkeypatch.setattr(doctor, "physical_cores", lambda physical=physical: physical)
         (finding,) = found("threads")
         assert finding.is_problem is is_problem and finding.advice.startswith(advice)
 
 
-def test_a_control_group_limits_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
-    group = tmp_path / "sys" / "fs" / "cgroup"
-    group.mkdir(parents=True)
-    for text, cores in (("max 100000", 8), ("200000 100000", 2), ("50000 100000", 1), ("x", 8)):
-        (group / "cpu.max").write_text(f"{text}\n")
-        assert usable_cores(tmp_path) == cores
-    assert usable_cores(tmp_path / "nowhere") == 8
+def test_a_thread_for_each_physical_core_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(doctor, "usable_cores", lambda: 8)
+    monkeypatch.setattr(doctor, "physical_cores", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert found("threads")[0].advice == ""
 
 
 def test_memory_is_judged_by_the_largest_model(tmp_path: Path) -> None:
@@ -95,6 +96,18 @@ def test_a_folder_that_cannot_be_written_is_a_problem(
     home.write_text("a file, not a folder")
     (finding,) = found("cache")
     assert finding.is_problem and "FORERUN_HOME" in finding.advice
+
+
+def test_a_download_that_was_stopped_is_told_once(home: Path) -> None:
+    model = MODELS["smollm2"]
+    partial = home / "models" / model.name / "downloads" / model.file
+    partial.parent.mkdir(parents=True)
+    with partial.open("wb") as file:
+        file.truncate(model.size // 2)
+    (finding, *_) = found("")
+    assert finding == Finding(
+        "", "smollm2, 49 MB: 50% downloaded", "`forerun fetch smollm2` continues"
+    )
 
 
 def test_packages_that_are_too_old_or_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forerun.csrc import cores
-from forerun.csrc.cores import default_threads, physical_cores
+from forerun.csrc.cores import default_threads, physical_cores, usable_cores
 
 CPU = "sys/devices/system/cpu/cpu{}/{}"
 PAIRS = {
@@ -90,3 +90,17 @@ def test_the_environment_goes_before(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_threads() == 7
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert default_threads() is None
+
+
+def test_hyperthreads_are_usable_within_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    group = tmp_path / "sys" / "fs" / "cgroup"
+    group.mkdir(parents=True)
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/\n")
+    for text, count in (("max 100000", 8), ("200000 100000", 2), ("50000 100000", 1), ("x", 8)):
+        (group / "cpu.max").write_text(f"{text}\n")
+        assert usable_cores(tmp_path) == count
+    assert usable_cores(tmp_path / "nowhere") == 8

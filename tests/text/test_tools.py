@@ -21,7 +21,7 @@ from forerun.sampling.response_format import form_of
 from forerun.sampling.sampler import Sampler
 from forerun.text.chat import chat_prompt, checked
 from forerun.text.tool_calls import FORMS, ToolCall, ToolStream, form_of_template
-from forerun.text.tools import checked_choice, checked_tools, tools_for
+from forerun.text.tools import answer_form, checked_choice, checked_tools, tools_for
 from tests.support import toys
 from tests.support.serving import (
     CHAT,
@@ -200,9 +200,8 @@ def of(
     decoder = make_decoder(name, are_tokens)
     read = checked_tools(tools or TOOLS)
     chosen = checked_choice(choice, read)
-    return decoder, tools_for(
-        read, chosen, decoder.tokenizer, parallel=parallel, response_format=form
-    )
+    answer = answer_form(form, chosen, read)
+    return decoder, tools_for(read, chosen, decoder.tokenizer, parallel=parallel, answer=answer)
 
 
 def allows(name: str, use: Any, text: str, decoder: Any) -> bool:

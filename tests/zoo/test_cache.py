@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 from forerun import zoo
 from forerun.cli.commands import app
 from forerun.cli.common import shown_size
+from forerun.zoo import cache
 from forerun.zoo.cache import COSTS, entries, remove
 from tests.support.toys import refuses
 
@@ -85,6 +88,26 @@ def test_a_model_that_is_being_downloaded_stays(home: Path) -> None:
     assert len(entries()) == 3
     remove([COSTS, "smollm2"])
     assert [entry.name for entry in entries()] == ["qwen-coder-draft"]
+
+
+def test_no_file_is_open_while_it_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Because Windows would refuse to remove it."""
+
+    def remove_folder(folder: Path) -> None:
+        opened = [os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()]
+        assert not [file for file in opened if Path(file).is_relative_to(folder.resolve())]
+        removed.append(folder.name)
+
+    removed: list[str] = []
+    monkeypatch.setattr(cache, "_remove_folder", remove_folder)
+    remove(["smollm2", COSTS])
+    assert removed == ["smollm2", COSTS]
+
+
+def test_without_locks_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "take_lock", mock.Mock(side_effect=OSError("no locks")))
+    remove(["smollm2"])
+    assert [entry.name for entry in entries()] == ["qwen-coder-draft", COSTS]
 
 
 def test_of_a_linked_folder_only_the_link_goes(home: Path, tmp_path: Path) -> None:

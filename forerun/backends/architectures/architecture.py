@@ -27,6 +27,14 @@ LLAMA_TENSORS = {
 }
 EXPERT_TENSORS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 HEAD_NORM_TENSORS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+# Of norms after attention and the MLP.
+POST_NORM_TENSORS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+# The kinds of layers by what they see, in transformers' words.
+LOCAL = "sliding_attention"
+FULL = "full_attention"
 
 
 def no_settings(metadata: Metadata, settings: Settings) -> Settings:
@@ -84,19 +92,34 @@ def shifted_gain(module: Any) -> Tensor:
     return gain
 
 
-def matrices_of(layer: Any) -> dict[str, Any]:
-    """Return the matrices of a layer whose modules are called like Llama's, by their fields."""
+def attention_matrices(layer: Any) -> dict[str, Any]:
+    """Return the matrices of attention called like Llama's, by their fields."""
     attention = layer.self_attn
-    mlp = layer.mlp
     return {
         "q": attention.q_proj,
         "k": attention.k_proj,
         "v": attention.v_proj,
         "o": attention.o_proj,
-        "gate": mlp.gate_proj,
-        "up": mlp.up_proj,
-        "down": mlp.down_proj,
     }
+
+
+def mlp_matrices(mlp: Any) -> dict[str, Any]:
+    """Return the matrices of an MLP called like Llama's, by their fields."""
+    return {"gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj}
+
+
+def norms_before(layer: Any) -> dict[str, Any]:
+    """Return the norms before attention and the MLP called like Llama's, by their fields."""
+    return {
+        "attention_norm": norm_of(layer.input_layernorm),
+        "mlp_norm": norm_of(layer.post_attention_layernorm),
+    }
+
+
+def head_norms(layer: Any) -> dict[str, Any]:
+    """Return the gains of the norms of queries and keys called like Qwen3's, by their fields."""
+    attention = layer.self_attn
+    return {"q_norm": attention.q_norm.weight, "k_norm": attention.k_norm.weight}
 
 
 def layer_table(layer: Any, **changes: Any) -> LayerTable:
@@ -106,26 +129,15 @@ def layer_table(layer: Any, **changes: Any) -> LayerTable:
         layer: a decoder layer with the modules that LLAMA_TENSORS names.
         **changes: fields that differ.
     """
-    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    parts = {
-        field: norm_of(getattr(layer, name))
-        for field, name in norms.items()
-        if field not in changes
-    }
-    return LayerTable(**matrices_of(layer) | parts | changes)
+    parts = attention_matrices(layer) | mlp_matrices(layer.mlp) | norms_before(layer)
+    return LayerTable(**parts | changes)
 
 
-def attention_of(layer: Any) -> dict[str, Any]:
-    """Return the matrices of attention called like Llama's, and norms before it and the MLP."""
-    attention = layer.self_attn
-    return {
-        "q": attention.q_proj,
-        "k": attention.k_proj,
-        "v": attention.v_proj,
-        "o": attention.o_proj,
-        "attention_norm": norm_of(layer.input_layernorm),
-        "mlp_norm": norm_of(layer.post_attention_layernorm),
-    }
+def expert_layer(layer: Any, experts: ExpertsTable, **changes: Any) -> LayerTable:
+    """Return the table of a layer like Llama's, with experts in place of the MLP."""
+    return LayerTable(
+        **attention_matrices(layer), **norms_before(layer), experts=experts, **changes
+    )
 
 
 def experts_table(experts: Any, router: Any, chosen: int, **changes: Any) -> ExpertsTable:
@@ -171,11 +183,11 @@ def post_norm_layer(layer: Any, **changes: Any) -> LayerTable:
         **changes: fields that differ.
     """
     return LayerTable(
-        **matrices_of(layer),
+        **attention_matrices(layer),
+        **mlp_matrices(layer.mlp),
         attention_after=norm_of(layer.post_attention_layernorm),
         mlp_after=norm_of(layer.post_feedforward_layernorm),
-        q_norm=layer.self_attn.q_norm.weight,
-        k_norm=layer.self_attn.k_norm.weight,
+        **head_norms(layer),
         **changes,
     )
 
@@ -199,7 +211,26 @@ def windows_of(config: Any) -> list[int]:
     kinds = getattr(config, "layer_types", None)
     if not kinds:
         return [window] * layers
-    return [window if kind == "sliding_attention" else 0 for kind in kinds[:layers]]
+    return [window if kind == LOCAL else 0 for kind in kinds[:layers]]
+
+
+def layer_tables(
+    model: Any, table: Callable[..., LayerTable] = layer_table, **changes: Any
+) -> list[LayerTable]:
+    """Return the tables of a model's layers.
+
+    Args:
+        model: the model.
+        table: returns the table of a layer, given the layer and the fields `window`, `activation`
+            and `changes`.
+        **changes: fields of all layers that differ.
+    """
+    config = model.config
+    fields = {"activation": config.hidden_act} if "activation" not in changes else {}
+    return [
+        table(layer, window=window, **fields, **changes)
+        for layer, window in zip(model.model.layers, windows_of(config), strict=True)
+    ]
 
 
 def model_table(model: Any, layers: list[LayerTable], **changes: Any) -> ModelTable:
@@ -233,12 +264,7 @@ def model_table(model: Any, layers: list[LayerTable], **changes: Any) -> ModelTa
 
 def llama_table(model: Any, **changes: Any) -> ModelTable:
     """Return the table of a model whose layers are all like Llama's."""
-    config = model.config
-    layers = [
-        layer_table(layer, window=window, activation=config.hidden_act)
-        for layer, window in zip(model.model.layers, windows_of(config), strict=True)
-    ]
-    return model_table(model, layers, **changes)
+    return model_table(model, layer_tables(model), **changes)
 
 
 def windowed_layer_types(metadata: Metadata, layers: int, default_period: int) -> list[str]:
@@ -255,4 +281,22 @@ def windowed_layer_types(metadata: Metadata, layers: int, default_period: int) -
     pattern = metadata.per_layer("attention.sliding_window_pattern", layers)
     if pattern is None:
         pattern = [(index + 1) % default_period for index in range(layers)]
-    return ["sliding_attention" if is_local else "full_attention" for is_local in pattern]
+    return [LOCAL if is_local else FULL for is_local in pattern]
+
+
+def rotations_by_kind(settings: Settings, local_base: float) -> Settings:
+    """Return the rotations of a file, in transformers' words, if those of local layers differ.
+
+    What scales rotations for long texts counts for the full layers alone.
+
+    Args:
+        settings: the common settings; their rotation is that of the full layers.
+        local_base: the base of the local layers.
+    """
+    local = {"rope_type": "default", "rope_theta": local_base}
+    return {LOCAL: local, FULL: settings["rope_parameters"]}
+
+
+def attention_bias_settings(metadata: Metadata, settings: Settings) -> Settings:
+    """Return whether the matrices of attention have biases, and nothing else."""
+    return {"attention_bias": metadata.has("blk.0.attn_q.bias")}

@@ -8,14 +8,16 @@ from forerun.backends.architectures.architecture import (
     LLAMA_TENSORS,
     Architecture,
     Settings,
-    layer_table,
+    attention_matrices,
+    layer_tables,
+    mlp_matrices,
     model_table,
+    norm_of,
     rotation_of,
     windowed_layer_types,
-    windows_of,
 )
 from forerun.backends.gguf.metadata import Metadata
-from forerun.backends.table import ModelTable
+from forerun.backends.table import LayerTable, ModelTable
 
 _FULL_EVERY = 4
 _TENSORS = {name: stored for name, stored in LLAMA_TENSORS.items() if stored != "ffn_norm"}
@@ -31,24 +33,24 @@ def _settings(metadata: Metadata, settings: Settings) -> Settings:
     }
 
 
+def _layer(layer: Any, window: int, **changes: Any) -> LayerTable:
+    return LayerTable(
+        **attention_matrices(layer),
+        **mlp_matrices(layer.mlp),
+        attention_norm=norm_of(layer.input_layernorm),
+        is_parallel=True,
+        rotation=0 if window else None,
+        window=window,
+        **changes,
+    )
+
+
 def _table(model: Any) -> ModelTable:
     config = model.config
-    layers = []
-    for layer, window in zip(model.model.layers, windows_of(config), strict=True):
-        layers.append(
-            layer_table(
-                layer,
-                mlp_norm=None,
-                is_parallel=True,
-                rotation=0 if window else None,
-                window=window,
-                activation=config.hidden_act,
-            )
-        )
     rotation = rotation_of(model.model.rotary_emb, is_interleaved=True)
     return model_table(
         model,
-        layers,
+        layer_tables(model, _layer),
         rotations=[rotation],
         eps=config.layer_norm_eps,
         are_norms_by_mean=True,

@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from forerun.backends.architectures.architecture import (
+    FULL,
     HEAD_NORM_TENSORS,
     LLAMA_TENSORS,
+    POST_NORM_TENSORS,
     Architecture,
     Settings,
+    layer_tables,
     model_table,
     post_norm_layer,
     windowed_layer_types,
-    windows_of,
 )
 from forerun.backends.gguf.metadata import Metadata
-from forerun.backends.table import ModelTable
+from forerun.backends.table import LayerTable, ModelTable
 
 _FULL_EVERY = 4
 
@@ -24,7 +26,7 @@ def _settings(metadata: Metadata, settings: Settings) -> Settings:
     layers = settings["num_hidden_layers"]
     window = metadata.value("attention.sliding_window", int, 0)
     if not window:  # the small models have none
-        kinds = ["full_attention"] * layers
+        kinds = [FULL] * layers
         metadata.per_layer("attention.sliding_window_pattern", layers)
         return {"sliding_window": None, "sliding_window_pattern": 0, "layer_types": kinds}
     kinds = windowed_layer_types(metadata, layers, _FULL_EVERY)
@@ -32,30 +34,19 @@ def _settings(metadata: Metadata, settings: Settings) -> Settings:
 
 
 def _table(model: Any) -> ModelTable:
-    config = model.config
-    layers = []
-    for layer, window in zip(model.model.layers, windows_of(config), strict=True):
-        is_rotated = bool(window) or config.sliding_window is None
-        layers.append(
-            post_norm_layer(
-                layer,
-                rotation=0 if is_rotated else None,
-                window=window,
-                activation=config.hidden_act,
-            )
-        )
-    return model_table(model, layers)
+    has_windows = model.config.sliding_window is not None
+
+    def layer_of(layer: Any, window: int, **changes: Any) -> LayerTable:
+        rotation = 0 if window or not has_windows else None
+        return post_norm_layer(layer, rotation=rotation, window=window, **changes)
+
+    return model_table(model, layer_tables(model, layer_of))
 
 
 EXAONE4 = Architecture(
     name="exaone4",
     classes=("Exaone4ForCausalLM",),
     table=_table,
-    tensors=LLAMA_TENSORS
-    | HEAD_NORM_TENSORS
-    | {
-        "post_attention_layernorm": "post_attention_norm",
-        "post_feedforward_layernorm": "post_ffw_norm",
-    },
+    tensors=LLAMA_TENSORS | HEAD_NORM_TENSORS | POST_NORM_TENSORS,
     settings=_settings,
 )

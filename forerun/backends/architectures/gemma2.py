@@ -7,8 +7,8 @@ from typing import Any
 from forerun.backends.architectures.architecture import (
     Architecture,
     Settings,
+    layer_tables,
     windowed_layer_types,
-    windows_of,
 )
 from forerun.backends.architectures.gemma3 import (
     GEMMA_TENSORS,
@@ -39,12 +39,8 @@ def _settings(metadata: Metadata, settings: Settings) -> Settings:
 
 
 def _table(model: Any) -> ModelTable:
-    config = model.config
-    layers = [
-        gemma_layer(layer, window=window, activation=config.hidden_activation)
-        for layer, window in zip(model.model.layers, windows_of(config), strict=True)
-    ]
-    return gemma_model(model, layers)
+    activation = model.config.hidden_activation
+    return gemma_model(model, layer_tables(model, gemma_layer, activation=activation))
 
 
 GEMMA2 = Architecture(

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from forerun.backends.architectures.architecture import (
+    FULL,
     HEAD_NORM_TENSORS,
     LLAMA_TENSORS,
+    LOCAL,
+    POST_NORM_TENSORS,
     Architecture,
     Settings,
     layer_table,
     model_table,
     rotation_of,
+    rotations_by_kind,
     shifted_gain,
     shifted_norm,
     windowed_layer_types,
@@ -20,12 +24,7 @@ from forerun.backends.architectures.architecture import (
 from forerun.backends.gguf.metadata import Metadata
 from forerun.backends.table import LayerTable, ModelTable
 
-GEMMA_TENSORS = LLAMA_TENSORS | {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-_KINDS = ("sliding_attention", "full_attention")
+GEMMA_TENSORS = LLAMA_TENSORS | POST_NORM_TENSORS | {"pre_feedforward_layernorm": "ffn_norm"}
 _FULL_EVERY = 6
 _LAYERS_OF_27B = 62  # only this model divides scores by another number than the size of a head
 _LOCAL_BASE = 10000.0
@@ -70,19 +69,18 @@ def query_scalar(settings: Settings, layers_of_27b: int) -> int:
 def _settings(metadata: Metadata, settings: Settings) -> Settings:
     layers = settings["num_hidden_layers"]
     base = metadata.number("rope.freq_base_swa", float, _LOCAL_BASE)
-    local = {"rope_type": "default", "rope_theta": base}
     return {
         "query_pre_attn_scalar": query_scalar(settings, _LAYERS_OF_27B),
         "sliding_window": metadata.number("attention.sliding_window", int),
         "layer_types": windowed_layer_types(metadata, layers, _FULL_EVERY),
-        "rope_parameters": dict(zip(_KINDS, (local, settings["rope_parameters"]), strict=True)),
+        "rope_parameters": rotations_by_kind(settings, base),
         "final_logit_softcapping": metadata.value("final_logit_softcapping", float, 0.0) or None,
     }
 
 
 def _table(model: Any) -> ModelTable:
     config = model.config
-    kinds = [kind for kind in _KINDS if kind in config.layer_types]
+    kinds = [kind for kind in (LOCAL, FULL) if kind in config.layer_types]
     layers = [
         gemma_layer(
             layer,

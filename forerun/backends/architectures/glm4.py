@@ -7,38 +7,32 @@ from typing import Any
 from forerun.backends.architectures.architecture import (
     LLAMA_TENSORS,
     Architecture,
-    Settings,
+    attention_bias_settings,
+    attention_matrices,
+    layer_tables,
     model_table,
     norm_of,
+    norms_before,
     rotation_of,
 )
-from forerun.backends.gguf.metadata import Metadata
 from forerun.backends.table import LayerTable, ModelTable
 
 
-def _settings(metadata: Metadata, settings: Settings) -> Settings:
-    return {"attention_bias": metadata.has("blk.0.attn_q.bias")}
+def _layer(layer: Any, **changes: Any) -> LayerTable:
+    return LayerTable(
+        **attention_matrices(layer),
+        gate=layer.mlp.gate_up_proj,
+        down=layer.mlp.down_proj,
+        **norms_before(layer),
+        attention_after=norm_of(layer.post_self_attn_layernorm),
+        mlp_after=norm_of(layer.post_mlp_layernorm),
+        **changes,
+    )
 
 
 def _table(model: Any) -> ModelTable:
-    layers = [
-        LayerTable(
-            q=layer.self_attn.q_proj,
-            k=layer.self_attn.k_proj,
-            v=layer.self_attn.v_proj,
-            o=layer.self_attn.o_proj,
-            gate=layer.mlp.gate_up_proj,
-            down=layer.mlp.down_proj,
-            attention_norm=norm_of(layer.input_layernorm),
-            attention_after=norm_of(layer.post_self_attn_layernorm),
-            mlp_norm=norm_of(layer.post_attention_layernorm),
-            mlp_after=norm_of(layer.post_mlp_layernorm),
-            activation=model.config.hidden_act,
-        )
-        for layer in model.model.layers
-    ]
     rotation = rotation_of(model.model.rotary_emb, is_interleaved=True)
-    return model_table(model, layers, rotations=[rotation])
+    return model_table(model, layer_tables(model, _layer), rotations=[rotation])
 
 
 GLM4 = Architecture(
@@ -51,6 +45,6 @@ GLM4 = Architecture(
         "post_self_attn_layernorm": "post_attention_norm",
         "post_mlp_layernorm": "post_ffw_norm",
     },
-    settings=_settings,
+    settings=attention_bias_settings,
     may_rotate_parts=True,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from forerun.backends.architectures.architecture import (
@@ -9,12 +10,12 @@ from forerun.backends.architectures.architecture import (
     LLAMA_TENSORS,
     Architecture,
     Settings,
-    attention_of,
     expert_counts,
+    expert_layer,
     experts_table,
+    layer_tables,
     model_table,
     windowed_layer_types,
-    windows_of,
 )
 from forerun.backends.gguf.metadata import Metadata
 from forerun.backends.stored import StoredExperts, expert_activation
@@ -46,26 +47,20 @@ def _activation(experts: Any) -> str:
     return expert_activation(experts)
 
 
+def _layer(config: Any, layer: Any, **changes: Any) -> LayerTable:
+    experts = experts_table(
+        layer.mlp.experts,
+        layer.mlp.router,
+        config.num_experts_per_tok,
+        scoring="softmax of chosen",
+    )
+    # The configuration names another activation than the experts have.
+    fields = changes | {"activation": _activation(layer.mlp.experts)}
+    return expert_layer(layer, experts, sinks=layer.self_attn.sinks, **fields)
+
+
 def _table(model: Any) -> ModelTable:
-    config = model.config
-    layers = []
-    for layer, window in zip(model.model.layers, windows_of(config), strict=True):
-        experts = experts_table(
-            layer.mlp.experts,
-            layer.mlp.router,
-            config.num_experts_per_tok,
-            scoring="softmax of chosen",
-        )
-        layers.append(
-            LayerTable(
-                **attention_of(layer),
-                sinks=layer.self_attn.sinks,
-                experts=experts,
-                window=window,
-                activation=_activation(layer.mlp.experts),
-            )
-        )
-    return model_table(model, layers)
+    return model_table(model, layer_tables(model, partial(_layer, model.config)))
 
 
 GPT_OSS = Architecture(

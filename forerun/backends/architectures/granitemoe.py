@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from forerun.backends.architectures.architecture import (
@@ -9,9 +10,10 @@ from forerun.backends.architectures.architecture import (
     LLAMA_TENSORS,
     Architecture,
     Settings,
-    attention_of,
     expert_counts,
+    expert_layer,
     experts_table,
+    layer_tables,
     model_table,
 )
 from forerun.backends.architectures.granite import granite_factors, granite_settings
@@ -27,19 +29,19 @@ def _settings(metadata: Metadata, settings: Settings) -> Settings:
     }
 
 
+def _layer(config: Any, layer: Any, **changes: Any) -> LayerTable:
+    experts = experts_table(
+        layer.block_sparse_moe.experts,
+        layer.block_sparse_moe.router,
+        config.num_experts_per_tok,
+        scoring="softmax of chosen",
+    )
+    return expert_layer(layer, experts, **changes)
+
+
 def _table(model: Any) -> ModelTable:
     config = model.config
-    layers = []
-    for layer in model.model.layers:
-        experts = experts_table(
-            layer.block_sparse_moe.experts,
-            layer.block_sparse_moe.router,
-            config.num_experts_per_tok,
-            scoring="softmax of chosen",
-        )
-        layers.append(
-            LayerTable(**attention_of(layer), experts=experts, activation=config.hidden_act)
-        )
+    layers = layer_tables(model, partial(_layer, config))
     return model_table(model, layers, **granite_factors(config))
 
 

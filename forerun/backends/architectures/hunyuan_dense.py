@@ -7,30 +7,26 @@ from typing import Any
 from forerun.backends.architectures.architecture import (
     LLAMA_TENSORS,
     Architecture,
-    Settings,
+    attention_bias_settings,
     layer_table,
+    layer_tables,
     model_table,
 )
-from forerun.backends.gguf.metadata import Metadata
-from forerun.backends.table import ModelTable
+from forerun.backends.table import LayerTable, ModelTable
 
 
-def _settings(metadata: Metadata, settings: Settings) -> Settings:
-    return {"attention_bias": metadata.has("blk.0.attn_q.bias")}
+def _layer(layer: Any, **changes: Any) -> LayerTable:
+    return layer_table(
+        layer,
+        q_norm=layer.self_attn.query_layernorm.weight,
+        k_norm=layer.self_attn.key_layernorm.weight,
+        are_heads_normed_rotated=True,
+        **changes,
+    )
 
 
 def _table(model: Any) -> ModelTable:
-    layers = [
-        layer_table(
-            layer,
-            q_norm=layer.self_attn.query_layernorm.weight,
-            k_norm=layer.self_attn.key_layernorm.weight,
-            are_heads_normed_rotated=True,
-            activation=model.config.hidden_act,
-        )
-        for layer in model.model.layers
-    ]
-    return model_table(model, layers)
+    return model_table(model, layer_tables(model, _layer))
 
 
 HUNYUAN_DENSE = Architecture(
@@ -42,5 +38,5 @@ HUNYUAN_DENSE = Architecture(
         "self_attn.query_layernorm": "attn_q_norm",
         "self_attn.key_layernorm": "attn_k_norm",
     },
-    settings=_settings,
+    settings=attention_bias_settings,
 )

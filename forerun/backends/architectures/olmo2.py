@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from forerun.backends.architectures.architecture import (
+    FULL,
     HEAD_NORM_TENSORS,
     LLAMA_TENSORS,
+    LOCAL,
+    POST_NORM_TENSORS,
     Architecture,
     Settings,
+    layer_tables,
     model_table,
     post_norm_layer,
     rotation_of,
+    rotations_by_kind,
     windowed_layer_types,
-    windows_of,
 )
 from forerun.backends.gguf.metadata import Metadata
 from forerun.backends.table import ModelTable
 
 _FULL_EVERY = 4
-_KINDS = ("sliding_attention", "full_attention")
 
 
 def _settings(metadata: Metadata, settings: Settings) -> Settings:
@@ -27,30 +31,26 @@ def _settings(metadata: Metadata, settings: Settings) -> Settings:
     if not window:
         return {}
     layers = settings["num_hidden_layers"]
-    theta = settings["rope_parameters"]["rope_theta"]
-    # YaRN scales the full layers only.
-    local = {"rope_type": "default", "rope_theta": theta}
+    base = settings["rope_parameters"]["rope_theta"]
     return {
         "architectures": ["Olmo3ForCausalLM"],
         "sliding_window": window,
         "layer_types": windowed_layer_types(metadata, layers, _FULL_EVERY),
-        "rope_parameters": dict(zip(_KINDS, (local, settings["rope_parameters"]), strict=True)),
+        "rope_parameters": rotations_by_kind(settings, base),
     }
 
 
 def _table(model: Any) -> ModelTable:
-    config = model.config
-    kinds: list[str] = list(getattr(config, "layer_types", None) or [])
-    chosen = [kind for kind in _KINDS if kind in kinds]
-    layers = []
-    for index, layer in enumerate(model.model.layers):
-        rotation = chosen.index(kinds[index]) if chosen else 0
-        window = windows_of(config)[index] if chosen else 0
-        layers.append(
-            post_norm_layer(layer, rotation=rotation, window=window, activation=config.hidden_act)
-        )
     rotary = model.model.rotary_emb
-    rotations = [rotation_of(rotary, kind) for kind in chosen] or [rotation_of(rotary)]
+    types: list[str] | None = getattr(model.config, "layer_types", None)
+    if not types:  # OLMo 2
+        return model_table(model, layer_tables(model, post_norm_layer))
+    kinds = [kind for kind in (LOCAL, FULL) if kind in types]
+    layers = [
+        replace(layer, rotation=kinds.index(kind))
+        for layer, kind in zip(layer_tables(model, post_norm_layer), types, strict=True)
+    ]
+    rotations = [rotation_of(rotary, kind) for kind in kinds]
     return model_table(model, layers, rotations=rotations)
 
 
@@ -58,11 +58,6 @@ OLMO2 = Architecture(
     name="olmo2",
     classes=("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
     table=_table,
-    tensors=LLAMA_TENSORS
-    | HEAD_NORM_TENSORS
-    | {
-        "post_attention_layernorm": "post_attention_norm",
-        "post_feedforward_layernorm": "post_ffw_norm",
-    },
+    tensors=LLAMA_TENSORS | HEAD_NORM_TENSORS | POST_NORM_TENSORS,
     settings=_settings,
 )

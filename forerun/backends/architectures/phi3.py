@@ -10,9 +10,9 @@ from forerun.backends.architectures.architecture import (
     LLAMA_TENSORS,
     Architecture,
     Settings,
+    layer_tables,
     model_table,
-    norm_of,
-    windows_of,
+    norms_before,
 )
 from forerun.backends.gguf.metadata import Metadata
 from forerun.backends.table import LayerTable, ModelTable
@@ -24,21 +24,19 @@ def _settings(metadata: Metadata, settings: Settings) -> Settings:
     return {"sliding_window": window if 0 < window < context else None}
 
 
+def _layer(layer: Any, **changes: Any) -> LayerTable:
+    return LayerTable(
+        q=layer.self_attn.qkv_proj,
+        o=layer.self_attn.o_proj,
+        gate=layer.mlp.gate_up_proj,
+        down=layer.mlp.down_proj,
+        **norms_before(layer),
+        **changes,
+    )
+
+
 def _table(model: Any) -> ModelTable:
-    layers = [
-        LayerTable(
-            q=layer.self_attn.qkv_proj,
-            o=layer.self_attn.o_proj,
-            gate=layer.mlp.gate_up_proj,
-            down=layer.mlp.down_proj,
-            attention_norm=norm_of(layer.input_layernorm),
-            mlp_norm=norm_of(layer.post_attention_layernorm),
-            window=window,
-            activation=model.config.hidden_act,
-        )
-        for layer, window in zip(model.model.layers, windows_of(model.config), strict=True)
-    ]
-    return model_table(model, layers)
+    return model_table(model, layer_tables(model, _layer))
 
 
 PHI3 = Architecture(

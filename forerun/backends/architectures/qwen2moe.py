@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from forerun.backends.architectures.architecture import (
@@ -9,12 +10,13 @@ from forerun.backends.architectures.architecture import (
     LLAMA_TENSORS,
     Architecture,
     Settings,
-    attention_of,
     expert_counts,
+    expert_layer,
     experts_table,
     layer_table,
+    layer_tables,
+    mlp_matrices,
     model_table,
-    windows_of,
 )
 from forerun.backends.gguf.metadata import Metadata
 from forerun.backends.table import LayerTable, ModelTable
@@ -35,10 +37,10 @@ def _settings(metadata: Metadata, settings: Settings) -> Settings:
     }
 
 
-def _layer(layer: Any, window: int, config: Any) -> LayerTable:
+def _layer(config: Any, layer: Any, **changes: Any) -> LayerTable:
     mlp = layer.mlp
     if not hasattr(mlp, "experts"):
-        return layer_table(layer, window=window, activation=config.hidden_act)
+        return layer_table(layer, **changes)
     experts = experts_table(
         mlp.experts,
         mlp.gate,
@@ -46,24 +48,12 @@ def _layer(layer: Any, window: int, config: Any) -> LayerTable:
         are_weights_normed=config.norm_topk_prob,
         shared_gate=mlp.shared_expert_gate,
     )
-    return LayerTable(
-        **attention_of(layer),
-        gate=mlp.shared_expert.gate_proj,
-        up=mlp.shared_expert.up_proj,
-        down=mlp.shared_expert.down_proj,
-        experts=experts,
-        window=window,
-        activation=config.hidden_act,
-    )
+    shared = mlp_matrices(mlp.shared_expert)
+    return expert_layer(layer, experts, **shared, **changes)
 
 
 def _table(model: Any) -> ModelTable:
-    windows = windows_of(model.config)
-    layers = [
-        _layer(layer, window, model.config)
-        for layer, window in zip(model.model.layers, windows, strict=True)
-    ]
-    return model_table(model, layers)
+    return model_table(model, layer_tables(model, partial(_layer, model.config)))
 
 
 QWEN2MOE = Architecture(

@@ -8,31 +8,21 @@ from forerun.backends.architectures.architecture import (
     HEAD_NORM_TENSORS,
     LLAMA_TENSORS,
     Architecture,
-    Settings,
+    attention_bias_settings,
+    head_norms,
     layer_table,
+    layer_tables,
     model_table,
-    windows_of,
 )
-from forerun.backends.gguf.metadata import Metadata
-from forerun.backends.table import ModelTable
+from forerun.backends.table import LayerTable, ModelTable
 
 
-def _settings(metadata: Metadata, settings: Settings) -> Settings:
-    return {"attention_bias": metadata.has("blk.0.attn_q.bias")}
+def _layer(layer: Any, **changes: Any) -> LayerTable:
+    return layer_table(layer, **head_norms(layer), **changes)
 
 
 def _table(model: Any) -> ModelTable:
-    layers = [
-        layer_table(
-            layer,
-            q_norm=layer.self_attn.q_norm.weight,
-            k_norm=layer.self_attn.k_norm.weight,
-            window=window,
-            activation=model.config.hidden_act,
-        )
-        for layer, window in zip(model.model.layers, windows_of(model.config), strict=True)
-    ]
-    return model_table(model, layers)
+    return model_table(model, layer_tables(model, _layer))
 
 
 QWEN3 = Architecture(
@@ -40,5 +30,5 @@ QWEN3 = Architecture(
     classes=("Qwen3ForCausalLM",),
     table=_table,
     tensors=LLAMA_TENSORS | HEAD_NORM_TENSORS,
-    settings=_settings,
+    settings=attention_bias_settings,
 )

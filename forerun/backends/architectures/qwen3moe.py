@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from forerun.backends.architectures.architecture import (
@@ -10,10 +11,12 @@ from forerun.backends.architectures.architecture import (
     LLAMA_TENSORS,
     Architecture,
     Settings,
-    attention_of,
     expert_counts,
+    expert_layer,
     experts_table,
+    head_norms,
     layer_table,
+    layer_tables,
     model_table,
 )
 from forerun.backends.gguf.metadata import Metadata
@@ -32,22 +35,20 @@ def _settings(metadata: Metadata, settings: Settings) -> Settings:
     }
 
 
-def _layer(layer: Any, config: Any) -> LayerTable:
-    attention = layer.self_attn
-    norms = {"q_norm": attention.q_norm.weight, "k_norm": attention.k_norm.weight}
+def _layer(config: Any, layer: Any, **changes: Any) -> LayerTable:
     if not hasattr(layer.mlp, "experts"):
-        return layer_table(layer, activation=config.hidden_act, **norms)
+        return layer_table(layer, **head_norms(layer), **changes)
     experts = experts_table(
         layer.mlp.experts,
         layer.mlp.gate,
         config.num_experts_per_tok,
         are_weights_normed=config.norm_topk_prob,
     )
-    return LayerTable(**attention_of(layer), **norms, experts=experts, activation=config.hidden_act)
+    return expert_layer(layer, experts, **head_norms(layer), **changes)
 
 
 def _table(model: Any) -> ModelTable:
-    return model_table(model, [_layer(layer, model.config) for layer in model.model.layers])
+    return model_table(model, layer_tables(model, partial(_layer, model.config)))
 
 
 QWEN3MOE = Architecture(

@@ -8,11 +8,11 @@ from forerun.backends.architectures.architecture import (
     Architecture,
     Settings,
     layer_table,
+    layer_tables,
     model_table,
-    windows_of,
 )
 from forerun.backends.gguf.metadata import Metadata
-from forerun.backends.table import ModelTable
+from forerun.backends.table import LayerTable, ModelTable
 
 
 def _settings(metadata: Metadata, settings: Settings) -> Settings:
@@ -22,17 +22,12 @@ def _settings(metadata: Metadata, settings: Settings) -> Settings:
     }
 
 
+def _layer(layer: Any, **changes: Any) -> LayerTable:
+    return layer_table(layer, rotation=0 if layer.self_attn.use_rope else None, **changes)
+
+
 def _table(model: Any) -> ModelTable:
-    layers = [
-        layer_table(
-            layer,
-            rotation=0 if layer.self_attn.use_rope else None,
-            window=window,
-            activation=model.config.hidden_act,
-        )
-        for layer, window in zip(model.model.layers, windows_of(model.config), strict=True)
-    ]
-    return model_table(model, layers)
+    return model_table(model, layer_tables(model, _layer))
 
 
 SMOLLM3 = Architecture(

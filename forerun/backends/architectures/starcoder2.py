@@ -10,8 +10,10 @@ from forerun.backends.architectures.architecture import (
     LLAMA_TENSORS,
     Architecture,
     Settings,
+    attention_matrices,
+    layer_tables,
     model_table,
-    norm_of,
+    norms_before,
 )
 from forerun.backends.gguf.metadata import Metadata
 from forerun.backends.table import LayerTable, ModelTable
@@ -24,24 +26,19 @@ def _settings(metadata: Metadata, settings: Settings) -> Settings:
     }
 
 
+def _layer(layer: Any, **changes: Any) -> LayerTable:
+    return LayerTable(
+        **attention_matrices(layer),
+        gate=layer.mlp.c_fc,
+        down=layer.mlp.c_proj,
+        **norms_before(layer),
+        **changes,
+    )
+
+
 def _table(model: Any) -> ModelTable:
-    config = model.config
-    layers = [
-        LayerTable(
-            q=layer.self_attn.q_proj,
-            k=layer.self_attn.k_proj,
-            v=layer.self_attn.v_proj,
-            o=layer.self_attn.o_proj,
-            gate=layer.mlp.c_fc,
-            down=layer.mlp.c_proj,
-            attention_norm=norm_of(layer.input_layernorm),
-            mlp_norm=norm_of(layer.post_attention_layernorm),
-            window=config.sliding_window or 0,
-            activation=config.hidden_act,
-        )
-        for layer in model.model.layers
-    ]
-    return model_table(model, layers, eps=config.norm_epsilon, are_norms_by_mean=True)
+    eps = model.config.norm_epsilon
+    return model_table(model, layer_tables(model, _layer), eps=eps, are_norms_by_mean=True)
 
 
 STARCODER2 = Architecture(
