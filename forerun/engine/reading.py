@@ -5,10 +5,23 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from forerun.engine.sequence import Sequence
 
 MAX_READINGS = 8  # prompts at once, because each keeps its keys and values apart until it is read
+
+
+class Chunk(NamedTuple):
+    """What has been read of a prompt at once.
+
+    Attributes:
+        size: its number of tokens.
+        left: the number of tokens that are yet to be read, at most.
+    """
+
+    size: int
+    left: int
 
 
 @dataclass(eq=False)
@@ -17,18 +30,19 @@ class Reading:
 
     Attributes:
         seq: its sequence.
-        chunks: reads a chunk whenever it is advanced, and yields the number of its tokens.
+        chunks: reads a chunk whenever it is advanced.
         reserve: positions of keys and values that the sequence will need.
-        left: the number of tokens that the target has yet to read, at most.
-        turn: when it had its last chunk; 0 before the first.
+        left: the number of tokens that are yet to be read, at most: by the target, and then by the
+            drafter.
+        has_begun: whether it has had a chunk.
         alike: earlier readings, and with how many tokens of theirs this prompt begins.
     """
 
     seq: Sequence
-    chunks: Generator[int, None, None]
+    chunks: Generator[Chunk, None, None]
     reserve: int
     left: int
-    turn: int = 0
+    has_begun: bool = False
     alike: list[tuple[Reading, int]] = field(default_factory=list)
 
 
@@ -36,8 +50,7 @@ class Readings:
     """The prompts that are read, each a chunk at a time.
 
     Chunks go in turn to the prompt with the fewest tokens left, so that a short one need not wait
-    for a long one, and to the one that has waited longest for a chunk, so that each comes to its
-    end.
+    for a long one, and to the one that came first, so that each comes to its end.
 
     A prompt that begins like an earlier one waits for it if that is no longer than twice what both
     have in common: what is read once need not be read again.
@@ -47,7 +60,7 @@ class Readings:
 
     def __init__(self) -> None:
         self._readings: list[Reading] = []
-        self._turn = 0
+        self._is_shortest = True  # whether the next chunk goes to the shortest prompt
 
     def __len__(self) -> int:
         return len(self._readings)
@@ -73,18 +86,20 @@ class Readings:
     def next(self) -> Reading:
         """Return the prompt whose turn it is. There is at least one."""
         able = [reading for reading in self._readings if not self._waits(reading)]
-        if self._turn % 2:
-            return min(able, key=lambda reading: reading.turn)
-        return min(able, key=lambda reading: reading.left)
+        if self._is_shortest:
+            return min(able, key=lambda reading: reading.left)
+        return able[0]
 
-    def count(self, reading: Reading) -> None:
-        """Count a chunk of a prompt, which `next` returned."""
-        self._turn += 1
-        reading.turn = self._turn
+    def count(self, reading: Reading, left: int) -> None:
+        """Count a turn of a prompt, which `next` returned and of which `left` tokens are left."""
+        self._is_shortest = not self._is_shortest
+        reading.has_begun = True
+        reading.left = left
 
     def end(self, reading: Reading) -> None:
         """Give no more turns to a prompt, which has been read or failed."""
         self._readings = [other for other in self._readings if other is not reading]
+        reading.alike.clear()  # which would keep all earlier readings alive
         reading.chunks.close()
 
     def end_of(self, ids: abc.Set[int]) -> None:
@@ -101,7 +116,7 @@ class Readings:
 
     def _waits(self, reading: Reading) -> bool:
         """Return whether a prompt had better wait for an earlier one that begins like it."""
-        return not reading.turn and any(
+        return not reading.has_begun and any(
             other in self._readings and other.left <= 2 * shared for other, shared in reading.alike
         )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
 
-from forerun.engine.reading import MAX_READINGS, Reading, Readings
+from forerun.engine.reading import MAX_READINGS, Chunk, Reading, Readings
 from forerun.engine.recent_states import RecentStates
 from forerun.engine.reporting import Reports
 from forerun.engine.retries import Retries
@@ -142,7 +142,7 @@ class Scheduler:
         while self._take_waiting():
             reading = self._readings.next()
             try:
-                chunk = next(reading.chunks, None)
+                tokens_left -= self._read_on(reading)
             except UNATTRIBUTABLE:
                 raise
             except BaseException as error:
@@ -152,20 +152,26 @@ class Scheduler:
                 self.requeue([reading.seq])
                 on_failure([reading.seq], error)
                 continue
-            self._readings.count(reading)
-            if chunk is None:
-                self._readings.end(reading)
-                reading.seq.phase = Phase.RUNNING
-            else:
-                tokens_left -= chunk
-                reading.left = max(0, len(reading.seq.tokens) - self._target.prompt_read)
-            if not was_idle:
-                is_over = self._is_late(self._target.clock() - started_at)
-            else:
+            if was_idle:
                 is_long = bool(self.running) and self._next_left() > self._chunk_size()
                 is_over = is_long or tokens_left <= 0
+            else:
+                is_over = self._is_late(self._target.clock() - started_at)
             if is_over or self._aborted:
                 return
+
+    def _read_on(self, reading: Reading) -> int:
+        """Read a chunk of a prompt, and return its tokens. After the last one its sequence runs."""
+        tokens = 0
+        for chunk in reading.chunks:
+            tokens += chunk.size
+            if chunk.left:
+                self._readings.count(reading, chunk.left)
+                return tokens
+        self._readings.count(reading, 0)
+        self._readings.end(reading)
+        reading.seq.phase = Phase.RUNNING
+        return tokens
 
     def _take_waiting(self) -> bool:
         """Begin with prompts in the order of the queue; return whether there are any to read."""
@@ -212,22 +218,22 @@ class Scheduler:
         chunks = self._chunks(seq)
         self._readings.add(Reading(seq, chunks, self._reserve(seq), len(seq.tokens)))
 
-    def _chunks(self, seq: Sequence) -> Generator[int, None, None]:
-        """Read a prompt, and yield the number of tokens in each chunk."""
+    def _chunks(self, seq: Sequence) -> Generator[Chunk, None, None]:
+        """Read a prompt, first with the target and then with the drafter."""
         if seq.waited is None:
             seq.waited = perf_counter() - seq.added_at
-        size = self._chunk_size()
         score_chunk = None
-        target_size = size
+        largest = LARGEST_CHUNK
         seq.prompt_logprobs = None
         if seq.request.prompt_logprobs and not seq.output:
             score_chunk = seq.score_prompt
-            target_size = min(size, LARGEST_SCORED_CHUNK)
+            largest = LARGEST_SCORED_CHUNK
             seq.prompt_logprobs = []
+        length = len(seq.tokens) - 1
         started_at = self._target.clock()
         for tokens in self._target.prefill(
             seq.tokens[:-1],
-            target_size,
+            lambda: min(self._chunk_size(), largest),
             seq.request.salt,
             self._capture,
             score_chunk,
@@ -236,14 +242,18 @@ class Scheduler:
             if tokens >= SMALLEST_CHUNK:
                 self._prefill_rate = tokens / max(self._target.clock() - started_at, 1e-9)
             seq.report(self._target.prompt_read)
-            yield tokens
+            yield Chunk(tokens, length - self._target.prompt_read)
             started_at = self._target.clock()
         self._target.join(seq.id, self._reserve(seq))
         hidden = self._target.prompt_hidden
         if hidden is not None and self._target.keeps_prefixes:
-            seq.features = RecentStates(self._drafter.reads, len(seq.tokens) - 1, hidden)
-        if not seq.request.plain:
-            yield from self._drafter.admit(seq, hidden, size)
+            seq.features = RecentStates(self._drafter.reads, length, hidden)
+        if seq.request.plain:
+            return
+        count = 0
+        for tokens in self._drafter.admit(seq, hidden, self._chunk_size()):
+            count += tokens
+            yield Chunk(tokens, max(0, length - count))
 
     def _chunk_size(self) -> int:
         """Return the number of prompt tokens that fill `chunk_seconds`.

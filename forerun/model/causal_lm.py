@@ -19,7 +19,7 @@ from transformers import (
 
 from forerun.engine.draft import Draft
 from forerun.engine.recent_states import first_kept
-from forerun.engine.target import Capture, Memory, Output
+from forerun.engine.target import Capture, ChunkSize, Memory, Output, next_size
 from forerun.model.batch import Inputs
 from forerun.model.compat import warn_if_newer
 from forerun.model.eager import EagerForward, lm_head
@@ -183,7 +183,7 @@ class CausalLM(Rows):
     def prefill(
         self,
         tokens: Sequence[int],
-        chunk: int,
+        chunk: ChunkSize,
         cache_salt: str = "",
         capture: Capture = "",
         on_logits: Callable[[Tensor], None] | None = None,
@@ -206,11 +206,12 @@ class CausalLM(Rows):
         prompts = self._begin_reading()
         first = first_kept(len(tokens), reads)
         try:
-            held = prompts.begin(tokens, cache_salt, capture, on_logits is None, reads)
-            for start in range(held, len(tokens), chunk):
-                part = tokens[start : start + chunk]
+            count = prompts.begin(tokens, cache_salt, capture, on_logits is None, reads)
+            while count < len(tokens):
+                part = tokens[count : count + next_size(chunk)]
+                count += len(part)
                 inputs = Inputs([ROW], [range(len(part))], tokens=[part])
-                wanted: Capture = capture if start + len(part) > first else ""
+                wanted: Capture = capture if count > first else ""
                 logits, hidden = self.backend(inputs, prompts.cache, on_logits is not None, wanted)
                 if on_logits is not None:
                     assert logits is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -85,6 +86,17 @@ def test_a_newcomer_is_decoded_before_a_long_prompt_that_came_to_an_idle_engine(
     assert [step.id for step in first] == added
     steps = toys.drain(engine)
     assert len(tokens_of(steps[long])) == 2 and len(tokens_of(steps[added[0]])) == 2
+
+
+def test_a_long_prompt_that_came_first_has_small_chunks_once_others_stream() -> None:
+    engine = Engine(TableLM(TABLE), PlainDrafter(), chunk_seconds=1e-9)
+    reads: list[int] = []
+    long = engine.add(Request(text(1900), 2, progress=lambda read, total: reads.append(read)))
+    engine.add(Request(text(300, 3), 400))
+    steps = toys.drain(engine)
+    sizes = [after - before for before, after in pairwise([0, *reads])]
+    assert len(tokens_of(steps[long])) == 2
+    assert sizes[-1] <= CHUNK and sizes.count(CHUNK) >= 1900 // CHUNK - 2 * 256 // CHUNK - 1
 
 
 @pytest.mark.parametrize("is_beside", [False, True])
