@@ -122,9 +122,14 @@ def compiled(
         named = {int(token) for token in re.findall(r"<\[(\d{1,9})\]>", text)}
         special -= named - {end}
     tokens = _Tokens(size, end, ends, special)
-    first = Grammar(matcher, tokens, 0).text_state(())
+    beginning = Grammar(matcher, tokens, 0)
+    first = beginning.text_state(())
     if first.error is not None:
         raise ValueError(f"cannot use response_format.{kind}: it allows no text: {first.error}")
+    for token in (*first.some_token(tokens), *vocabulary.tokenize_str("{")[:1]):
+        limit = _limit(beginning.text_state((token,)).error)
+        if limit is not None:
+            raise ValueError(f"cannot use response_format.{kind}: it is too large: {limit}")
     return lambda start: Grammar(matcher, tokens, start, thoughts, first)
 
 
@@ -202,6 +207,13 @@ class _State:
     allowed: np.ndarray | None = None
     is_complete: bool = False
     error: str | None = None
+
+    def some_token(self, tokens: _Tokens) -> tuple[int, ...]:
+        """Return a token of text that may follow, if there is one."""
+        if self.allowed is None:
+            return ()
+        allowed = np.flatnonzero(np.unpackbits(self.allowed, bitorder="little")).tolist()
+        return tuple(token for token in allowed if token not in tokens.ends)[:1]
 
     def allows(self, token: int) -> bool:
         """Return whether a token may follow."""
@@ -509,6 +521,19 @@ class Grammar(Constraint):
         if not may_end and not may_continue:
             return _State(error="no token of the vocabulary may follow")
         return _State(np.packbits(bits, bitorder="little"), is_complete=not may_continue)
+
+
+def _limit(error: str | None) -> str | None:
+    """Return which limit of llguidance an error names, or None if it names none.
+
+    Some large forms can be read, and fail with the first token of a text.
+    """
+    items = re.search(r"row has (\d+) items; max is (\d+)", error or "")
+    if items is not None:
+        return f"{items[1]} ways to go on at one place, of at most {items[2]} (max_items_in_row)"
+    if "too many expressions" in (error or ""):
+        return "its repetitions need too many expressions; give smaller numbers"
+    return None
 
 
 def _line(error: object) -> str:

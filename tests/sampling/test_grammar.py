@@ -544,6 +544,15 @@ UNUSABLE = [
         'Unimplemented keys: ["not"]',
     ),
     ({"type": "json_schema", "json_schema": {"schema": False}}, "Unsatisfiable schema"),
+    (regex("a{2147483647}"), "it is too large: its repetitions need too many expressions"),
+    (regex("((a{100}){100}){100}"), "it is too large: its repetitions need too many expressions"),
+    (
+        {
+            "type": "json_schema",
+            "json_schema": {"schema": {"properties": {f"p{i}": {} for i in range(2000)}}},
+        },
+        "at one place, of at most 2000 (max_items_in_row)",
+    ),
 ]
 
 
