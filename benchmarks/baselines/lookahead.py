@@ -129,7 +129,7 @@ class LookaheadDrafter(Drafter):
         self.guesses = guesses
         self.span = span
         self.pool = pool
-        self.spread = (width + guesses) * span
+        self.extra_nodes = (width + guesses) * span
         self.rows: dict[int, _Text] = {}
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:

@@ -94,7 +94,7 @@ class RandomDrafter(Drafter):
         self.numbers = numbers
         wanted = [drafter.wants_hidden for drafter in drafters if drafter.wants_hidden]
         self.wants_hidden = wanted[0] if wanted else ""
-        self.spread = max((drafter.spread for drafter in drafters), default=0)
+        self.extra_nodes = max((drafter.extra_nodes for drafter in drafters), default=0)
         self._most_nodes = numbers.choice((2, 8, 24))
         self._knowledge = numbers.random()  # probability that a made-up token is right
 

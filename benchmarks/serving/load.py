@@ -1,13 +1,13 @@
 """forerun's server beside two others under the same chat load.
 
     python -m benchmarks.serving.load --out FOLDER [--seconds 300] [--clients 1,4,16,64]
-        [--rounds 1]
+        [--rounds 1] [--target smollm2]
 
-The others are those of llama-cpp-python and transformers; all serve smollm2's GGUF file, greedily
-by default. It needs the packages locust, psutil, llama-cpp-python[server] and
-transformers[serving]. A cell is one system under one number of clients in one round. Each cell has
-its own server and its own file in FOLDER/cells; those that exist are not run again.
-FOLDER/load.json has them all.
+The others are those of llama.cpp and transformers; all serve the target's GGUF file, greedily by
+default. It needs the packages locust, psutil and transformers[serving], and llama.cpp's program
+llama-server, built for this processor. A cell is one system under one number of clients in one
+round. Each cell has its own server and its own file in FOLDER/cells; those that exist are not run
+again. FOLDER/load.json has them all.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import numpy as np
 
 from benchmarks.serving.servers import (
     SYSTEMS,
+    Service,
     cpu_seconds,
     end_on_signals,
     gauges,
@@ -39,6 +40,7 @@ from benchmarks.serving.servers import (
 )
 from forerun.bench.report import provenance
 from forerun.files import write_text
+from forerun.zoo import SMOLLM2
 
 Cell = dict[str, Any]
 
@@ -64,7 +66,14 @@ def run_cell(
         count: returns the number of tokens of a text.
     """
     rows = max(clients, WARM_UP)
-    wanted = system(name, len(options.cores), rows, options.max_tokens, options.temperature)
+    service = Service(
+        options.target,
+        len(options.cores),
+        rows,
+        options.max_tokens,
+        options.temperature,
+    )
+    wanted = system(name, service)
     common = {"max_tokens": options.max_tokens, "temperature": options.temperature}
     seen: list[dict[str, float]] = []
     with started(wanted, options.cores, folder / "server.log") as (process, url):
@@ -91,7 +100,7 @@ def run_cell(
             )
         server_cpu = cpu_seconds(process.pid) - cpu_before
     requests = results["requests"]
-    command = ("python", *wanted.command[1:])
+    command = (Path(wanted.command[0]).name, *wanted.command[1:])
     return {
         "system": name,
         "clients": clients,
@@ -163,7 +172,7 @@ def figures(results: Cell, seconds: float, count: Callable[[str], int]) -> Cell:
         "wall": results["wall"],
     }
     for name, values in _samples(good, counts).items():
-        for rank in (50, 99):
+        for rank in (50, 95, 99):
             row[f"{name}_p{rank}"] = float(np.percentile(values, rank)) if values else None
     return row
 
@@ -211,6 +220,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--target", default=SMOLLM2)
     parser.add_argument("--clients", type=numbers, default=[1, 4, 16, 64])
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--rounds", type=int, default=1)
@@ -227,12 +237,11 @@ def parsed() -> argparse.Namespace:
     return options
 
 
-def token_counter() -> Callable[[str], int]:
-    """Return a function that counts the tokens of a text with smollm2's tokenizer."""
+def token_counter(target: str) -> Callable[[str], int]:
+    """Return a function that counts the tokens of a text with the target's tokenizer."""
     from forerun.api.loading import load_tokenizer
-    from forerun.zoo import SMOLLM2
 
-    tokenizer = load_tokenizer(SMOLLM2)
+    tokenizer = load_tokenizer(target)
 
     def count(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -243,8 +252,8 @@ def token_counter() -> Callable[[str], int]:
 def run_missing(options: argparse.Namespace) -> None:
     """Run the cells that are missing. Raises SystemExit for cells of other options."""
     names = options.systems.split(",")
-    count = token_counter()
-    same = ("seconds", "max_tokens", "temperature", "cores", "client_cores")
+    count = token_counter(options.target)
+    same = ("target", "seconds", "max_tokens", "temperature", "cores", "client_cores")
     how = {name: getattr(options, name) for name in same}
     for number in range(options.rounds):
         first = number % len(names)

@@ -24,6 +24,7 @@ import numpy as np
 
 from benchmarks.serving.servers import (
     OURS,
+    Service,
     cpu_seconds,
     end_on_signals,
     numbers,
@@ -37,6 +38,7 @@ from benchmarks.serving.servers import (
 from benchmarks.serving.traffic import EngineServer, Job, drive, figures
 from forerun.bench.report import provenance
 from forerun.files import write_text
+from forerun.zoo import SMOLLM2
 
 Result = dict[str, Any]
 
@@ -121,7 +123,8 @@ class HttpServer:
 
 
 def wanted_system(options: argparse.Namespace) -> Any:
-    return system(options.system, len(options.cores), 1, options.max_tokens, 0.0)
+    service = Service(SMOLLM2, len(options.cores), 1, options.max_tokens)
+    return system(options.system, service)
 
 
 def summary(rounds: list[Result]) -> Result:

@@ -23,24 +23,23 @@ Facts = dict[str, Any]
 NAMES = {
     "forerun": "**forerun**",
     "forerun-ar": "forerun, `--method ar`",
-    "llama-cpp": "llama-cpp-python",
+    "llama-server": "llama.cpp's `llama-server`",
     "transformers": "transformers serve",
 }
-PACKAGES = ("forerun", "torch", "transformers", "llama-cpp-python")
+PACKAGES = ("forerun", "torch", "transformers")
 FRONT = """# The server under load
 
-What `forerun serve` brings on smollm2 (135M, its GGUF file of 4 bits) on a CPU, beside two other
-servers, over the bare engine, and for an hour with clients that misbehave. `benchmarks/serving` has
-the scripts and their results.
+What `forerun serve` brings on a CPU, beside two other servers, over the bare engine, and for an
+hour with clients that misbehave. `benchmarks/serving` has the scripts and their results.
 """
 LOAD = """- A client asks its next question when the last one was answered. Questions are those of
   `benchmarks/speed/chat/test.jsonl`; from the second time on a number stands before one, so that no
   server knows a prompt.
 - All servers have the same cores, a thread each. The load runs on {cores}; the last column says how
   many it kept busy, in the mean.
-- llama-cpp-python reads the same file and answers one request after the other. transformers has its
-  weights in float32, and its cache is as large as the clients need, because a larger one makes it
-  slower.
+- llama.cpp's `llama-server` reads the same file and has a slot for each client; it is built for
+  this processor (`GGML_NATIVE`). transformers has its weights in float32, and its cache is as large
+  as the clients need, because a larger one makes it slower.
 - Tokens are counted in the texts, with one tokenizer. First token: from the request to its first
   text. A token: the rest of the time by the rest of the tokens. Requests that are open at the end
   are read to their end, and count as far as they came in time.
@@ -53,9 +52,9 @@ LOAD_HEADER = (
     "over llama.cpp",
     "over transformers",
     "requests/s",
-    "first token, ms (p50, p99)",
-    "ms a token (p50, p99)",
-    "queue, ms (p50, p99)",
+    "first token, ms (p50, p95)",
+    "ms a token (p50, p95)",
+    "queue, ms (p50, p95)",
     "errors",
     "same texts",
     "cores of the load",
@@ -116,7 +115,13 @@ def load_section(results: Facts) -> list[str]:
     cores = "the same"
     if given["client_cores"] != given["cores"]:
         cores = f"{len(given['client_cores'])} of its own"
-    lines = [f"## Load, {drawn}", "", *made_by(results), LOAD.format(cores=cores), ""]
+    lines = [
+        f"## Load on {given['target']}, {drawn}",
+        "",
+        *made_by(results),
+        LOAD.format(cores=cores),
+        "",
+    ]
     for clients in sorted({facts["clients"] for facts in results["cells"]}):
         cells = [facts for facts in results["cells"] if facts["clients"] == clients]
         lines += load_table(clients, cells)
@@ -140,10 +145,10 @@ def load_table(clients: int, cells: list[Facts]) -> list[str]:
 
 def load_row(name: str, cells: list[Facts], speeds: dict[str, float | None]) -> list[str]:
     """Return the row of one system; `speeds` are the tokens/s of all."""
-    over = [ratio(speeds[name], speeds.get(other)) for other in ("llama-cpp", "transformers")]
+    over = [ratio(speeds[name], speeds.get(other)) for other in ("llama-server", "transformers")]
     times = []
     for key, form in TIMES:
-        ranks = [cell(median_of(cells, f"{key}_p{rank}"), form) for rank in (50, 99)]
+        ranks = [cell(median_of(cells, f"{key}_p{rank}"), form) for rank in (50, 95)]
         times.append(", ".join(ranks).strip(", "))
     return [
         NAMES[name],

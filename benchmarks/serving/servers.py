@@ -19,16 +19,17 @@ import httpx
 import psutil
 
 from forerun.files import home
-from forerun.zoo import SMOLLM2, find
+from forerun.zoo import find
 
 BENCHMARKS = Path(__file__).parents[1]
 TEST_PROMPTS = BENCHMARKS / "speed" / "chat" / "test.jsonl"
 READY_SECONDS = 900  # until a server must be there; one that ends is noticed at once
 STOP_SECONDS = 60  # until a server is ended by force
 PAGE = 32  # tokens of a page of transformers' cache
+LLAMA_CONTEXT = 1024  # tokens of a client's prompt and answer in llama.cpp's server
 LONGEST = 512  # tokens of a prompt and its answer, at most
 OURS = {"forerun": (), "forerun-ar": ("--method", "ar")}  # with their options
-SYSTEMS = (*OURS, "llama-cpp", "transformers")
+SYSTEMS = (*OURS, "llama-server", "transformers")
 
 
 @dataclass(frozen=True)
@@ -46,45 +47,63 @@ class System:
     metrics: bool = False
 
 
-def system(name: str, threads: int, clients: int, max_tokens: int, temperature: float) -> System:
+@dataclass(frozen=True)
+class Service:
+    """What a server is asked for.
+
+    Attributes:
+        target: a known name of a target with a GGUF file.
+        threads: of the server.
+        clients: how many requests it must answer at once.
+        max_tokens: of an answer.
+        temperature: of the sampling; 0 for greedy decoding.
+    """
+
+    target: str
+    threads: int
+    clients: int
+    max_tokens: int
+    temperature: float = 0.0
+
+
+def system(name: str, service: Service) -> System:
     """Return one of SYSTEMS. Raises ValueError if the model's file is not there."""
-    path = find(SMOLLM2)
+    path = find(service.target)
     if path is None:
-        raise ValueError("smollm2 is not here: forerun fetch smollm2")
+        raise ValueError(f"{service.target} is not here: forerun fetch {service.target}")
     if name in OURS:
-        return _forerun(name, threads)
-    if name == "llama-cpp":
-        return _llama(path, threads)
+        return _forerun(name, service)
+    if name == "llama-server":
+        return _llama(path, service)
     assert name == "transformers"
-    return _transformers(path, clients, max_tokens, temperature)
+    return _transformers(path, service)
 
 
-def _forerun(name: str, threads: int) -> System:
+def _forerun(name: str, service: Service) -> System:
     command = (
-        *(sys.executable, "-m", "forerun", "serve", "--target", SMOLLM2),
-        *("--threads", str(threads), "--log-level", "warning", *OURS[name]),
+        *(sys.executable, "-m", "forerun", "serve", "--target", service.target),
+        *("--threads", str(service.threads), "--log-level", "warning", *OURS[name]),
     )
     return System(name, command, {"stream_options": {"include_usage": True}}, metrics=True)
 
 
-def _llama(path: Path, threads: int) -> System:
+def _llama(path: Path, service: Service) -> System:
+    # It divides its context among the clients, who are answered together.
     options = {
-        "interrupt_requests": False,  # else a new request ends the one that runs
-        "logits_all": False,  # because nobody reads the logits of prompts
-        "verbose": False,
-        "n_ctx": 2048,
-        "n_threads": threads,
-        "n_threads_batch": threads,
         "model": path,
+        "threads": service.threads,
+        "threads-batch": service.threads,
+        "parallel": service.clients,
+        "ctx-size": service.clients * LLAMA_CONTEXT,
     }
-    words = [f"--{key}={value}" for key, value in options.items()]
+    words = [str(word) for key, value in options.items() for word in (f"--{key}", value)]
     body = {"repeat_penalty": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    return System("llama-cpp", (sys.executable, "-m", "llama_cpp.server", *words), body)
+    return System("llama-server", ("llama-server", *words), body)
 
 
-def _transformers(path: Path, clients: int, max_tokens: int, temperature: float) -> System:
+def _transformers(path: Path, service: Service) -> System:
     # Its forward takes longer in a larger cache, so the cache has room for these clients alone.
-    blocks = clients * -(-(LONGEST + 1) // PAGE) + 1
+    blocks = service.clients * -(-(LONGEST + 1) // PAGE) + 1
     program = "transformers.cli.transformers"
     command = (
         *(sys.executable, "-m", program, "serve", str(whole_model(path))),
@@ -93,9 +112,14 @@ def _transformers(path: Path, clients: int, max_tokens: int, temperature: float)
         *("--cb-block-size", str(PAGE), "--cb-num-blocks", str(blocks)),
     )
     drawing: dict[str, Any] = {"do_sample": False}
-    if temperature:
-        drawing = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    config = {"max_new_tokens": max_tokens, "eos_token_id": 2, "pad_token_id": 2, **drawing}
+    if service.temperature:
+        drawing = {
+            "do_sample": True,
+            "temperature": service.temperature,
+            "top_k": 0,
+            "top_p": 1.0,
+        }
+    config = {"max_new_tokens": service.max_tokens, "eos_token_id": 2, "pad_token_id": 2, **drawing}
     return System("transformers", command, {"generation_config": json.dumps(config)})
 
 
@@ -165,10 +189,9 @@ def start(wanted: System, port: int, cores: list[int], log: Path) -> subprocess.
 def wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     """Wait for a server. Raises RuntimeError if it ends or is not there in time."""
     end = monotonic() + READY_SECONDS
-    path = "/v1/models" if "llama_cpp.server" in process.args else "/health"  # type: ignore[operator]
     while True:
         try:
-            if httpx.get(url + path, timeout=5, trust_env=False).status_code == 200:
+            if httpx.get(url + "/health", timeout=5, trust_env=False).status_code == 200:
                 return
         except httpx.HTTPError:
             pass

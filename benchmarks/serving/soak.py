@@ -30,6 +30,7 @@ import psutil
 
 from benchmarks.serving.results_page import picture
 from benchmarks.serving.servers import (
+    Service,
     System,
     end_on_signals,
     free_port,
@@ -45,6 +46,7 @@ from benchmarks.serving.servers import (
 from benchmarks.serving.soak_requests import CHAT_PATH, reference, send
 from forerun.bench.report import provenance
 from forerun.files import write_text
+from forerun.zoo import SMOLLM2
 
 LOST_SECONDS = 700  # without a byte until a request counts as lost: the server's own limit is 600
 SAMPLE_SECONDS = 5  # between samples
@@ -316,7 +318,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "server.log").unlink(missing_ok=True)
     expected = reference(options.lengths)
-    wanted = system("forerun", len(options.cores), options.clients, max(options.lengths), 0.0)
+    service = Service(SMOLLM2, len(options.cores), options.clients, max(options.lengths))
+    wanted = system("forerun", service)
     soak = Soak(wanted, options.out, options.cores, expected)
     try:
         last = asyncio.run(soak.run(options.seconds, options.clients))

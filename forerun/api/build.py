@@ -134,7 +134,7 @@ class Split(PlannedDrafter):
         self.drafters = {True: greedy, False: sampled}
         self.planner = PlannerByMode(greedy, sampled)
         self.wants_hidden = greedy.wants_hidden or sampled.wants_hidden
-        self.spread = max(greedy.spread, sampled.spread)
+        self.extra_nodes = max(greedy.extra_nodes, sampled.extra_nodes)
         reads = [drafter.reads for drafter in (greedy, sampled) if drafter.wants_hidden]
         limits = [count for count in reads if count is not None]
         self.reads = max(limits) if limits and len(limits) == len(reads) else None

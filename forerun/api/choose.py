@@ -139,6 +139,12 @@ class Situation:
         return not self.names_method and not self.given_layer and self.given_head is None
 
     @property
+    def names_method_alone(self) -> bool:
+        """Whether the user gives a method's name, and neither settings nor layer nor head."""
+        is_alone = not self.settings and not self.given_layer and self.given_head is None
+        return isinstance(self.method, str) and is_alone
+
+    @property
     def setting_names(self) -> set[str]:
         """The names of the settings that are given."""
         if isinstance(self.settings, Mapping):
@@ -166,7 +172,10 @@ class Situation:
 
     def tuned_method(self, mode: str) -> Method:
         """Return the fastest method for this target in a mode, with the fastest settings."""
-        name = self.tuned_names[mode]
+        return self.with_tuned_settings(self.tuned_names[mode], mode)
+
+    def with_tuned_settings(self, name: str, mode: str) -> Method:
+        """Return a method with the settings that are fastest for this target, if known."""
         return methods.method(name, **self.tuned.get(mode, {}).get(name, {}))
 
 
@@ -185,7 +194,11 @@ class Rule:
 
 # The first rule that applies chooses the method.
 RULES = (
-    # The user's own word comes first.
+    # The user's own word comes first. A name alone means the method as it is fastest here.
+    Rule(
+        applies=lambda situation, mode: situation.names_method_alone,
+        chosen=lambda situation, mode: situation.with_tuned_settings(str(situation.method), mode),
+    ),
     Rule(
         applies=lambda situation, mode: bool(situation.method),
         chosen=lambda situation, mode: situation.method,
@@ -236,9 +249,10 @@ def resolve(
     """Choose what a target is decoded with. Loads no weights.
 
     A draft, layer or head that is not given is the one that ships with forerun for a target of that
-    name. A method that is named is taken. With a head, a method that is not named is that of the
-    head's kind, if it has the settings. Else it is the one that ships with the target, for a user
-    who gives neither settings nor layer. Otherwise it is "pacer" with a draft and its pre-verifier,
+    name. A method that is named is taken; if neither settings nor layer nor head are given, with
+    the settings that ship for it. With a head, a method that is not named is that of the head's
+    kind, if it has the settings. Else it is the one that ships with the target, for a user who
+    gives neither settings nor layer. Otherwise it is "pacer" with a draft and its pre-verifier,
     "sd" with a draft, and "suffix" without.
 
     Args:
@@ -268,9 +282,10 @@ def resolve(
         tuned=tuned,
     )
     chosen = choose(situation, "greedy")
-    has_two_modes = bool(tuned) and situation.leaves_all
+    has_two_modes = bool(tuned) and (situation.leaves_all or situation.names_method_alone)
     sampling = choose(situation, "sampling") if has_two_modes else None
-    return _equipped(sources, chosen, sampling, _known_costs(situation, chosen))
+    other = None if sampling == chosen else sampling
+    return _equipped(sources, chosen, other, _known_costs(situation, chosen))
 
 
 def _equipped(

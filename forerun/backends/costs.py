@@ -87,14 +87,14 @@ def measure_costs(
         costs = replace(costs, head=head_costs(head))
     if draft is None:
         return costs
-    policy, glance = (0.0, 0.0) if layer is None else _layer_costs(layer, draft)
-    drawing, judging = _sampling_costs(target, draft, costs)
+    policy, read_prob_ms = (0.0, 0.0) if layer is None else _layer_costs(layer, draft)
+    sample_ms, verify_sample_ms = _sampling_costs(target, draft, costs)
     # These do not depend on the context.
     shared: dict[str, Any] = {
         "policy": policy,
-        "glance": glance,
-        "drawing": drawing,
-        "judging": judging,
+        "read_prob_ms": read_prob_ms,
+        "sample_ms": sample_ms,
+        "verify_sample_ms": verify_sample_ms,
     }
     far = replace(costs.far, **shared) if costs.far is not None else None
     return replace(costs, **shared, far=far)
@@ -281,10 +281,10 @@ def _sampling_costs(target: CausalLM, draft: CausalLM, costs: Costs) -> tuple[fl
     def verify(sampler: Sampler, chain: Draft, scores: Tensor) -> object:
         return accept(chain, sampler.scores(scores, lambda node: []), sampler.greedy, source)
 
-    drawing = _added_ms(draft, 1, costs.drafting(1), samplers, draw)
+    sample_ms = _added_ms(draft, 1, costs.drafting(1), samplers, draw)
     verifying = costs.verify(VERIFIED_TOKENS)
-    judging = _added_ms(target, VERIFIED_TOKENS, verifying, samplers, verify)
-    return drawing, judging
+    verify_sample_ms = _added_ms(target, VERIFIED_TOKENS, verifying, samplers, verify)
+    return sample_ms, verify_sample_ms
 
 
 def _added_ms(

@@ -79,7 +79,7 @@ class HeadDrafter(PlannedDrafter):
         self.wants_hidden = head.capture
         self.nodes = settings.nodes if settings.width > 1 else settings.depth
         self.depth = min(settings.depth, self.nodes)
-        self.spread = self.nodes if self.width > 1 else 0
+        self.extra_nodes = self.nodes if self.width > 1 else 0
         self.reads = head.reads
         self.features: dict[int, list[Tensor]] = {}
         self.unread: dict[int, Iterator[int]] = {}

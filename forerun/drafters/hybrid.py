@@ -102,7 +102,7 @@ class HybridDrafter(Drafter):
         self._draft = draft
         self._clock = draft.clock if draft is not None else perf_counter
         self.wants_hidden = other.wants_hidden
-        self.spread = other.spread
+        self.extra_nodes = other.extra_nodes
         self.reads = other.reads  # of the hidden states; suffixes need the tokens alone
         self._read: dict[int, int] = {}  # tokens of each sequence that the other drafter has read
         # {sequence: what makes the other drafter read on}, of prompts that are not read to the end
@@ -116,7 +116,7 @@ class HybridDrafter(Drafter):
         unread = len(seq.tokens) if self.other.reads is None else self.other.reads
         known = 0
         if self._draft is not None:
-            known = self._draft.prompts.known(seq.tokens, seq.request.salt)
+            known = self._draft.prompts.known(seq.tokens, seq.request.cache_salt)
         self._read[seq.id] = max(known, len(seq.tokens) - unread)
         self._chunk = min(chunk, MAX_READ)
         self._unread[seq.id] = iter(self.other.admit(seq, hidden, self._chunk))

@@ -60,7 +60,7 @@ class LyannaDrafter(HeadDrafter):
         self.least = settings.least
         self.old: dict[int, OldLogits] = {}
         if self.reuse == "both":
-            self.spread += self.nodes
+            self.extra_nodes += self.nodes
 
     def drop(self, seq: Sequence) -> None:
         """Forget a sequence and its old logits."""

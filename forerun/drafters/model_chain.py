@@ -115,8 +115,10 @@ class ChainDrafter(PlannedDrafter):
         self.model = model
         self.policy = policy
         self.vocab_size = vocab_size or model.vocab_size
-        self.spread = 0
-        self.slack = 0  # positions that a draft forward may need beyond a sequence's limit
+        self.extra_nodes = 0
+        self.extra_positions = (
+            0  # positions that a draft forward may need beyond a sequence's limit
+        )
         self._present: set[int] = set()  # the sequences that were admitted
         # Sequences whose rows hold drafted tokens. A failed step leaves some here until they are
         # dropped, so this is no part of a proposal's memo.
@@ -132,14 +134,14 @@ class ChainDrafter(PlannedDrafter):
         context = self.model.context
         tokens = self._text(seq)
         if (not context or len(tokens) <= context) and self._knows(tokens):
-            yield from self.model.prefill(tokens[:-1], chunk, cache_salt=seq.request.salt)
-            self.model.join(seq.id, min(seq.limit, context or seq.limit) + self.slack)
+            yield from self.model.prefill(tokens[:-1], chunk, cache_salt=seq.request.cache_salt)
+            self.model.join(seq.id, min(seq.limit, context or seq.limit) + self.extra_positions)
 
     def drop(self, seq: Sequence) -> None:
         """Forget a sequence. The draft model keeps the prefix of one that has ended well."""
         is_ended = seq.finish_reason in ("stop", "length", "abort")
         if is_ended and seq.id in self.model and seq.id not in self._open:
-            self.model.save_prefix(seq.id, self._text(seq), cache_salt=seq.request.salt)
+            self.model.save_prefix(seq.id, self._text(seq), cache_salt=seq.request.cache_salt)
         self.model.drop(seq.id)
         self.policy.drop(seq)
         self._open.discard(seq.id)

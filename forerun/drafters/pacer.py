@@ -183,7 +183,9 @@ class PacerStop(LengthPolicy):
         greedy = mode == "greedy"
         costs = (self.costs if greedy else self.costs.sampled).at(context, count)
         if costs.chained and is_alone:  # a fused draft returns probabilities
-            costs = replace(costs, policy=max(0.0, costs.policy - costs.glance), glance=0.0)
+            costs = replace(
+                costs, policy=max(0.0, costs.policy - costs.read_prob_ms), read_prob_ms=0.0
+            )
         else:
             costs = replace(costs, chained=0.0)
         block, threshold = self._best(costs, greedy, count)
@@ -202,8 +204,8 @@ class PacerStop(LengthPolicy):
             traces, products = self.layer.traces[mode][..., : self.most]
             by_block = {block: best_threshold(traces, block, costs, count) for block in blocks}
             if len(blocks) > 1:
-                glancing = replace(costs, policy=costs.glance)
-                by_block[0] = best_threshold(traces, 1, glancing, count, products)
+                one_policy = replace(costs, policy=costs.read_prob_ms)
+                by_block[0] = best_threshold(traces, 1, one_policy, count, products)
             best = max(by_block, key=lambda block: by_block[block][1])
             known[key] = best, by_block[best][0]
         return known[key]

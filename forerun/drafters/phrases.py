@@ -111,8 +111,8 @@ class OuroborosDrafter(ChainDrafter):
         self.pool = pool
         self.span = settings.phrases[0]
         self.chooser = PhraseChooser(costs, self.span, settings.guesses)
-        self.slack = settings.guesses * self.span
-        self.spread = settings.suffixes * self.span
+        self.extra_positions = settings.guesses * self.span
+        self.extra_nodes = settings.suffixes * self.span
         self.rows: dict[int, _Row] = {}
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:

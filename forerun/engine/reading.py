@@ -78,7 +78,7 @@ class Readings:
     def add(self, reading: Reading) -> None:
         """Begin to give turns to a prompt."""
         for other in self._readings:
-            if other.seq.request.salt == reading.seq.request.salt:
+            if other.seq.request.cache_salt == reading.seq.request.cache_salt:
                 shared = _common(other.seq.tokens, reading.seq.tokens)
                 reading.alike.append((other, shared))
         self._readings.append(reading)

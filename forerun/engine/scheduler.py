@@ -196,7 +196,7 @@ class Scheduler:
 
     def _reserve(self, seq: Sequence) -> int:
         """Return the number of positions of keys and values that a sequence may need."""
-        return seq.limit + self._drafter.spread
+        return seq.limit + self._drafter.extra_nodes
 
     def _is_late(self, spent: float) -> bool:
         """Return whether another chunk would take prefill beyond `chunk_seconds`."""
@@ -234,7 +234,7 @@ class Scheduler:
         for tokens in self._target.prefill(
             seq.tokens[:-1],
             lambda: min(self._chunk_size(), largest),
-            seq.request.salt,
+            seq.request.cache_salt,
             self._capture,
             score_chunk,
             self._drafter.reads,
@@ -310,7 +310,7 @@ class Scheduler:
             if seq.finish_reason in ("stop", "length", "abort"):
                 hidden = seq.features.joined() if seq.features is not None else None
                 self._target.save_prefix(
-                    seq.id, seq.tokens, hidden, seq.request.salt, self._capture
+                    seq.id, seq.tokens, hidden, seq.request.cache_salt, self._capture
                 )
             seq.features = None
             self._drafter.drop(seq)

@@ -77,7 +77,7 @@ class Request:
     logprobs: int | None = None
     # Return log probabilities of the prompt too, which then runs without the prefix store.
     prompt_logprobs: bool = False
-    salt: str = ""
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -157,7 +157,7 @@ class Sequence:
     @property
     def shares(self) -> bool:
         """Return whether others may draft from its output; those with a salt keep theirs."""
-        return not self.request.salt
+        return not self.request.cache_salt
 
     @property
     def greedy(self) -> bool:

@@ -92,13 +92,13 @@ class Drafter(Protocol):
 
     Attributes:
         wants_hidden: which hidden states of the target it is given; "" for none.
-        spread: by how many nodes a tree may be larger than the longest chain, which has a node for
-            each remaining token. The KV budget reserves them.
+        extra_nodes: by how many nodes a tree may be larger than the longest chain, which has a node
+            for each remaining token. The KV budget reserves them.
         reads: how many of a prompt's last hidden states it reads; None for all.
     """
 
     wants_hidden: Capture = ""
-    spread: int = 0
+    extra_nodes: int = 0
     reads: int | None = None
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:

@@ -40,9 +40,9 @@ class Costs(CostSource):
         target: {new tokens of a target forward: ms}, with at least one entry.
         draft: the same of the draft model; empty without one.
         policy: a call of the length policy's trained layer; 0 without one.
-        glance: reading the draft's probability of a token.
-        drawing: what sampling adds to a drafted token.
-        judging: what sampling adds to each node of a target forward.
+        read_prob_ms: reading the draft's probability of a token.
+        sample_ms: what sampling adds to a drafted token.
+        verify_sample_ms: what sampling adds to each node of a target forward.
         chained: a token of a fused draft; 0 if the draft model has no fused drafts.
         chained_sampled: the same with sampling.
         head: {rows: ms of a head's next state and its logits}; empty without a head.
@@ -53,9 +53,9 @@ class Costs(CostSource):
     target: Table
     draft: Table
     policy: float = 0.0
-    glance: float = 0.0
-    drawing: float = 0.0
-    judging: float = 0.0
+    read_prob_ms: float = 0.0
+    sample_ms: float = 0.0
+    verify_sample_ms: float = 0.0
     chained: float = 0.0
     chained_sampled: float = 0.0
     head: Table = field(default_factory=dict)
@@ -70,8 +70,8 @@ class Costs(CostSource):
     @cached_property
     def sampled(self) -> Costs:
         """The table with the costs of sampling added."""
-        target = {tokens: ms + self.judging * tokens for tokens, ms in self.target.items()}
-        draft = {rows: ms + self.drawing * rows for rows, ms in self.draft.items()}
+        target = {tokens: ms + self.verify_sample_ms * tokens for tokens, ms in self.target.items()}
+        draft = {rows: ms + self.sample_ms * rows for rows, ms in self.draft.items()}
         far = self.far.sampled if self.far is not None else None
         return replace(self, target=target, draft=draft, chained=self.chained_sampled, far=far)
 
@@ -152,13 +152,21 @@ class Costs(CostSource):
         return self.verify(2 * rows) / self.verify(rows) - 1
 
 
+# Files of costs that were written before 28 November 2026 have these names.
+EARLIER_NAMES = {
+    "glance": "read_prob_ms",
+    "drawing": "sample_ms",
+    "judging": "verify_sample_ms",
+}
+
+
 def costs_of(data: abc.Mapping[str, Any]) -> Costs:
     """Return the costs that JSON data hold.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: the data are no table of costs.
     """
-    values = dict(data)
+    values = {EARLIER_NAMES.get(name, name): value for name, value in data.items()}
     context = int(values.pop("context", 0))
     far_data = values.pop("far", None)
     far = costs_of(far_data) if far_data is not None else None

@@ -203,7 +203,7 @@ class GuardedDrafter(Drafter):
         self.guards = {True: guard, False: sampled if sampled is not None else Guard(guard.clock)}
         self._costs = costs
         self.wants_hidden = drafter.wants_hidden
-        self.spread = drafter.spread
+        self.extra_nodes = drafter.extra_nodes
         self.reads = drafter.reads
         # {sequence: whether the drafter has admitted it, and so has read its prompt}
         self._inside: dict[int, bool] = {}

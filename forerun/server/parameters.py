@@ -92,7 +92,8 @@ def requests_for(
     if copies > (body.n or 1):
         logprobs = logprobs or 0  # the best answers are those with the highest ones
     return [
-        replace(request, plain=is_plain, logprobs=logprobs, salt=cache_salt) for request in made
+        replace(request, plain=is_plain, logprobs=logprobs, cache_salt=cache_salt)
+        for request in made
     ]
 
 
@@ -131,7 +132,7 @@ def _capacity(decoder: Decoder) -> int:
     if kv_memory is None:
         return context
     positions = positions_within(kv_memory, decoder.target.position_bytes)
-    return min(context, positions - decoder.engine.drafter.spread)
+    return min(context, positions - decoder.engine.drafter.extra_nodes)
 
 
 def _penalty(body: SamplingBody) -> dict[str, float]:

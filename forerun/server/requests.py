@@ -36,7 +36,7 @@ from forerun.server.schemas import (
 )
 from forerun.text.chat import PromptEnd, chat_prompt, checked_text, has_template, turn_ends
 from forerun.text.infill import infill_form
-from forerun.text.thinking import thinking_marks, thoughts_after
+from forerun.text.thinking import thinking_marks, thinking_switch, thoughts_after
 from forerun.text.tools import (
     NO_TOOLS,
     Tools,
@@ -56,9 +56,7 @@ CHARACTERS_PER_TOKEN = 32
 # gives to the template, and tools.
 _RESERVED = {"functions", "tool_choice"} | set(inspect.signature(chat_prompt).parameters)
 _RESERVED |= set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-_PROMPT_FORMS = (
-    "prompt must be a text, a list of texts, a list of token ids, or a list of such lists"
-)
+_PROMPT_FORMS = "must be a text, a list of texts, a list of token ids, or a list of such lists"
 
 _turn_ends = lru_cache(1)(turn_ends)
 _infill_form = lru_cache(1)(infill_form)
@@ -92,11 +90,9 @@ def prepare_chat(body: ChatBody, decoder: Decoder, parser: str | None = None) ->
 
     `parser` names the form of tool calls, as in `Settings.tool_parser`. Raises ApiError.
     """
-    template = _template_arguments(body, decoder)
     tools = read_tools(body, decoder, parser)
+    row = chat_tokens(body, decoder, tools)
     with blame("messages"):
-        end = _prompt_end(body.add_generation_prompt, body.continue_final_message)
-        row = _render(body.messages, decoder, tools=tools.given, end=end, **template)
         encode(row, decoder.tokenizer, decoder.target.context, decoder.target.vocab_size)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs requires logprobs: true", "top_logprobs")
@@ -109,11 +105,20 @@ def prepare_chat(body: ChatBody, decoder: Decoder, parser: str | None = None) ->
     return Prepared(made, copies_of(body), tools=tools, thoughts=thoughts)
 
 
+def chat_tokens(body: ChatBody, decoder: Decoder, tools: Tools) -> list[int]:
+    """Return the tokens of a chat's prompt, however many. Raises ApiError."""
+    template = _template_arguments(body, decoder)
+    with blame("messages"):
+        end = _prompt_end(body.add_generation_prompt, body.continue_final_message)
+        return _render(body.messages, decoder, tools=tools.given, end=end, **template)
+
+
 def _template_arguments(body: ChatBody, decoder: Decoder) -> dict[str, Any]:
     """Return further names for the chat template. Raises ApiError.
 
     `reasoning_effort` and `thinking` go to templates that know such a thing under one of their
-    names. Where a template does not, they are refused, unless they ask for no thoughts.
+    names. Where a template does not, they are refused, unless they ask for no thoughts or only
+    allow them.
     """
     names = dict(body.chat_template_kwargs or {})
     with blame("chat_template_kwargs"):
@@ -128,16 +133,20 @@ def _template_arguments(body: ChatBody, decoder: Decoder) -> dict[str, Any]:
     elif effort is not None:
         names |= _switched("reasoning_effort", effort != "none", template)
     if body.thinking is not None:
-        names |= _switched("thinking", body.thinking.type != "disabled", template)
+        kind = body.thinking.type
+        names |= _switched("thinking", kind != "disabled", template, kind == "enabled")
     return names
 
 
-def _switched(field: str, is_on: bool, template: str) -> dict[str, bool]:
-    """Return the name by which a template switches thoughts. Raises ApiError if it has none."""
-    for name in ("enable_thinking", "thinking"):
-        if re.search(rf"\{{%[^%]*\b{name}\b", template):
-            return {name: is_on}
-    if is_on:
+def _switched(field: str, is_on: bool, template: str, is_needed: bool = True) -> dict[str, bool]:
+    """Return the name by which a template switches thoughts.
+
+    Raises ApiError if it has none, and thoughts are needed.
+    """
+    switch = thinking_switch(template)
+    if switch is not None:
+        return {switch: is_on}
+    if is_on and is_needed:
         raise ApiError(
             400, f"{field} is not supported: this model's chat template has no such switch", field
         )
@@ -164,12 +173,15 @@ def _thoughts(body: ChatBody, decoder: Decoder, row: list[int]) -> Thoughts:
     thoughts = thoughts_after(marks, tokenizer, row, prefill)
     field = "thinking_budget_tokens"
     budget = body.thinking_budget_tokens
+    is_needed = True
     if budget is None and body.thinking is not None:
         field = "thinking"
         budget = body.thinking.budget_tokens
-    if budget is None or budget < 0:
+        is_needed = body.thinking.type != "adaptive"
+    has_mark = thoughts.close_token is not None
+    if budget is None or budget < 0 or not (has_mark or is_needed):
         return thoughts
-    if thoughts.close_token is None:
+    if not has_mark:
         raise ApiError(
             400, f"{field} is not supported: {thoughts.close} is no token of this model", field
         )
@@ -179,7 +191,7 @@ def _thoughts(body: ChatBody, decoder: Decoder, row: list[int]) -> Thoughts:
 def read_tools(body: ChatBody, decoder: Decoder, parser: str | None) -> Tools:
     """Return how the tools of a body are used. Raises ApiError."""
     with blame("tools"):
-        given = checked_tools(body.tools or [])
+        given = checked_tools([] if body.tools is None else body.tools)
         _check_length(len(json.dumps([tool.given for tool in given])), decoder)
     with blame("tool_choice"):
         choice = checked_choice(body.tool_choice, given)
@@ -217,9 +229,7 @@ def _prompt_end(
 
 def prepare_completion(body: CompletionBody, decoder: Decoder) -> Prepared:
     """Return the requests of plain prompts. Raises ApiError."""
-    prompt: Any = body.prompt
-    is_list_of_prompts = isinstance(prompt, list) and prompt and not _is_token(prompt[0])
-    prompts = prompt if is_list_of_prompts else [prompt]
+    prompts = as_prompts(body.prompt)
     marks = NO_MARKS
     if body.suffix:
         prompts, ends = _fill_in_the_middle(prompts, body, decoder)
@@ -271,14 +281,26 @@ def _fill_in_the_middle(
     return form.prompts(tokenizer, prompts, suffix), form.ends
 
 
-def encode_prompts(prompts: list[Any], decoder: Decoder) -> list[list[int]]:
-    """Return token ids of texts and of lists of tokens. Raises ValueError for anything else."""
-    _check_count(prompts)
+def as_prompts(given: Any) -> list[Any]:
+    """Return the prompts of a field that has one prompt or a list of them, unchecked."""
+    is_list_of_prompts = isinstance(given, list) and given and not _is_token(given[0])
+    return given if is_list_of_prompts else [given]
+
+
+def encode_prompts(
+    prompts: list[Any], decoder: Decoder, most: int = MAX_CHOICES, field: str = "prompt"
+) -> list[list[int]]:
+    """Return token ids of texts and of lists of tokens.
+
+    Raises ValueError for anything else, and for more than `most` of them. `field` is where they
+    stand in the body.
+    """
+    _check_count(prompts, most, field)
     for prompt in prompts:
         if isinstance(prompt, str):
-            _check_text(prompt, decoder)
+            _check_text(prompt, decoder, field)
         elif not isinstance(prompt, list) or not all(map(_is_token, prompt)):
-            raise ValueError(_PROMPT_FORMS)
+            raise ValueError(f"{field} {_PROMPT_FORMS}")
     return encode(prompts, decoder.tokenizer, decoder.target.context, decoder.target.vocab_size)[1]
 
 
@@ -358,9 +380,9 @@ def _normalised(message: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _check_count(prompts: list[Any]) -> None:
-    if len(prompts) > MAX_CHOICES:
-        raise ValueError(f"a request may have at most {MAX_CHOICES} prompts")
+def _check_count(prompts: list[Any], most: int = MAX_CHOICES, field: str = "prompt") -> None:
+    if len(prompts) > most:
+        raise ValueError(f"{field}: a request may have at most {most}, not {len(prompts)}")
 
 
 def _check_length(characters: int, decoder: Decoder) -> None:

@@ -87,6 +87,8 @@ def test_only_known_names_have_companions() -> None:
         ({"given_head": "lyanna", "has_draft": True, "settings": ["gamma=3"]}, SD(gamma=3)),
         ({"given_head": "lyanna", "method": "sd", "has_draft": True}, SD()),
         ({"method": SD(gamma=2), "tuned": TUNED}, SD(gamma=2)),
+        ({"method": "sd", "has_draft": True, "tuned": TUNED}, SD(gamma=7)),
+        ({"method": "sd", "settings": {"gamma": 3}, "has_draft": True, "tuned": TUNED}, SD(3)),
     ],
 )
 def test_the_first_rule_that_applies_chooses(changes: dict, method: object) -> None:

@@ -109,7 +109,7 @@ def spoil(engine: Engine, id: int) -> None:
 
 
 class Fixed(PlainDrafter):
-    spread = 8
+    extra_nodes = 8
 
     def __init__(self, first: int, tokens: list[int]) -> None:
         self.first, self.tokens = first, tokens

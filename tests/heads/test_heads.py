@@ -212,7 +212,7 @@ def test_costs_go_by_mode() -> None:
         sequence([3, 1], 2, seed=1, **sampled),
     ]
     seqs.append(sequence([9, 9], 3))
-    drafter = lyanna("off", replace(FREE, judging=1e6), block=2)
+    drafter = lyanna("off", replace(FREE, verify_sample_ms=1e6), block=2)
     for seq in seqs:
         admit(drafter, seq)
     assert [draft.drafted for draft in drafter.propose(seqs).drafts] == [6, 0, 0, 6]

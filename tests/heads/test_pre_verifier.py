@@ -345,8 +345,8 @@ def test_the_automatic_block_is_the_best() -> None:
     for mode, traces, costs in (("greedy", "greedy", COSTS), ("sampled", "sampled", COSTS.sampled)):
         alive, products = policy.layer.traces[traces][..., :9]
         rates = {block: best_threshold(alive, block, costs) for block in BLOCKS}
-        glancing = replace(costs, policy=costs.glance)
-        rates[0] = best_threshold(alive, 1, glancing, 1, products)
+        one_policy = replace(costs, policy=costs.read_prob_ms)
+        rates[0] = best_threshold(alive, 1, one_policy, 1, products)
         block, threshold, _ = policy.settings(mode, 1, True)
         assert (
             block == max(rates, key=lambda block: rates[block][1]) and threshold == rates[block][0]
@@ -382,7 +382,7 @@ def test_greedy_rows_with_costs_stop_together(cheap: bool) -> None:
     Sampled rows and fixed thresholds do not stop that way.
     """
     layer = random_layer()
-    costs = replace(COSTS, policy=50.0, glance=0.01)
+    costs = replace(COSTS, policy=50.0, read_prob_ms=0.01)
 
     def more(
         survival: abc.Sequence[float], samplers: list[Sampler], rows: int = 4, **settings: Any

@@ -160,10 +160,10 @@ FAR = Costs(
     context=8192 + 256,
     chained=2.5,
     chained_sampled=2.8,
-    judging=0.1,
+    verify_sample_ms=0.1,
 )
 BY_CONTEXT = Costs(
-    NEAR, {1: 1.0}, context=256, chained=0.5, chained_sampled=0.8, judging=0.1, far=FAR
+    NEAR, {1: 1.0}, context=256, chained=0.5, chained_sampled=0.8, verify_sample_ms=0.1, far=FAR
 )
 
 
@@ -226,6 +226,9 @@ def test_a_long_table_that_noise_made_cheaper_makes_nothing_so(
 def test_costs_by_context_are_kept_and_damaged_ones_refused() -> None:
     found = json.loads(json.dumps(asdict(BY_CONTEXT)))
     assert costs_of(found) == BY_CONTEXT and costs_of(found).far == FAR
+    earlier = dict(found)
+    earlier["judging"] = earlier.pop("verify_sample_ms")
+    assert costs_of(earlier) == BY_CONTEXT
     refuses("must be more than 9000", costs_of, found | {"context": 9000})
     refuses(
         "target must be above 0", costs_of, found | {"far": found["far"] | {"target": {"1": 0}}}
@@ -243,7 +246,8 @@ def test_forwards_are_measured_at_two_contexts() -> None:
     assert (
         set(costs.far.target) == set(costs.far.draft) == {1, 2, 4, 8, 16} and costs.far.far is None
     )
-    assert costs.far.judging == costs.judging and costs.at(1024).verify(1) >= costs.verify(1)
+    assert costs.far.verify_sample_ms == costs.verify_sample_ms
+    assert costs.at(1024).verify(1) >= costs.verify(1)
     assert (
         measure_costs(Decoder(tiny("llama", context=64)).target).far is None
     )  # one length is all there is

@@ -158,7 +158,7 @@ def test_a_step_and_a_text_pay_if_they_do_for_their_own_mode() -> None:
 
 def test_the_length_of_a_chain_depends_on_all_of_the_situation() -> None:
     sampled = replace(NEAR, greedy=False)
-    chooser = LengthChooser(replace(COSTS, judging=30.0))
+    chooser = LengthChooser(replace(COSTS, verify_sample_ms=30.0))
     lengths = [chooser.length(asked) for asked in (NEAR, MANY, LONG, sampled)]
     assert lengths[0] > max(lengths[1:])
 
@@ -280,7 +280,7 @@ def test_a_step_of_both_modes_is_drafted_where_it_pays() -> None:
 
 
 def test_forecasts_of_sampled_steps_use_the_costs_of_sampling() -> None:
-    costs = replace(COSTS, drawing=9.0, judging=30.0)
+    costs = replace(COSTS, sample_ms=9.0, verify_sample_ms=30.0)
     for planner in (ChainPlanner(costs), TreePlanner(tree_head(), costs, block=3, nodes=8)):
         assert planner.forecast(NEAR).pays
         assert not planner.forecast(replace(NEAR, greedy=False)).pays

@@ -401,7 +401,7 @@ def test_the_prompt_before_is_one_salts_too() -> None:
     )
     engine = made.engine
     made.session.add(
-        [Request(PROMPT[:50], 5, salt=salt) for salt in ("one", "one", "other", "")]
+        [Request(PROMPT[:50], 5, cache_salt=salt) for salt in ("one", "one", "other", "")]
     ).collect()
     assert [engine.target.prefilled, engine.drafter.model.prefilled] == [3 * 49] * 2  # type: ignore[attr-defined]
 
@@ -412,7 +412,7 @@ def test_salted_requests_neither_read_nor_feed_what_outlives_requests(name: str)
     draft = noisy_copy(target, 0.03) if method(name).needs_draft else None
 
     def steps(decoder: Decoder, salt: str) -> list[tuple[int, int]]:
-        (found,) = decoder.session.add([Request(PROMPT[:9], 60, salt=salt)]).collect()
+        (found,) = decoder.session.add([Request(PROMPT[:9], 60, cache_salt=salt)]).collect()
         return [(step.drafted, step.draft_forwards) for step in found]
 
     made = Decoder(target, draft=draft, method=method(name), guard=False)

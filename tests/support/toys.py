@@ -175,7 +175,7 @@ BASELINES = {  # methods that serve comparison only, by the name that the comman
         "lookahead": "lookahead:Lookahead",
     }.items()
 }
-COSTS = Costs({1: 4.0, 2: 4.2, 4: 4.6, 8: 5.2, 32: 10.0}, {1: 0.4, 4: 0.5}, 0.1, glance=9.0)
+COSTS = Costs({1: 4.0, 2: 4.2, 4: 4.6, 8: 5.2, 32: 10.0}, {1: 0.4, 4: 0.5}, 0.1, read_prob_ms=9.0)
 # Small settings, so that short outputs see all parts of a method.
 METHOD_SETTINGS: dict[str, dict[str, Any]] = {
     "sd": {"gamma": 3},
