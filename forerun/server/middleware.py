@@ -104,7 +104,7 @@ class AllowedHosts:
         if not self._is_allowed(host):
             message = f"the host {host[:100]!r} is not allowed; see --allowed-hosts"
             error = ApiError(403, message, code="host_not_allowed")
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         await self.app(scope, receive, send)
 

@@ -138,7 +138,7 @@ class Protocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, and close the connection."""
         error = ApiError(400, "the request is not valid HTTP/1.1", code="invalid_http")
-        response = error.response(Connection="close")
+        response = error.response("", Connection="close")  # no path is known
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             head = h11.Response(
                 status_code=400, headers=response.raw_headers, reason=b"Bad Request"
