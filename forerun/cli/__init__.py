@@ -11,11 +11,14 @@ import gc
 import os
 import signal
 import sys
+import threading
 from contextlib import suppress
 from io import TextIOWrapper
 from types import FrameType
+from typing import NoReturn
 
 INTERRUPTED = 130  # the exit status that shells give for Ctrl-C
+TERMINATED = 143  # and for SIGTERM
 # How often a thread of torch looks for new work, after each product, before it goes to sleep. With
 # the usual 300,000 the waiting threads keep their cores from other work.
 SPIN_COUNT = "100000"
@@ -28,24 +31,30 @@ def main() -> None:
     """Run the command line.
 
     A user's mistake gives one line on stderr and the exit status 2. Ctrl-C, pressed once or many
-    times, gives one line and the exit status 130.
+    times, gives one line and the exit status 130. SIGTERM gives one line and the exit status 143,
+    unless the server handles it.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded
     gc.set_threshold(GC_THRESHOLD)
     _print_what_consoles_lack()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, frame: _leave(TERMINATED, "terminated"))
     try:
         status = _run()
         gc.freeze()  # Python looks for garbage once more when it ends
         if status == INTERRUPTED:  # typer caught the interrupt
             raise KeyboardInterrupt
+        if any(thread.daemon for thread in threading.enumerate()):
+            # It may be in a long step of the models, and Python would abort when that ends.
+            _leave(status)
         sys.exit(status)
     except BaseException as error:
         # An interrupt inside a library may come out as another error.
         if not is_interrupt(error):
             raise
-        _leave()
+        _leave(INTERRUPTED, "interrupted")
 
 
 def _print_what_consoles_lack() -> None:
@@ -94,7 +103,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         return
     while frame is not None:
         if frame.f_globals.get("__name__") in ("importlib._bootstrap", "_frozen_importlib"):
-            _leave()
+            _leave(INTERRUPTED, "interrupted")
         frame = frame.f_back
     raise KeyboardInterrupt
 
@@ -106,16 +115,18 @@ def is_interrupt(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _leave() -> None:
-    """End the process; further interrupts are ignored.
+def _leave(status: int, reason: str = "") -> NoReturn:
+    """End the process at once, with a line that gives the reason; further interrupts are ignored.
 
     `sys.exit` does not do: after an interrupt inside an `exec()`, Python would then end the process
     by the signal.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with suppress(OSError, RuntimeError):
-        sys.stdout.flush()
-    with suppress(OSError):
-        os.write(2, b"forerun: interrupted\n")
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, RuntimeError, ValueError):
+            stream.flush()
+    if reason:
+        with suppress(OSError):
+            os.write(2, f"forerun: {reason}\n".encode())
     atexit._run_exitfuncs()
-    os._exit(INTERRUPTED)
+    os._exit(status)

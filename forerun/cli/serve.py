@@ -58,6 +58,15 @@ class ServerOptions:
         list[str] | None,
         typer.Option(help="A site whose pages may send requests; * is any site. May be repeated."),
     ] = None
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=(
+                "A public name under which the server may be asked without a key; * is any. May be "
+                "repeated. Addresses and names of the local network need not be given."
+            )
+        ),
+    ] = None
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -87,9 +96,10 @@ class ServerOptions:
             min=1, help="How many sequences may wait. Further requests get the status 503."
         ),
     ] = 256
-    max_body: Annotated[int, typer.Option(min=1, help="Most bytes of a request's body.")] = (
-        4 * 2**20
-    )
+    max_body: Annotated[
+        int,
+        typer.Option(parser=byte_size, metavar="SIZE", help="Most bytes of a request's body."),
+    ] = 4 * 2**20
     max_seconds: Annotated[
         float, typer.Option(help="Most seconds of a request, including its time in the queue.")
     ] = 600
@@ -214,9 +224,10 @@ def serve(serving: ServingOptions, options: ServerOptions) -> None:
     check_packages("forerun serve", "serve", "fastapi", "uvicorn", "prometheus_client")
     options.check()
     models = served_models(serving, options)
-    from forerun.server.listening import listen, set_up_log
+    from forerun.server.listening import end_on_sigterm, listen, set_up_log
 
     listening = listen(options.host, options.port)
+    end_on_sigterm()
     port = listening.getsockname()[1]
     set_up_log(options.log_level)
     first = models[0].options
@@ -232,6 +243,7 @@ def serve(serving: ServingOptions, options: ServerOptions) -> None:
         first.name,
         options.api_key,
         tuple(options.allow_origin or ()),
+        tuple(options.allowed_hosts or ()),
         options.max_body,
         max_seconds=options.max_seconds,
         tool_parser=options.tool_parser,

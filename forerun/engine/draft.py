@@ -109,6 +109,19 @@ class Draft:
             nodes.append(self.parents[nodes[-1]])
         return nodes[::-1]
 
+    def part(self, nodes: Sequence[int]) -> Draft:
+        """Return the tree of some nodes in their order, the root and each one's parent included."""
+        places = {node: place for place, node in enumerate(nodes)}
+        sampled = [node - 1 for node in nodes if 0 < node <= self.sampled]
+        q = self.q[sampled] if self.q is not None and sampled else None
+        return Draft(
+            [self.tokens[node] for node in nodes],
+            [-1 if node == 0 else places[self.parents[node]] for node in nodes],
+            q,
+            [self.origins[node] for node in nodes],
+            self.block,
+        )
+
     def mask(self) -> Tensor:
         """Return the attention mask [N, N] bool.
 

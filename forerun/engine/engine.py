@@ -22,6 +22,7 @@ from forerun.engine.target import Target
 from forerun.engine.verify import committed, end_drafting_of_nan, judge, scores_after
 from forerun.failures import UNATTRIBUTABLE
 from forerun.sampling.probabilities import logprobs_of
+from forerun.sampling.sampler import CONSTRAINT_SECONDS
 
 __all__ = ["Drafter", "Engine", "Proposal", "QueueFullError", "Step"]
 
@@ -33,7 +34,8 @@ class Engine:
 
     First come, first served. A request is admitted when a row is free and the KV budget holds its
     whole reservation (prompt, new tokens, draft), so no row is ever evicted. Prompts are prefilled
-    one at a time and apart from verification, for about `chunk_seconds` between two steps.
+    apart from verification, for about `chunk_seconds` between two steps. Their chunks take turns
+    (`forerun.engine.reading`).
 
     Attributes:
         target: the model that is decoded.
@@ -107,8 +109,8 @@ class Engine:
         return bool(self.scheduler.admitted or self.scheduler.waiting or self.outbox)
 
     @property
-    def prefilling(self) -> bool:
-        """Return whether a prompt is being read; its request neither waits nor runs."""
+    def prefilling(self) -> int:
+        """Return how many prompts are being read; their requests neither wait nor run."""
         return self.scheduler.prefilling
 
     def new_id(self) -> int:
@@ -147,7 +149,7 @@ class Engine:
         try:
             self.scheduler.release_aborted()
             self.scheduler.admit(on_failure=self._recovery.blame)
-            seqs = self._retries.choose(self.running)
+            seqs = self._ready(self._retries.choose(self.running))
             if seqs:
                 for seq in seqs:
                     seq.save_checkpoint(self._reports.number)
@@ -158,6 +160,28 @@ class Engine:
             if not stepped or isinstance(error, UNATTRIBUTABLE):
                 raise
             self._recovery.blame(stepped, error)
+
+    def _ready(self, seqs: list[Sequence]) -> list[Sequence]:
+        """Return the sequences that a step can be about, and end those that end late.
+
+        The others sit out, because it is not known yet what their constraints allow. If that is so
+        for all of them, wait a little.
+        """
+        if all(seq.sampler.constraint is None for seq in seqs):
+            return seqs
+        ready = [seq for seq in seqs if _is_ready(seq, 0.0)]
+        if not ready:
+            until = perf_counter() + CONSTRAINT_SECONDS
+            ready = [seq for seq in seqs[:1] if _is_ready(seq, until)]
+        for seq in ready:
+            constraint = seq.sampler.constraint
+            if constraint is None:
+                continue
+            seq.settle()
+            if constraint.is_slow and not seq.request.plain:
+                seq.request = replace(seq.request, plain=True)
+        self.scheduler.end([seq for seq in ready if seq.finish_reason is not None])
+        return [seq for seq in ready if seq.finish_reason is None]
 
     def _step(self, seqs: list[Sequence]) -> None:
         """Propose, forward, judge, commit, grow, observe, release and report."""
@@ -207,6 +231,12 @@ class Engine:
             features = outcome.sequence.features
             if outcome.hidden is not None and features is not None:
                 features.append(outcome.hidden[outcome.verdict.path])
+
+
+def _is_ready(seq: Sequence, until: float) -> bool:
+    """Return whether the scores after a sequence can be had at the time `until`."""
+    constraint = seq.sampler.constraint
+    return constraint is None or constraint.is_ready(seq.tokens, until)
 
 
 def _grow(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
 
+from forerun.engine.reading import MAX_READINGS, Chunk, Reading, Readings
 from forerun.engine.recent_states import RecentStates
 from forerun.engine.reporting import Reports
 from forerun.engine.retries import Retries
@@ -76,7 +77,7 @@ class Scheduler:
         self._capture = drafter.wants_hidden
         self._ids = count()
         self._aborted: deque[int] = deque()  # ids
-        self._prefill: tuple[Sequence, Generator[int, None, None]] | None = None
+        self._readings = Readings()
         # Tokens of prefill per second. Until it is measured, a first chunk has 256 tokens.
         self._prefill_rate = 256 / limits.chunk_seconds
 
@@ -86,9 +87,9 @@ class Scheduler:
         return [seq for seq in self.admitted if seq.phase is Phase.RUNNING]
 
     @property
-    def prefilling(self) -> bool:
-        """Return whether a prompt is being read; its sequence neither waits nor runs."""
-        return self._prefill is not None
+    def prefilling(self) -> int:
+        """Return how many prompts are being read; their sequences neither wait nor run."""
+        return len(self._readings)
 
     # Requests come and are aborted, in any thread.
 
@@ -111,7 +112,7 @@ class Scheduler:
             )
         id = self.new_id() if id is None else id
         seq = Sequence(request, id, self._target.device, context)
-        if not self._fits(seq, 0):
+        if not self._fits(0, self._reserve(seq)):
             raise ValueError(
                 f"the prompt and its new tokens need {self._reserve(seq)} positions of keys and "
                 f"values, more than the {self._limits.kv_memory} bytes of kv_memory hold"
@@ -126,59 +127,72 @@ class Scheduler:
     # Joining.
 
     def admit(self, on_failure: Callable[[list[Sequence], BaseException], None]) -> None:
-        """Prefill waiting sequences in order, for about `chunk_seconds`.
+        """Read prompts of waiting sequences in turns, for about `chunk_seconds`.
 
-        If no sequence runs, the limit is LARGEST_CHUNK tokens in place of a time.
+        If nothing runs, it reads as many tokens as the largest chunk has, or up to a long prompt
+        after short ones. An abort ends this early.
 
         Args:
             on_failure: called with a sequence, alone in its list, and the exception that its
                 prefill raised. The sequence is at the front of the queue again by then.
         """
-        if not self.prefilling and not self.waiting:
-            return
         started_at = self._target.clock()
         tokens_left = LARGEST_CHUNK
         was_idle = not self.running
-        while self._prefill is not None or self._next_fits():
-            if self._prefill is None:
-                self._prefill = self._begin_prefill(self.waiting[0])
-            seq, chunks = self._prefill
+        while self._take_waiting():
+            reading = self._readings.next()
             try:
-                chunk = next(chunks, None)
+                tokens_left -= self._read_on(reading)
             except UNATTRIBUTABLE:
                 raise
             except BaseException as error:
-                self._prefill = None
-                self.release([seq])
+                self._readings.end(reading)
+                self.release([reading.seq])
                 self._target.forget_prompt()
-                self.requeue([seq])
-                on_failure([seq], error)
+                self.requeue([reading.seq])
+                on_failure([reading.seq], error)
                 continue
-            if chunk is None:
-                self._prefill = None
-                seq.phase = Phase.RUNNING
-            else:
-                tokens_left -= chunk
             if was_idle:
-                is_over = tokens_left <= 0
+                is_long = bool(self.running) and self._next_left() > self._chunk_size()
+                is_over = is_long or tokens_left <= 0
             else:
                 is_over = self._is_late(self._target.clock() - started_at)
-            if is_over:
+            if is_over or self._aborted:
                 return
+
+    def _read_on(self, reading: Reading) -> int:
+        """Read a chunk of a prompt, and return its tokens. After the last one its sequence runs."""
+        tokens = 0
+        for chunk in reading.chunks:
+            tokens += chunk.size
+            if chunk.left:
+                self._readings.count(reading, chunk.left)
+                return tokens
+        self._readings.count(reading, 0)
+        self._readings.end(reading)
+        reading.seq.phase = Phase.RUNNING
+        return tokens
+
+    def _take_waiting(self) -> bool:
+        """Begin with prompts in the order of the queue; return whether there are any to read."""
+        while len(self._readings) < MAX_READINGS and self._next_fits():
+            self._begin_reading(self.waiting[0])
+        return bool(self._readings)
 
     def _next_fits(self) -> bool:
         """Return whether the first waiting sequence may leave the queue."""
-        running = self.running
-        if not self.waiting or len(running) >= self._limits.max_rows:
+        taken = self.running + self._readings.seqs
+        if not self.waiting or len(taken) >= self._limits.max_rows:
             return False
-        if not self._retries.may_join(running):
+        if not self._retries.may_join(taken):
             return False
-        return not running or self._fits(self.waiting[0], len(running))
+        reserve = max(self._reserve(self.waiting[0]), self._readings.reserve)
+        return not taken or self._fits(len(taken), reserve)
 
-    def _fits(self, seq: Sequence, rows: int) -> bool:
-        """Return whether the KV budget holds the reservation of a sequence beside `rows` others."""
+    def _fits(self, rows: int, reserve: int) -> bool:
+        """Return whether the KV budget holds a row of `reserve` positions beside `rows` others."""
         kv_memory = self._limits.kv_memory
-        return kv_memory is None or self._target.fits(rows, self._reserve(seq), kv_memory)
+        return kv_memory is None or self._target.fits(rows, reserve, kv_memory)
 
     def _reserve(self, seq: Sequence) -> int:
         """Return the number of positions of keys and values that a sequence may need."""
@@ -186,35 +200,40 @@ class Scheduler:
 
     def _is_late(self, spent: float) -> bool:
         """Return whether another chunk would take prefill beyond `chunk_seconds`."""
-        tokens = LARGEST_CHUNK
-        if self._prefill is None and self.waiting:
-            tokens = len(self.waiting[0].tokens)
-        seconds = min(tokens, self._chunk_size()) / self._prefill_rate
+        seconds = min(self._next_left(), self._chunk_size()) / self._prefill_rate
         return spent + seconds > self._limits.chunk_seconds
 
-    def _begin_prefill(self, seq: Sequence) -> tuple[Sequence, Generator[int, None, None]]:
-        """Take the first sequence out of the queue. Return it with the chunks of its prefill."""
+    def _next_left(self) -> int:
+        """Return how many tokens are left of the prompt whose turn is next, at most."""
+        if self._readings:
+            return self._readings.next().left
+        return len(self.waiting[0].tokens) if self.waiting else LARGEST_CHUNK
+
+    def _begin_reading(self, seq: Sequence) -> None:
+        """Take the first sequence out of the queue, and let its prompt be read in turns."""
         self.admitted.append(seq)
         self.waiting.popleft()
         seq.phase = Phase.PREFILLING
-        seq.rows = min(len(self.running) + len(self.waiting) + 1, self._limits.max_rows)
+        seq.rows = min(len(self.admitted) + len(self.waiting), self._limits.max_rows)
+        chunks = self._chunks(seq)
+        self._readings.add(Reading(seq, chunks, self._reserve(seq), len(seq.tokens)))
+
+    def _chunks(self, seq: Sequence) -> Generator[Chunk, None, None]:
+        """Read a prompt, first with the target and then with the drafter."""
         if seq.waited is None:
             seq.waited = perf_counter() - seq.added_at
-        return seq, self._chunks(seq, self._chunk_size())
-
-    def _chunks(self, seq: Sequence, size: int) -> Generator[int, None, None]:
-        """Read a prompt, and yield the number of tokens in each chunk."""
         score_chunk = None
-        target_size = size
+        largest = LARGEST_CHUNK
         seq.prompt_logprobs = None
         if seq.request.prompt_logprobs and not seq.output:
             score_chunk = seq.score_prompt
-            target_size = min(size, LARGEST_SCORED_CHUNK)
+            largest = LARGEST_SCORED_CHUNK
             seq.prompt_logprobs = []
+        length = len(seq.tokens) - 1
         started_at = self._target.clock()
         for tokens in self._target.prefill(
             seq.tokens[:-1],
-            target_size,
+            lambda: min(self._chunk_size(), largest),
             seq.request.cache_salt,
             self._capture,
             score_chunk,
@@ -223,14 +242,18 @@ class Scheduler:
             if tokens >= SMALLEST_CHUNK:
                 self._prefill_rate = tokens / max(self._target.clock() - started_at, 1e-9)
             seq.report(self._target.prompt_read)
-            yield tokens
+            yield Chunk(tokens, length - self._target.prompt_read)
             started_at = self._target.clock()
         self._target.join(seq.id, self._reserve(seq))
         hidden = self._target.prompt_hidden
         if hidden is not None and self._target.keeps_prefixes:
-            seq.features = RecentStates(self._drafter.reads, len(seq.tokens) - 1, hidden)
-        if not seq.request.plain:
-            yield from self._drafter.admit(seq, hidden, size)
+            seq.features = RecentStates(self._drafter.reads, length, hidden)
+        if seq.request.plain:
+            return
+        count = 0
+        for tokens in self._drafter.admit(seq, hidden, self._chunk_size()):
+            count += tokens
+            yield Chunk(tokens, max(0, length - count))
 
     def _chunk_size(self) -> int:
         """Return the number of prompt tokens that fill `chunk_seconds`.
@@ -256,18 +279,20 @@ class Scheduler:
                 seq.phase = Phase.ENDED
                 self.waiting.remove(seq)
                 self._reports.add_end(seq)
-        if self._prefill is not None and self._prefill[0].id in aborted:
-            self._prefill[1].close()
-            self._prefill = None
+        self._readings.end_of(aborted)
         leaving = [seq for seq in self.admitted if seq.id in aborted]
         for seq in leaving:
             seq.finish_reason = "abort"
-        self.release(leaving)
-        for seq in leaving:
-            self._reports.add_end(seq)
-        self.dismiss(leaving)
+        self.end(leaving)
         while self._aborted and self._aborted[0] in aborted:
             self._aborted.popleft()
+
+    def end(self, seqs: abc.Sequence[Sequence]) -> None:
+        """Release and report sequences that have ended outside of a step."""
+        self.release(seqs)
+        for seq in seqs:
+            self._reports.add_end(seq)
+        self.dismiss(seqs)
 
     def release(self, seqs: abc.Sequence[Sequence]) -> None:
         """Take the rows of sequences. They stay admitted until `dismiss` or `requeue`.
@@ -312,7 +337,7 @@ class Scheduler:
         ended = self._reports.ended
         queued = {seq.id for seq in list(self.waiting)}
         lost = [seq for seq in self.admitted if seq.id not in ended | queued]
-        self._prefill = None
+        self._readings.clear()
         self.waiting.extendleft(sorted(lost, key=lambda seq: seq.id, reverse=True))
         for seq in self.admitted:
             seq.phase = Phase.ENDED if seq.id in ended else Phase.WAITING

@@ -206,6 +206,21 @@ class Sequence:
                 return count
         return len(tokens)
 
+    def settle(self) -> None:
+        """End the sequence if its rule, asked again, says that its last token has ended it.
+
+        A rule of a constraint may not have known that when the token came.
+        """
+        if self.request.stop is None or len(self.tokens) == self.prompt_length:
+            return
+        try:
+            if self.request.stop(self.tokens):
+                self.finish_reason = "stop"
+        except UNATTRIBUTABLE:
+            raise
+        except BaseException as error:
+            self.error = error
+
     def report(self, read: int) -> None:
         """Call the request's `progress`, if any, with the number of prompt tokens read.
 

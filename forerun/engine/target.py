@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 # these numbers of layers, side by side. 0 stands for the embeddings. The states after all layers
 # are taken before the last norm.
 Capture = Literal["", "head"] | tuple[int, ...]
+# How many tokens a chunk of a prompt has at most. A function is asked before each chunk.
+ChunkSize = int | Callable[[], int]
 
 
 class Output(NamedTuple):
@@ -85,16 +87,18 @@ class Target(Protocol):
     def prefill(
         self,
         tokens: Sequence[int],
-        chunk: int,
+        chunk: ChunkSize,
         cache_salt: str = "",
         capture: Capture = "",
         on_logits: Callable[[Tensor], None] | None = None,
         reads: int | None = None,
     ) -> Iterator[int]:
-        """Run a prompt in chunks of at most `chunk` tokens, and yield the size of each.
+        """Run a prompt in chunks of at most `chunk` tokens, and yield the number in each.
 
         `on_logits` is called with the logits [n, V] of each chunk. Only the last captured states
         are kept, as many as a head needs that reads `reads` positions (`RecentStates`).
+
+        Prompts may be read in turns. The last prompt is the one whose iterator has gone on last.
         """
 
     def join(self, id: int, reserve: int = 0) -> None:
@@ -127,3 +131,8 @@ class Target(Protocol):
 
     def reset(self) -> None:
         """Remove all rows, and the last prompt."""
+
+
+def next_size(chunk: ChunkSize) -> int:
+    """Return the number of tokens that the next chunk has at most."""
+    return chunk if isinstance(chunk, int) else chunk()

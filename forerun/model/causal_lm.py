@@ -19,7 +19,7 @@ from transformers import (
 
 from forerun.engine.draft import Draft
 from forerun.engine.recent_states import first_kept
-from forerun.engine.target import Capture, Memory, Output
+from forerun.engine.target import Capture, ChunkSize, Memory, Output, next_size
 from forerun.model.batch import Inputs
 from forerun.model.compat import warn_if_newer
 from forerun.model.eager import EagerForward, lm_head
@@ -48,7 +48,7 @@ class CausalLM(Rows):
         backend: the forward of new tokens.
         context: the length of the longest sequence that the positions allow; None for no bound.
         fingerprint: identifies the model, whatever its dtype.
-        prompts: the last prompt and the prefix store.
+        prompts: the last prompt that was read on, and the prefix store.
         prefilled: number of prompt tokens that were run so far.
         hot: an LM head for the hot tokens only, which replaces the model's; or None.
         fused_draft: drafts whole chains in one call; or None.
@@ -73,6 +73,7 @@ class CausalLM(Rows):
         self._position_bytes: list[int] = []  # [bytes] once known, shared by all copies
         self.cache = self._new_cache()
         self.prompts = PromptCache(self._new_cache(), 0)
+        self._reading: list[PromptCache] = []  # of prompts that are not read to the end
         self.prefilled = 0
 
     def _new_cache(self) -> KVCache:
@@ -87,6 +88,7 @@ class CausalLM(Rows):
         other = copy.copy(self)
         other.cache = self._new_cache()
         other.prompts = PromptCache(self._new_cache(), prefix_bytes)
+        other._reading = []
         other.prefilled = 0
         if self.fused_draft is not None:
             other.fused_draft = self.fused_draft.fresh()
@@ -181,7 +183,7 @@ class CausalLM(Rows):
     def prefill(
         self,
         tokens: Sequence[int],
-        chunk: int,
+        chunk: ChunkSize,
         cache_salt: str = "",
         capture: Capture = "",
         on_logits: Callable[[Tensor], None] | None = None,
@@ -196,23 +198,41 @@ class CausalLM(Rows):
 
         Of the captured states those are kept that a head needs which reads the last `reads`
         positions (`RecentStates`). Earlier chunks are run without a capture.
+
+        Prompts may be read in turns. What this class says of the last prompt is then about the one
+        whose iterator has gone on last.
         """
         tokens = list(tokens)
-        prompts = self.prompts
+        prompts = self._begin_reading()
         first = first_kept(len(tokens), reads)
-        held = prompts.begin(tokens, cache_salt, capture, on_logits is None, reads)
-        for start in range(held, len(tokens), chunk):
-            part = tokens[start : start + chunk]
-            inputs = Inputs([ROW], [range(len(part))], tokens=[part])
-            wanted: Capture = capture if start + len(part) > first else ""
-            logits, hidden = self.backend(inputs, prompts.cache, on_logits is not None, wanted)
-            if on_logits is not None:
-                assert logits is not None
-                on_logits(logits)
-            prompts.append(part, hidden)
-            self.prefilled += len(part)
-            yield len(part)
-        prompts.end()
+        try:
+            count = prompts.begin(tokens, cache_salt, capture, on_logits is None, reads)
+            while count < len(tokens):
+                part = tokens[count : count + next_size(chunk)]
+                count += len(part)
+                inputs = Inputs([ROW], [range(len(part))], tokens=[part])
+                wanted: Capture = capture if count > first else ""
+                logits, hidden = self.backend(inputs, prompts.cache, on_logits is not None, wanted)
+                if on_logits is not None:
+                    assert logits is not None
+                    on_logits(logits)
+                prompts.append(part, hidden)
+                self.prefilled += len(part)
+                yield len(part)
+                self.prompts = prompts
+            prompts.end()
+        finally:
+            self._reading = [other for other in self._reading if other is not prompts]
+
+    def _begin_reading(self) -> PromptCache:
+        """Return the cache of the last prompt, or a new one if that prompt is still being read."""
+        if self.prompts in self._reading:
+            beside = PromptCache(self._new_cache(), 0)
+            beside.store = self.prompts.store
+            beside.shelf = self.prompts.shelf
+            self.prompts = beside
+        self._reading.append(self.prompts)
+        return self.prompts
 
     @property
     def prompt_read(self) -> int:
@@ -285,6 +305,7 @@ class CausalLM(Rows):
         """Forget all sequences and the last prompt. Buffers stay."""
         super().reset()
         self.forget_prompt()
+        self._reading = []
         if self.hot is not None:
             self.hot.reset()
 

@@ -207,9 +207,8 @@ class GuardedDrafter(Drafter):
         self.reads = drafter.reads
         # {sequence: whether the drafter has admitted it, and so has read its prompt}
         self._inside: dict[int, bool] = {}
-        # Whether the drafter is within an admission, which the engine runs in chunks between steps.
-        # It reads one prompt at a time.
-        self._admitting = False
+        # How many admissions the drafter is within. The engine runs them in chunks between steps.
+        self._admissions = 0
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
         """Admit a sequence, at once to the drafter if its drafts are expected to pay."""
@@ -219,7 +218,7 @@ class GuardedDrafter(Drafter):
         is_tried = not guard.paused and self._forecasts_gain(seq, seq.rows)
         if not self.wants_hidden and not is_tried:
             return
-        self._admitting = True
+        self._admissions += 1
         seconds = 0.0
         started_at = guard.clock()
         try:
@@ -228,7 +227,7 @@ class GuardedDrafter(Drafter):
                 yield count
                 started_at = guard.clock()
         finally:
-            self._admitting = False
+            self._admissions -= 1
         # In a pause a drafter that wants hidden states reads all prompts, whatever is tried later.
         if is_tried:
             seconds += guard.clock() - started_at
@@ -324,8 +323,8 @@ class GuardedDrafter(Drafter):
             is_judged = False
         if not is_judged and not asked:
             guard.account.pay_back()
-        if self._admitting and not all(self._inside[seq.id] for seq in asked):
-            # The others wait until that prompt is read.
+        if self._admissions and not all(self._inside[seq.id] for seq in asked):
+            # The others wait until those prompts are read.
             asked = [seq for seq in asked if self._inside[seq.id]]
             is_judged = is_judged and bool(asked)
         return asked, is_judged

@@ -11,15 +11,21 @@ llguidance decides what is allowed: a token after which the text can still be co
 one text can follow, it allows the tokens in which the tokenizer writes that text. Special tokens
 are never text. They are allowed where a Lark grammar names them, as `<[ID]>`. End tokens are
 allowed only where the text may end.
+
+What may follow is found in other threads, because it may take long: the engine decodes the other
+requests meanwhile. A form that takes too long ends its request (`_Clock`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
+from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -35,6 +41,17 @@ if TYPE_CHECKING:
 
 # Per request, the allowed tokens after this many texts are remembered. A draft has fewer nodes.
 MAX_STATES = 64
+# Seconds that a thread may compute. Times are ours: a schema of an API takes 0.0005 for a text.
+SLOW_SECONDS = 0.01  # for what may follow a text; a slower form is decoded without drafts
+MAX_STATE_SECONDS = 2.0  # for the same, before the request ends
+# For reading a token, in which llguidance keeps Python's lock. A step of the engine takes the lock
+# several times, and waits that long each time. A schema of an API takes 0.0003.
+MAX_TOKEN_SECONDS = 0.01
+MAX_FORM_SECONDS = 30.0  # for all texts of a request
+# How long the engine waits for what may follow a text, before it goes on without that request.
+GRACE_SECONDS = 0.02
+THREADS = 8  # for forms that are not known to be slow
+SLOW_THREADS = 2  # for those that are, so that they do not delay the others
 _INSTALL = "response_format needs the package llguidance: pip install '.[grammar]' in the clone"
 
 _Stop = Callable[[Sequence[int]], bool]
@@ -43,6 +60,10 @@ _tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, LLTokenizer, 
     WeakKeyDictionary()
 )
 _lock = Lock()
+
+
+_threads = ThreadPoolExecutor(THREADS, "forerun-form")
+_slow_threads = ThreadPoolExecutor(SLOW_THREADS, "forerun-slow-form")
 
 
 class FormError(ValueError):
@@ -101,10 +122,26 @@ def compiled(
         named = {int(token) for token in re.findall(r"<\[(\d{1,9})\]>", text)}
         special -= named - {end}
     tokens = _Tokens(size, end, ends, special)
-    reason = Grammar(matcher, tokens, 0)._state([]).error
-    if reason is not None:
-        raise ValueError(f"cannot use response_format.{kind}: it allows no text: {reason}")
-    return lambda start: Grammar(matcher, tokens, start, thoughts)
+    beginning = Grammar(matcher, tokens, 0)
+    first = beginning.text_state(())
+    if first.error is not None:
+        raise ValueError(f"cannot use response_format.{kind}: it allows no text: {first.error}")
+    for token in (*first.some_token(tokens), *vocabulary.tokenize_str("{")[:1]):
+        limit = _limit(beginning.text_state((token,)).error)
+        if limit is not None:
+            raise ValueError(f"cannot use response_format.{kind}: it is too large: {limit}")
+    return lambda start: Grammar(matcher, tokens, start, thoughts, first)
+
+
+def prepare(tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Make what forms need of a tokenizer, if they can be used with it.
+
+    Python's lock is kept meanwhile, so a server does this before it has requests.
+    """
+    ends = end_of(tokenizer)
+    if tokenizer is not None and ends:
+        with suppress(ValueError):  # the first form that is asked for says it
+            compiled(("regex", "a"), tokenizer, ends)
 
 
 def end_of(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
@@ -171,6 +208,67 @@ class _State:
     is_complete: bool = False
     error: str | None = None
 
+    def some_token(self, tokens: _Tokens) -> tuple[int, ...]:
+        """Return a token of text that may follow, if there is one."""
+        if self.allowed is None:
+            return ()
+        allowed = np.flatnonzero(np.unpackbits(self.allowed, bitorder="little")).tolist()
+        return tuple(token for token in allowed if token not in tokens.ends)[:1]
+
+    def allows(self, token: int) -> bool:
+        """Return whether a token may follow."""
+        if self.allowed is None or token >= 8 * len(self.allowed):
+            return False
+        return bool(self.allowed[token // 8] >> token % 8 & 1)
+
+
+class _TooLongError(Exception):
+    """A form has used up its time."""
+
+
+@dataclass
+class _Clock:
+    """The time that a request's form takes, without the time in which other threads run.
+
+    Attributes:
+        spent: seconds so far.
+        is_slow: whether a text has taken more than `SLOW_SECONDS`.
+        started_at: when the present text was begun.
+    """
+
+    spent: float = 0.0
+    is_slow: bool = False
+    started_at: float = field(default_factory=thread_time)
+
+    def begin(self) -> None:
+        """Begin with a text."""
+        self.started_at = thread_time()
+
+    def end(self) -> None:
+        """End with a text."""
+        seconds = thread_time() - self.started_at
+        self.spent += seconds
+        self.is_slow |= seconds > SLOW_SECONDS
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the present text may not be tried again."""
+        seconds = thread_time() - self.started_at
+        return seconds > MAX_STATE_SECONDS / 2 or self.spent + seconds > MAX_FORM_SECONDS
+
+    def check(self, token_at: float | None = None) -> None:
+        """Raise _TooLongError if too much time is gone.
+
+        `token_at` is when the reading of a token began.
+        """
+        now = thread_time()
+        if token_at is not None and now - token_at > MAX_TOKEN_SECONDS:
+            raise _TooLongError(f"a token took more than {MAX_TOKEN_SECONDS} seconds")
+        if now - self.started_at > MAX_STATE_SECONDS:
+            raise _TooLongError(f"a text took more than {MAX_STATE_SECONDS:g} seconds")
+        if self.spent + now - self.started_at > MAX_FORM_SECONDS:
+            raise _TooLongError(f"its texts took more than {MAX_FORM_SECONDS:g} seconds together")
+
 
 class Grammar(Constraint):
     """The constraint of a grammar on the output of one prompt.
@@ -183,6 +281,9 @@ class Grammar(Constraint):
     the token that closes them. If the prompt has not begun them, the output may do so with its
     first token. Marks of several tokens are not known here: then the text begins at once.
 
+    Each state is found by a job in another thread. There is one job at a time, because there is one
+    matcher. `__call__` waits for it; the engine asks `is_ready` before.
+
     After a text that the grammar forbids scores stay as they are. Such a node of a draft is never
     reached, because its token has the probability 0. `complete` checks that after each token of the
     output.
@@ -194,6 +295,7 @@ class Grammar(Constraint):
         tokens: _Tokens,
         start: int,
         thoughts: Thoughts | None = None,
+        first: _State | None = None,
     ) -> None:
         """Begin before the first token of the output.
 
@@ -202,6 +304,7 @@ class Grammar(Constraint):
             tokens: the vocabulary.
             start: the length of the prompt, which is where the text begins in ids.
             thoughts: what may stand before the text.
+            first: what may follow the empty text, if it is known.
         """
         self._beginning = matcher
         self._tokens = tokens
@@ -209,7 +312,9 @@ class Grammar(Constraint):
         self._thoughts = thoughts if thoughts and thoughts.close_token is not None else None
         self._matcher: LLMatcher | None = None
         self._read_tokens: list[int] = []  # the text that the matcher has read
-        self._states: dict[tuple[int, ...], _State] = {}
+        self._states: dict[tuple[int, ...], _State] = {} if first is None else {(): first}
+        self._clock = _Clock()
+        self._job: Future[None] | None = None
         self._lock = Lock()  # a request may be given to several engines
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
@@ -230,23 +335,47 @@ class Grammar(Constraint):
 
         No token is allowed after an end token.
         """
-        text = list(tokens[self._start :])
+        ids = list(tokens)
+        until = perf_counter() + GRACE_SECONDS
         for count, token in enumerate(chain):
-            allowed = self._state(text).allowed
-            if allowed is None or token >= 8 * len(allowed):
+            if not self.is_ready(ids, until):
                 return count
-            if not allowed[token // 8] >> token % 8 & 1:
+            if not self._state(ids[self._start :]).allows(token):
                 return count
-            text.append(token)
+            ids.append(token)
         return len(chain)
+
+    @property
+    def is_slow(self) -> bool:
+        """Return whether states take so long that drafts, which need many, do not pay."""
+        return self._clock.is_slow
+
+    def is_ready(self, ids: Sequence[int], until: float = 0.0) -> bool:
+        """Return whether what may follow `ids` is known at the time `until` of `perf_counter`.
+
+        If it is not, a job begins to find it, unless the job of another text still runs.
+        """
+        text = self._text(ids[self._start :])
+        if text is None:
+            return True
+        while text not in self._states:
+            job = self._begin(text)
+            wait([job], max(0.0, until - perf_counter()))
+            if not job.done():
+                return False
+        return True
 
     def complete(self, ids: Sequence[int]) -> bool:
         """Return whether the output is complete, so that only an end token may follow.
 
+        If that is not known in time it returns False, and the engine asks again.
+
         Raises FormError for output that the grammar forbids or that cannot be continued. Drafts
         never cause this, but a grammar may lead to a dead end or become too large for llguidance.
         """
-        state = self._state(list(ids[self._start :]))
+        if not self.is_ready(ids, 0.0 if self.is_slow else perf_counter() + GRACE_SECONDS):
+            return False
+        state = self._state(ids[self._start :])
         if state.error is not None:
             count = len(ids) - self._start
             raise FormError(
@@ -261,37 +390,66 @@ class Grammar(Constraint):
         """
         return lambda ids: self.complete(ids) or (other is not None and other(ids))
 
-    def _state(self, output: Sequence[int]) -> _State:
-        """Return what may follow an output, with its thoughts if it has some."""
+    def _text(self, output: Sequence[int]) -> tuple[int, ...] | None:
+        """Return the text of an output, without the thoughts before it; None inside of them."""
         thoughts = self._thoughts
         if thoughts is None or thoughts.close_token is None:
-            return self._text_state(output)
-        if thoughts.have_begun(output):
-            if thoughts.close_token not in output:
-                return self._tokens.thinking
-            return self._text_state(output[output.index(thoughts.close_token) + 1 :])
-        state = self._text_state(output)
-        begin = thoughts.begin_token
+            return tuple(output)
+        if not thoughts.have_begun(output):
+            return tuple(output)
+        if thoughts.close_token not in output:
+            return None
+        return tuple(output[output.index(thoughts.close_token) + 1 :])
+
+    def _state(self, output: Sequence[int]) -> _State:
+        """Return what may follow an output, with its thoughts if it has some."""
+        text = self._text(output)
+        if text is None:
+            return self._tokens.thinking
+        state = self.text_state(text)
+        begin = self._thoughts.begin_token if self._thoughts is not None else None
         if output or begin is None or state.allowed is None or begin >= 8 * len(state.allowed):
             return state
         bits = np.unpackbits(state.allowed, bitorder="little")
         bits[begin] = 1
         return _State(np.packbits(bits, bitorder="little"))
 
-    def _text_state(self, text: Sequence[int]) -> _State:
-        """Return what may follow a text, without thoughts before it."""
+    def text_state(self, text: tuple[int, ...]) -> _State:
+        """Return what may follow a text, without thoughts before it. It waits until that is known.
+
+        Args:
+            text: its tokens.
+        """
+        while True:
+            state = self._states.get(text)
+            if state is not None:
+                return state
+            self._begin(text).result()
+
+    def _begin(self, text: tuple[int, ...]) -> Future[None]:
+        """Begin a job that finds what may follow a text, or return the job that runs."""
         with self._lock:
-            key = tuple(text)
-            if key in self._states:
-                return self._states[key]
-            state = self._read(key)
-            if self._matcher is None:
+            if self._job is None or self._job.done():
+                threads = _slow_threads if self.is_slow else _threads
+                self._job = threads.submit(self._find, text)
+            return self._job
+
+    def _find(self, text: tuple[int, ...]) -> None:
+        """Find what may follow a text. This is the job of another thread."""
+        if text in self._states:
+            return
+        self._clock.begin()
+        try:
+            state = self._read(text)
+            if self._matcher is None and not self._clock.is_over:
                 # Once more with a new matcher, because earlier texts may have used up a limit.
-                state = self._read(key)
-            if len(self._states) == MAX_STATES:
-                del self._states[next(iter(self._states))]
-            self._states[key] = state
-            return state
+                state = self._read(text)
+        except BaseException as error:  # also a panic of llguidance, which is in Rust
+            state = _State(error=f"llguidance failed: {_line(error)}")
+        self._clock.end()
+        if len(self._states) >= MAX_STATES:
+            del self._states[next(iter(self._states))]
+        self._states[text] = state
 
     def _read(self, text: tuple[int, ...]) -> _State:
         """Return what may follow a text. After an error or an interrupt the matcher is replaced."""
@@ -299,20 +457,27 @@ class Grammar(Constraint):
             return _State(is_complete=True)
         matcher = self._matcher
         self._matcher = None  # it comes back if it has read the text without an error
-        if matcher is None:
-            matcher = self._beginning.deep_copy()
-            self._read_tokens = []
-        if self._moves_to(matcher, text):
-            state = self._state_after(matcher)
-        else:
-            state = _State(error="the grammar forbids that text")
+        try:
+            if matcher is None:
+                matcher = self._beginning.deep_copy()
+                self._read_tokens = []
+            if self._moves_to(matcher, text):
+                state = self._state_after(matcher)
+                self._clock.check()
+            else:
+                state = _State(error="the grammar forbids that text")
+        except _TooLongError as error:
+            return _State(error=f"it takes too long: {error}")
         if matcher.is_error():
             return _State(error=_line(matcher.get_error()))
         self._matcher = matcher
         return state
 
     def _moves_to(self, matcher: LLMatcher, text: tuple[int, ...]) -> bool:
-        """Move the matcher from the text that it has read to another one, if that is allowed."""
+        """Move the matcher from the text that it has read to another one, if that is allowed.
+
+        Raises _TooLongError.
+        """
         before = tuple(self._read_tokens)
         same = min(len(before), len(text))
         while before[:same] != text[:same]:
@@ -320,14 +485,28 @@ class Grammar(Constraint):
         if same < len(before) and not matcher.rollback(len(before) - same):
             return False
         del self._read_tokens[same:]
-        for token in text[same:]:
+        for index, token in enumerate(text[same:], same):
             if token in self._tokens.special or token >= self._tokens.size:
                 return False
-            # One at a time, because llguidance checks some limits only for the first of a list.
-            if matcher.validate_tokens([token]) != 1 or not matcher.consume_token(token):
+            if not self._allows(matcher, text[:index], token):
+                return False
+            started_at = thread_time()
+            if not matcher.consume_token(token):
                 return False
             self._read_tokens.append(token)
+            self._clock.check(started_at)
         return True
+
+    def _allows(self, matcher: LLMatcher, text: tuple[int, ...], token: int) -> bool:
+        """Return whether a token may follow the text that the matcher has read.
+
+        llguidance is asked only if that is not known, because its answer takes as long as reading.
+        It checks one token at a time, because it knows some limits only for the first of a list.
+        """
+        state = self._states.get(text)
+        if state is None or state.allowed is None:
+            return matcher.validate_tokens([token]) == 1
+        return state.allows(token)
 
     def _state_after(self, matcher: LLMatcher) -> _State:
         tokens = self._tokens
@@ -342,6 +521,19 @@ class Grammar(Constraint):
         if not may_end and not may_continue:
             return _State(error="no token of the vocabulary may follow")
         return _State(np.packbits(bits, bitorder="little"), is_complete=not may_continue)
+
+
+def _limit(error: str | None) -> str | None:
+    """Return which limit of llguidance an error names, or None if it names none.
+
+    Some large forms can be read, and fail with the first token of a text.
+    """
+    items = re.search(r"row has (\d+) items; max is (\d+)", error or "")
+    if items is not None:
+        return f"{items[1]} ways to go on at one place, of at most {items[2]} (max_items_in_row)"
+    if "too many expressions" in (error or ""):
+        return "its repetitions need too many expressions; give smaller numbers"
+    return None
 
 
 def _line(error: object) -> str:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from forerun.sampling.thoughts import Thoughts
 
 # Where the random number of a token comes from; None is torch's default generator.
 Source = SeededSampler | torch.Generator | None
+CONSTRAINT_SECONDS = 0.02  # how long drafting waits for a constraint of a row
 _BLOCK_TOKENS = 256  # tokens whose probabilities are summed together
 _FLOOR_FACTORS = (64, 8, 1)  # most distributions have few tokens above the first floor
 
@@ -155,6 +157,19 @@ class Constraint(LogitsProcessor):
 
     The package has one: `forerun.sampling.grammar.Grammar`.
     """
+
+    @property
+    def is_slow(self) -> bool:
+        """Return whether it takes so long that drafts do not pay."""
+        return False
+
+    def is_ready(self, ids: Sequence[int], until: float = 0.0) -> bool:
+        """Return whether scores after `ids` can be had at the time `until` of `perf_counter`.
+
+        Else another thread goes on to make that possible. A call does not return before it is. A
+        constraint that is quick need not implement this.
+        """
+        return True
 
     def fitting(self, tokens: Sequence[int], chain: Sequence[int]) -> int:
         """Return how many of a chain's first tokens are allowed after `tokens`."""
@@ -299,10 +314,15 @@ class Sampler:
         nothing from the residual. Cutting a token that was sampled from `q` would not be exact,
         because `q` is subtracted in the residual. Such tokens are sampled under the same grammar.
         """
-        for processor in self.processors or ():
-            if isinstance(processor, Constraint):
-                chain = chain[: processor.fitting(tokens, chain)]
-        return chain
+        if self.constraint is None:
+            return chain
+        return chain[: self.constraint.fitting(tokens, chain)]
+
+    @cached_property
+    def constraint(self) -> Constraint | None:
+        """The constraint among the processors, if there is one."""
+        constraints = (each for each in self.processors or () if isinstance(each, Constraint))
+        return next(constraints, None)
 
     @property
     def is_argmax(self) -> bool:
@@ -380,7 +400,8 @@ def next_tokens(
         sampled from, which are None if all rows are greedy.
 
     Raises:
-        RowError: a row's processor raised, or left no token to sample.
+        RowError: a row's processor raised, left no token to sample, or is a constraint that is not
+            ready.
     """
     first = samplers[0]
     if all(sampler is first for sampler in samplers) and first.prefix_free:
@@ -407,12 +428,15 @@ def _scores_by_row(
 ) -> Tensor:
     """Return the processed scores [R, V] of rows with different processors.
 
-    Raises RowError if a row's processor raised.
+    Raises RowError if a row's processor raised, or is a constraint that is not ready.
     """
     scores = logits.float().clone()
     for row, sampler in enumerate(samplers):
         if not sampler.processors:
             continue
+        constraint = sampler.constraint
+        if constraint is not None and not constraint.is_ready(prefix(row), _soon()):
+            raise RowError(row)
         try:
             scores[row] = sampler.scores(logits[row : row + 1], partial(_prefix_of, prefix, row))[0]
         except UNATTRIBUTABLE:
@@ -420,6 +444,10 @@ def _scores_by_row(
         except BaseException as error:
             raise RowError(row) from error
     return scores
+
+
+def _soon() -> float:
+    return perf_counter() + CONSTRAINT_SECONDS
 
 
 def _prefix_of(prefix: Callable[[int], list[int]], row: int, _choice: int) -> list[int]:

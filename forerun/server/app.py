@@ -27,7 +27,7 @@ from forerun.server.errors import ApiError, add_handlers, loading, shutting_down
 from forerun.server.llamacpp import add_llamacpp
 from forerun.server.logprobs import TokenTexts
 from forerun.server.metrics import Metrics
-from forerun.server.middleware import ApiKey, BodyLimit, RequestIds
+from forerun.server.middleware import AllowedHosts, ApiKey, BodyLimit, RequestIds
 from forerun.server.ollama import add_ollama
 from forerun.server.readers import Readers
 from forerun.server.responses import ResponseAnswer, prepare_response
@@ -59,6 +59,8 @@ class Settings:
         model: the name by which clients know the model.
         api_key: the key that clients must send, or None if everyone may ask.
         allow_origin: the sites whose pages may send requests (CORS).
+        allowed_hosts: public names under which the server is asked; `*` is any. Without a key,
+            others are refused (`forerun.server.middleware.AllowedHosts`).
         max_body: the largest number of bytes of a body.
         body_seconds: seconds within which the whole body must come.
         max_seconds: the longest time of a request, from its headers to its last token.
@@ -71,6 +73,7 @@ class Settings:
     model: str
     api_key: str | None = None
     allow_origin: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     max_body: int = 4 * 2**20
     body_seconds: float = 30
     max_seconds: float = 600
@@ -79,7 +82,12 @@ class Settings:
 
 
 class _Stream(StreamingResponse):
-    """A stream that calls a function at its end, even if the stream never began."""
+    """A stream that calls a function at its end, even if the stream never began.
+
+    `forerun.server.protocol` may send `comment` between two events.
+    """
+
+    comment = b": keep-alive\n\n"
 
     def __init__(self, content: AsyncIterator[bytes], at_end: Callable[[], None]) -> None:
         super().__init__(
@@ -88,6 +96,7 @@ class _Stream(StreamingResponse):
         self._at_end = at_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"]["comment"] = self.comment
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -332,6 +341,8 @@ def add_middleware(app: FastAPI, settings: Settings, on_status: Callable[[int], 
     if settings.api_key is not None:
         open_paths = frozenset(["/health", *_page()])
         app.add_middleware(ApiKey, key=settings.api_key, open_paths=open_paths)
+    elif "*" not in settings.allowed_hosts:
+        app.add_middleware(AllowedHosts, names=settings.allowed_hosts)
     app.add_middleware(RequestIds, on_status=on_status, sends=settings.sends_ids)
     if settings.allow_origin:
         app.add_middleware(

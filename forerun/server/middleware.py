@@ -1,4 +1,4 @@
-"""Plain ASGI middleware: ids of requests, the API key, and the limits on bodies.
+"""Plain ASGI middleware: ids of requests, the API key or the host, and the limits on bodies.
 
 Middleware that wraps responses, as `@app.middleware("http")` does, would hide that a client has
 disconnected.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from hashlib import sha256
+from ipaddress import ip_address
 from time import perf_counter
 from uuid import uuid4
 
@@ -19,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from forerun.server.errors import ApiError
 
 MAX_REQUEST_ID = 128  # characters of an x-request-id
+PRIVATE_NAMES = (".localhost", ".local", ".internal", ".home.arpa")  # no public server knows them
 
 
 class RequestIds:
@@ -81,6 +84,39 @@ class ApiKey:
             key = headers.get("x-api-key", "")
         digest = sha256(key.strip().encode("latin-1", "replace")).digest()
         return hmac.compare_digest(digest, self._digest)
+
+
+class AllowedHosts:
+    """Refuses requests for a public name that is not in a list.
+
+    A page of any site may have its own name point to this machine (DNS rebinding), and then asks
+    this server under that name as if it were the site's. Addresses, names of one part and names
+    that no public server resolves cannot be such a name.
+    """
+
+    def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
+        self.app = app
+        self.names = {name.lower() for name in names}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request, as ASGI asks."""
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        if not self._is_allowed(host):
+            message = f"the host {host[:100]!r} is not allowed; see --allowed-hosts"
+            error = ApiError(403, message, code="host_not_allowed")
+            await error.response(scope["path"])(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _is_allowed(self, host: str) -> bool:
+        name = re.sub(r":\d*$", "", host).lower().rstrip(".")
+        if "." not in name or name.endswith(PRIVATE_NAMES) or name in self.names:
+            return True
+        try:
+            ip_address(name.strip("[]"))
+        except ValueError:
+            return False
+        return True
 
 
 class BodyLimit:

@@ -1,4 +1,4 @@
-"""The process: its connections, its signals, and its end."""
+"""The process: its signals, and its end."""
 
 from __future__ import annotations
 
@@ -14,74 +14,19 @@ from concurrent.futures import Future
 from time import perf_counter
 from types import FrameType
 
-import h11
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forerun.server.errors import ApiError, shutting_down
+from forerun.server.protocol import Protocol
 
 _LOG = logging.getLogger("forerun.server")
 
 IDLE_SECONDS = 15  # how long a connection may stay open without a request
-STALLED_SECONDS = 60.0  # how long a client may read nothing while its buffers are full
 FLUSH_SECONDS = 5  # how long the last bytes may take when the server ends
 # How soon the engine's thread and the event loop's give way to each other. With Python's default of
 # 0.005 seconds each event would wait longer for its turn.
 SWITCH_SECONDS = 0.0002
-
-
-class Protocol(H11Protocol):
-    """uvicorn's protocol, which also closes connections that do nothing.
-
-    These are connections without a request, connections whose headers do not end, and those of
-    clients that have stopped reading.
-    """
-
-    _timer: asyncio.TimerHandle | None = None
-
-    def _abort_after(self, seconds: float | None) -> None:
-        """Close the connection after some seconds, or never (None).
-
-        Each call replaces the one before it.
-        """
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if seconds is not None:
-            self._timer = self.loop.call_later(seconds, self.transport.abort)
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request."""
-        super().connection_made(transport)
-        self._abort_after(self.timeout_keep_alive)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
-        self._abort_after(None)
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        """Read data. Headers that come in parts do not restart the timer."""
-        super().data_received(data)
-        are_headers_incomplete = (
-            self.conn.their_state is h11.IDLE and not self.transport.is_closing()
-        )
-        if are_headers_incomplete:
-            if self._timer is None:
-                self._abort_after(self.timeout_keep_alive)
-        elif not self.flow.write_paused:
-            self._abort_after(None)
-
-    def pause_writing(self) -> None:
-        """Begin to wait for a client whose buffers are full."""
-        super().pause_writing()
-        self._abort_after(STALLED_SECONDS)
-
-    def resume_writing(self) -> None:
-        """Stop the timer, because the client reads again."""
-        self._abort_after(None)
-        super().resume_writing()
 
 
 class Served(typing.Protocol):
@@ -117,8 +62,7 @@ class Served(typing.Protocol):
 class Server(uvicorn.Server):
     """uvicorn's server. The first signal lets running requests end, the second ends it at once."""
 
-    should_exit: bool  # both are made by uvicorn's server, which looks at them in its loop
-    force_exit: bool
+    should_exit: bool  # made by uvicorn's server, which looks at it in its loop
 
     def __init__(
         self, config: uvicorn.Config, served: Served, drain: float, on_ready: Callable[[], None]
@@ -142,9 +86,9 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal to end."""
         if self.served.draining:
-            self.should_exit = True
-            self.force_exit = True
-            return
+            # Without a way through the loop, in which each request would log that it was cancelled.
+            _LOG.warning("ended at once by a second signal")
+            leave()
         self.served.draining = True
         assert self._loop is not None
         self._draining = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)

@@ -16,6 +16,7 @@ from forerun.engine.engine import Engine, QueueFullError, Step
 from forerun.engine.sequence import Request
 from forerun.engine.session import Run, Session
 from forerun.failures import UNATTRIBUTABLE
+from forerun.sampling.grammar import prepare
 from forerun.server.errors import ApiError, loading, queue_full, shutting_down, to_api_error
 from forerun.server.job import Job
 from forerun.server.memory import default_kv_memory
@@ -218,6 +219,7 @@ class Worker:
         session = decoder.session
         # The first steps of an engine measure and build what later ones use.
         session.add([decoder.request([0] * 4, max_new_tokens=8, ignore_eos=True)]).collect()
+        prepare(decoder.tokenizer)
         # `Session.add` asks for this in the event loop's thread, so it must be known by now.
         assert session.engine.target.position_bytes
         self._session = session

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import forerun
-from forerun.cli.options import DecodeOptions, ServingOptions
+from forerun.cli.options import DecodeOptions, ServingOptions, byte_size
 from tests.support.commands import run
 
 COMMAND = [sys.executable, "-m", "forerun"]
@@ -233,3 +233,48 @@ def test_a_command_without_options_loads_what_load_does() -> None:
     options = DecodeOptions()
     found = forerun.load("embedded", method=options.chosen_method("embedded"), **options.for_load())
     assert found.info() == forerun.load("embedded").info()
+
+
+def test_a_thread_that_computes_does_not_abort_the_end() -> None:
+    """As that of the engine does when `forerun batch` ends with an error."""
+    done = run(
+        program="""
+import threading
+import torch
+from forerun import cli
+
+def compute():
+    numbers = torch.ones(300, 300)
+    while True:
+        numbers @ numbers
+
+threading.Thread(target=compute, daemon=True).start()
+cli._run = lambda: print("said") or 2
+cli.main()
+"""
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, "said\n", "")
+
+
+def test_sigterm_is_one_line() -> None:
+    done = run(
+        program="""
+import os
+import signal
+import time
+from forerun import cli
+
+cli._run = lambda: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(100)
+cli.main()
+"""
+    )
+    assert (done.returncode, done.stderr) == (143, "forerun: terminated\n")
+
+
+def test_sizes_have_units() -> None:
+    sizes = {"1000": 1000, "256MiB": 2**28, "1.5 GB": 1_500_000_000, "2gib": 2**31, "7B": 7}
+    assert {text: byte_size(text) for text in sizes} == sizes
+    for text in ("", "0", "-1", "1e9", "256MiBs", "MiB"):
+        done = run("serve", "--target", "embedded", "--kv-memory", text)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert "Invalid value for '--kv-memory'" in done.stderr

@@ -306,7 +306,7 @@ def test_a_late_sequence_waits_for_a_prompt_that_is_being_run() -> None:
     next(admission)
     admission.close()
     guarded.drop(prompt)
-    assert not guarded._admitting and not guarded._inside
+    assert not guarded._admissions and not guarded._inside
 
 
 def test_a_draft_that_is_late_is_charged() -> None:

@@ -7,7 +7,9 @@ refused.
 import copy
 import json
 import sys
+import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from random import Random
@@ -197,6 +199,125 @@ def test_cutting_sampled_tokens_would_not_be_exact() -> None:
     # `Sampler.fitting` is for point masses: the tokens that are left no longer follow the
     # distribution that they were sampled from.
     assert toys.p_value(outcomes(Blind(TableLM(DRAFT), cut=True), rows=2000), expected()) < BROKEN
+
+
+class Late(grammar.Grammar):
+    """What may follow some tokens is known only between steps, when the engine asks for it."""
+
+    last: tuple[int, ...] = ()
+    is_slow = False
+
+    def is_ready(self, ids: Any, until: float = 0.0) -> bool:
+        if until and ids[-1] in (3, 4) and tuple(ids) != self.last:
+            return False
+        self.last = tuple(ids)
+        return super().is_ready(ids, until + 1e9)
+
+
+def late(seed: int | None = None, rows: int = ROWS) -> list[Request]:
+    """Requests, each with a grammar of its own."""
+    make = grammar.compiled(formats.form_of(regex("|".join(LANGUAGE))), letters(), frozenset([END]))
+    own = make(len(PROMPT))
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for stream in range(rows):
+        rule = Late(own._beginning, own._tokens, len(PROMPT))
+        sampler = Sampler(False, LogitsProcessorList([rule]))
+        how: dict[str, Any] = {"stop": rule.stop(None), "generator": generator}
+        request = Request(PROMPT, NEW, sampler, frozenset([END]), seed=seed, stream=stream, **how)
+        found.append(request)
+    return found
+
+
+@pytest.mark.parametrize("name", ["sd", "random trees", "blind"])
+def test_the_distribution_is_kept_where_masks_come_late(name: str) -> None:
+    drafter = Blind(TableLM(DRAFT)) if name == "blind" else DRAFTERS[name]()
+    steps = decode(TableLM(TARGET), drafter, late())
+    assert not [each[-1].error for each in steps if each[-1].error is not None]
+    found = [(tokens_of(each) + [END] * JOINT)[:JOINT] for each in steps]
+    assert toys.p_value(found, expected()) > FITS
+    assert any(not each[-1].tokens and each[-1].finish_reason == "stop" for each in steps)
+
+
+@pytest.mark.parametrize("name", ["sd", "random trees", "a draft without the grammar"])
+def test_a_seed_decides_also_where_masks_come_late(name: str) -> None:
+    plain = decode(TableLM(TARGET), DRAFTERS["ar"](), late(seed=5, rows=40))
+    found = decode(TableLM(TARGET), DRAFTERS[name](), late(seed=5, rows=40))
+    assert list(map(tokens_of, found)) == list(map(tokens_of, plain))
+    assert sum(step.accepted for each in found for step in each) > 10
+
+
+AMBIGUOUS = 'start: start start start start | start start | "a" | ""'
+
+
+@pytest.mark.parametrize(
+    ("bound", "words"),
+    [
+        ("MAX_TOKEN_SECONDS", "a token took more than"),
+        ("MAX_STATE_SECONDS", "a text took more than"),
+        ("MAX_FORM_SECONDS", "its texts took more than"),
+    ],
+)
+def test_a_form_that_takes_too_long_ends_its_request_alone(
+    bound: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = decoder("suffix")
+    request = shared.request("the cat", response_format={"type": "grammar", "grammar": AMBIGUOUS})
+    monkeypatch.setattr(grammar, bound, 1e-5)
+    ids = [shared.engine.add(each) for each in (request, shared.request("the cat"))]
+    steps = toys.drain(shared.engine)
+    assert isinstance(steps[ids[0]][-1].error, grammar.FormError)
+    assert f"it takes too long: {words}" in str(steps[ids[0]][-1].error)
+    assert steps[ids[1]][-1].error is None
+
+
+def test_a_slow_form_is_decoded_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "the cat sat on the cat sat on the cat sat"
+    quick = decoder("suffix").generate(text, response_format=regex("[a-z ]{30,40}"))
+    monkeypatch.setattr(grammar, "SLOW_SECONDS", 0.0)
+    slow = decoder("suffix").generate(text, response_format=regex("[a-z ]{30,40}"))
+    assert slow.tokens == quick.tokens
+    assert quick.stats.drafted and slow.stats.drafted <= 20
+
+
+class Held(grammar.Grammar):
+    """A grammar whose jobs stand still until they are let go."""
+
+    def _find(self, text: Any) -> None:
+        if len(text) > 2:
+            self.go.wait(100)
+        super()._find(text)
+
+
+def test_others_are_decoded_while_a_mask_is_computed() -> None:
+    """The row goes on as soon as its mask is there, with the tokens that it has alone."""
+    shared = decoder("ar")
+    request = shared.request("the cat", response_format=regex("[a-z]{9}"), max_new_tokens=20)
+    first = shared.engine.add(request)
+    alone = toys.drain(shared.engine)[first]
+    own = request.sampler.constraint
+    held = Held(own._beginning, own._tokens, own._start)
+    held.go = threading.Event()
+    sampler = Sampler(True, LogitsProcessorList([held]))
+    late_one = replace(request, sampler=sampler, stop=held.stop(None))
+    ids = [shared.engine.add(each) for each in (late_one, shared.request("a", max_new_tokens=30))]
+    steps: dict[int, list[Any]] = {}
+    while len(steps.get(ids[1], [])) < 30:
+        toys.take_step(shared.engine, steps)
+    assert sum(len(step.tokens) for step in steps[ids[0]]) == 3
+    held.go.set()
+    toys.drain(shared.engine, steps)
+    assert tokens_of(steps[ids[0]]) == tokens_of(alone)
+    # A client that leaves meanwhile is gone at once.
+    held.go.clear()
+    held._states.clear()
+    gone = shared.engine.add(late_one)
+    for _ in range(6):
+        toys.take_step(shared.engine, steps)
+    shared.engine.abort(gone)
+    toys.take_step(shared.engine, steps)
+    assert steps[gone][-1].finish_reason == "abort" and not shared.engine.running
+    held.go.set()
 
 
 SCHEMA = {
@@ -423,6 +544,15 @@ UNUSABLE = [
         'Unimplemented keys: ["not"]',
     ),
     ({"type": "json_schema", "json_schema": {"schema": False}}, "Unsatisfiable schema"),
+    (regex("a{2147483647}"), "it is too large: its repetitions need too many expressions"),
+    (regex("((a{100}){100}){100}"), "it is too large: its repetitions need too many expressions"),
+    (
+        {
+            "type": "json_schema",
+            "json_schema": {"schema": {"properties": {f"p{i}": {} for i in range(2000)}}},
+        },
+        "at one place, of at most 2000 (max_items_in_row)",
+    ),
 ]
 
 

@@ -19,10 +19,10 @@ from unittest.mock import MagicMock, Mock
 import httpx
 import pytest
 
-from forerun.server import answers, run
+from forerun.server import answers, protocol
 from forerun.server.app import STATIC, Settings, create_app
 from forerun.server.errors import ApiError
-from forerun.server.run import Protocol
+from forerun.server.protocol import Protocol
 from forerun.server.worker import Worker
 from tests.support.serving import NAME, held, live, make_decoder, make_filler, post
 
@@ -121,17 +121,17 @@ def test_a_silent_answer_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reader_that_has_stopped_reading_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "STALLED_SECONDS", 0.05)
+    monkeypatch.setattr(protocol, "STALLED_SECONDS", 0.05)
 
     async def stall(resumes: bool) -> bool:
-        protocol = Protocol.__new__(Protocol)
+        connection = Protocol.__new__(Protocol)
         transport = MagicMock()
-        protocol.loop = asyncio.get_running_loop()
-        protocol.transport = transport
-        protocol.flow = MagicMock()
-        protocol.pause_writing()
+        connection.loop = asyncio.get_running_loop()
+        connection.transport = transport
+        connection.flow = MagicMock()
+        connection.pause_writing()
         if resumes:
-            protocol.resume_writing()
+            connection.resume_writing()
         await asyncio.sleep(0.2)
         return bool(transport.abort.called)
 

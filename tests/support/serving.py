@@ -23,7 +23,7 @@ from forerun.api.decoder import Decoder
 from forerun.engine.engine import Engine
 from forerun.server.app import Service, Settings, create_app
 from forerun.server.listening import listen
-from forerun.server.run import Protocol
+from forerun.server.protocol import Protocol
 from forerun.server.worker import Worker
 from tests.support.toys import noisy_copy, tiny, tiny_tokenizer
 
@@ -143,8 +143,8 @@ def held(engine: Engine) -> Iterator[threading.Event]:
         engine.advance = advance  # type: ignore[method-assign]
 
 
-def get(server: Live, path: str) -> httpx.Response:
-    return httpx.get(server.url + path, timeout=120, trust_env=False)
+def get(server: Live, path: str, **options: Any) -> httpx.Response:
+    return httpx.get(server.url + path, timeout=120, trust_env=False, **options)
 
 
 def post(server: Live, path: str, body: Any, **options: Any) -> httpx.Response:

@@ -30,7 +30,7 @@ from forerun.engine.engine import Drafter, Engine, Step
 from forerun.engine.sequence import Request
 from forerun.engine.sequence import Sequence as EngineSequence
 from forerun.engine.step import Proposal
-from forerun.engine.target import Output
+from forerun.engine.target import ChunkSize, Output, next_size
 from forerun.heads.heads import HiddenConfig, HiddenDrafter
 from forerun.heads.pre_verifier import PreVerifier, PreVerifierConfig
 from forerun.methods import METHODS
@@ -387,11 +387,16 @@ class TableLM:
     def length(self, id: int) -> int:
         return len(self.rows.get(id, ()))
 
-    def prefill(self, tokens: Sequence[int], chunk: int, *_: Any, **__: Any) -> Iterator[int]:
-        self.prompt = list(tokens)
-        for start in range(0, len(tokens), chunk):
-            self.prefilled += len(tokens[start : start + chunk])
-            yield len(tokens[start : start + chunk])
+    def prefill(self, tokens: Sequence[int], chunk: ChunkSize, *_: Any, **__: Any) -> Iterator[int]:
+        self.prompt = []
+        count = 0
+        while count < len(tokens):
+            size = min(next_size(chunk), len(tokens) - count)
+            count += size
+            self.prefilled += size
+            self.prompt = list(tokens[:count])
+            yield size
+        self.prompt = list(tokens)  # which another prompt may have replaced between two chunks
 
     def join(self, id: int, reserve: int = 0) -> None:
         self.rows[id] = list(self.prompt)

@@ -1,0 +1,131 @@
+"""Which prompt is read next, of several that are read in turns."""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from forerun.engine.sequence import Sequence
+
+MAX_READINGS = 8  # prompts at once, because each keeps its keys and values apart until it is read
+
+
+class Chunk(NamedTuple):
+    """What has been read of a prompt at once.
+
+    Attributes:
+        size: its number of tokens.
+        left: the number of tokens that are yet to be read, at most.
+    """
+
+    size: int
+    left: int
+
+
+@dataclass(eq=False)
+class Reading:
+    """A prompt that the models read, in chunks.
+
+    Attributes:
+        seq: its sequence.
+        chunks: reads a chunk whenever it is advanced.
+        reserve: positions of keys and values that the sequence will need.
+        left: the number of tokens that are yet to be read, at most: by the target, and then by the
+            drafter.
+        has_begun: whether it has had a chunk.
+        alike: earlier readings, and with how many tokens of theirs this prompt begins.
+    """
+
+    seq: Sequence
+    chunks: Generator[Chunk, None, None]
+    reserve: int
+    left: int
+    has_begun: bool = False
+    alike: list[tuple[Reading, int]] = field(default_factory=list)
+
+
+class Readings:
+    """The prompts that are read, each a chunk at a time.
+
+    Chunks go in turn to the prompt with the fewest tokens left, so that a short one need not wait
+    for a long one, and to the one that came first, so that each comes to its end.
+
+    A prompt that begins like an earlier one waits for it if that is no longer than twice what both
+    have in common: what is read once need not be read again.
+
+    An interrupt at any point must not lose a sequence, so each is in `Scheduler.admitted` too.
+    """
+
+    def __init__(self) -> None:
+        self._readings: list[Reading] = []
+        self._is_shortest = True  # whether the next chunk goes to the shortest prompt
+
+    def __len__(self) -> int:
+        return len(self._readings)
+
+    @property
+    def seqs(self) -> list[Sequence]:
+        """Return the sequences, in the order in which they came."""
+        return [reading.seq for reading in self._readings]
+
+    @property
+    def reserve(self) -> int:
+        """Return the largest number of positions that one of them will need."""
+        return max((reading.reserve for reading in self._readings), default=0)
+
+    def add(self, reading: Reading) -> None:
+        """Begin to give turns to a prompt."""
+        for other in self._readings:
+            if other.seq.request.cache_salt == reading.seq.request.cache_salt:
+                shared = _common(other.seq.tokens, reading.seq.tokens)
+                reading.alike.append((other, shared))
+        self._readings.append(reading)
+
+    def next(self) -> Reading:
+        """Return the prompt whose turn it is. There is at least one."""
+        able = [reading for reading in self._readings if not self._waits(reading)]
+        if self._is_shortest:
+            return min(able, key=lambda reading: reading.left)
+        return able[0]
+
+    def count(self, reading: Reading, left: int) -> None:
+        """Count a turn of a prompt, which `next` returned and of which `left` tokens are left."""
+        self._is_shortest = not self._is_shortest
+        reading.has_begun = True
+        reading.left = left
+
+    def end(self, reading: Reading) -> None:
+        """Give no more turns to a prompt, which has been read or failed."""
+        self._readings = [other for other in self._readings if other is not reading]
+        reading.alike.clear()  # which would keep all earlier readings alive
+        reading.chunks.close()
+
+    def end_of(self, ids: abc.Set[int]) -> None:
+        """Give no more turns to the prompts of some sequences."""
+        for reading in list(self._readings):
+            if reading.seq.id in ids:
+                self.end(reading)
+
+    def clear(self) -> None:
+        """Give no more turns to any of them."""
+        for reading in self._readings:
+            reading.chunks.close()
+        self._readings = []
+
+    def _waits(self, reading: Reading) -> bool:
+        """Return whether a prompt had better wait for an earlier one that begins like it."""
+        return not reading.has_begun and any(
+            other in self._readings and other.left <= 2 * shared for other, shared in reading.alike
+        )
+
+
+def _common(one: abc.Sequence[int], other: abc.Sequence[int]) -> int:
+    """Return the length of the longest common prefix of two texts."""
+    count = 0
+    for first, second in zip(one, other, strict=False):
+        if first != second:
+            break
+        count += 1
+    return count

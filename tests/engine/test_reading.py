@@ -1,0 +1,190 @@
+"""Prompts are read in turns: short ones do not wait for long ones, and nothing is read twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from forerun import Decoder
+from forerun.drafters.plain import PlainDrafter
+from forerun.engine.engine import Engine
+from forerun.engine.sequence import Request
+from forerun.engine.step import Step
+from forerun.methods import method
+from forerun.model.causal_lm import CausalLM
+from tests.support import toys
+from tests.support.toys import TableLM, tokens_of
+
+CONTEXT = 2048
+CHUNK = 32  # of the scheduler, if there is no time for more
+TABLE = toys.random_table(6, 1)
+
+
+def text(length: int, seed: int = 0, vocab: int = 6) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return [int(token) for token in torch.randint(1, vocab, (length,), generator=generator)]
+
+
+def busy_engine(max_rows: int = 16) -> tuple[Engine, int, dict[int, list[Step]]]:
+    """An engine that has time for one chunk between two steps, and a stream in it."""
+    engine = Engine(TableLM(TABLE), PlainDrafter(), max_rows=max_rows, chunk_seconds=1e-9)
+    stream = engine.add(Request([1], 2000))
+    steps: dict[int, list[Step]] = {}
+    toys.take_step(engine, steps)
+    return engine, stream, steps
+
+
+def until_first(engine: Engine, id: int, steps: dict[int, list[Step]]) -> int:
+    """How many steps the stream makes before a request has its first token."""
+    before = len(steps[0])
+    while id not in steps:
+        toys.take_step(engine, steps)
+    return len(steps[0]) - before
+
+
+@pytest.mark.parametrize("many", [1, 3])
+def test_a_short_prompt_does_not_wait_for_long_ones(many: int) -> None:
+    engine, _, steps = busy_engine()
+    long = [engine.add(Request(text(60 * CHUNK, seed), 2)) for seed in range(many)]
+    for _ in range(5):
+        toys.take_step(engine, steps)
+    short = engine.add(Request(text(CHUNK, 9), 2))
+    assert until_first(engine, short, steps) <= 4
+    # And a prompt of some chunks comes before those of many, which come to their ends too.
+    middle = engine.add(Request(text(6 * CHUNK, 8), 2))
+    assert until_first(engine, middle, steps) <= 2 * 6 + 4
+    assert not any(id in steps for id in long)
+    count = max(until_first(engine, id, steps) for id in long)
+    assert count <= (60 + 2) * many
+
+
+def test_short_prompts_that_keep_coming_do_not_starve_a_long_one() -> None:
+    engine, _, steps = busy_engine()
+    long = engine.add(Request(text(20 * CHUNK), 2))
+    for number in range(60):
+        if long in steps:
+            break
+        engine.add(Request(text(CHUNK, 100 + number), 1))
+        toys.take_step(engine, steps)
+    assert number <= 2 * 20 + 4
+
+
+def test_a_newcomer_is_decoded_before_a_long_prompt_that_came_to_an_idle_engine() -> None:
+    engine = Engine(TableLM(TABLE), PlainDrafter(), chunk_seconds=1e-9)
+    added: list[int] = []
+
+    def progress(read: int, total: int) -> None:
+        if not added:
+            added.append(engine.add(Request(text(20, 3), 3)))
+
+    long = engine.add(Request(text(1900), 2, progress=progress))
+    first = engine.step()
+    assert [step.id for step in first] == added
+    steps = toys.drain(engine)
+    assert len(tokens_of(steps[long])) == 2 and len(tokens_of(steps[added[0]])) == 2
+
+
+def test_a_long_prompt_that_came_first_has_small_chunks_once_others_stream() -> None:
+    engine = Engine(TableLM(TABLE), PlainDrafter(), chunk_seconds=1e-9)
+    reads: list[int] = []
+    long = engine.add(Request(text(1900), 2, progress=lambda read, total: reads.append(read)))
+    engine.add(Request(text(300, 3), 400))
+    steps = toys.drain(engine)
+    sizes = [after - before for before, after in pairwise([0, *reads])]
+    assert len(tokens_of(steps[long])) == 2
+    assert sizes[-1] <= CHUNK and sizes.count(CHUNK) >= 1900 // CHUNK - 2 * 256 // CHUNK - 1
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_an_abort_is_seen_after_the_chunk(is_beside: bool) -> None:
+    """As a client leaves while its prompt is read, with others or alone."""
+    engine = Engine(TableLM(TABLE), PlainDrafter(), chunk_seconds=1e-9)
+    reads: list[int] = []
+
+    def progress(read: int, total: int) -> None:
+        reads.append(read)
+        engine.abort(long)
+
+    other = engine.add(Request(text(300, 7), 2)) if is_beside else None
+    long = engine.add(Request(text(1900), 2, progress=progress))
+    steps = toys.drain(engine)
+    assert len(reads) == 1 and engine.target.prefilled <= 256 + 300
+    assert [step.finish_reason for step in steps[long]] == ["abort"]
+    if other is not None:
+        assert len(tokens_of(steps[other])) == 2
+
+
+def test_one_that_fails_while_others_are_read_fails_alone() -> None:
+    engine, _, steps = busy_engine()
+
+    def progress(read: int, total: int) -> None:
+        if read > 3 * CHUNK:
+            raise RuntimeError("no more")
+
+    bad = engine.add(Request(text(9 * CHUNK), 3, progress=progress))
+    good = [engine.add(Request(text(9 * CHUNK, seed), 3)) for seed in (1, 2)]
+    toys.drain(engine, steps)
+    assert str(steps[bad][-1].error) == "no more"
+    for seed, id in zip((1, 2), good, strict=True):
+        (alone,) = toys.decode(TableLM(TABLE), PlainDrafter(), [Request(text(9 * CHUNK, seed), 3)])
+        assert tokens_of(steps[id]) == tokens_of(alone)
+
+
+METHODS = ("ar", "sd", "hybrid", "lyanna", "ouroboros")
+
+
+def decoder(name: str, **options: Any) -> Decoder:
+    model = toys.tiny("llama", context=CONTEXT)
+    wants = method(name)
+    head = toys.random_head(CausalLM(model), kind=name) if wants.head else None
+    draft = toys.noisy_copy(model, 0.05) if wants.needs_draft else None
+    return Decoder(model, None, draft, wants, False, head=head, **options)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_said_does_not_depend_on_the_turns(name: str) -> None:
+    """Prompts of many lengths, some of which begin alike, each as it is alone."""
+    head = text(150, 5, 60)
+    prompts = [
+        head + text(200, 1, 60),
+        text(20, 2, 60),
+        head + text(5, 3, 60),
+        text(400, 4, 60),
+        head + text(200, 1, 60),
+        text(90, 6, 60),
+    ]
+    solo = decoder(name)
+    alone = [solo.generate(prompt, max_new_tokens=8).tokens for prompt in prompts]
+    made = decoder(name, prefix_bytes=2**22)
+    engine = made.engine
+    engine.limits.chunk_seconds = 1e-9
+    steps: dict[int, list[Step]] = {}
+    stream = engine.add(made.request(text(3, 9, 60), max_new_tokens=90))
+    toys.take_step(engine, steps)
+    ids = []
+    for prompt in prompts:
+        ids.append(engine.add(made.request(prompt, max_new_tokens=8)))
+        toys.take_step(engine, steps)
+    most = 0
+    while engine.busy:
+        most = max(most, engine.prefilling)
+        toys.take_step(engine, steps)
+    assert most >= 3 and len(tokens_of(steps[stream])) == 90
+    assert [tokens_of(steps[id]) for id in ids] == alone
+
+
+def test_what_prompts_have_in_common_is_read_once() -> None:
+    made = decoder("ar", prefix_bytes=2**22)
+    engine = made.engine
+    engine.limits.chunk_seconds = 1e-9
+    common = text(320, 5, 60)
+    asked = [made.request(common, max_new_tokens=3) for _ in range(6)]
+    asked += [made.request(common + text(8, seed, 60), max_new_tokens=3) for seed in range(3)]
+    for request in asked:
+        engine.add(replace(request))
+    toys.drain(engine)
+    assert made.target.prefilled + engine.target.prefilled <= 320 + 3 * 40
