@@ -37,7 +37,7 @@ sanitize: $(INSTALLED)-dev
 	CC=gcc CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g -O1" $(BIN)/python forerun/csrc/build.py
 	( $(SANITIZERS) $(BIN)/pytest -n auto --dist worksteal -vv $(SANITIZED) && \
 	$(SANITIZERS) $(BIN)/python -c "from forerun.csrc.library import variants; print(*variants(), sep='\n')" | \
-	xargs -P 2 -I % env FORERUN_KERNELS=% FORERUN_FUZZ=30 $(SANITIZERS) $(BIN)/pytest tests/backends/test_gguf.py -k damaged_files ); \
+	xargs -P 2 -I % env FORERUN_KERNELS=% FORERUN_FUZZ=30 $(SANITIZERS) $(BIN)/pytest tests/backends/test_damaged_files.py -k damaged_files_are ); \
 	found=$$?; $(BIN)/python forerun/csrc/build.py && exit $$found
 
 C_FILES := $(wildcard forerun/csrc/*.[ch] tests/csrc/drivers/*.c)

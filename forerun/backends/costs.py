@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from math import log
 from pathlib import Path
+from random import Random
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -24,6 +25,7 @@ from forerun import __version__
 from forerun.backends.facts import facts_of, processor
 from forerun.backends.heads import HiddenLM
 from forerun.backends.quantised_heads import Beams
+from forerun.backends.stored import has_experts
 from forerun.engine.acceptance import accept
 from forerun.engine.draft import Draft
 from forerun.files import home, write_text
@@ -31,7 +33,7 @@ from forerun.heads.echo import SIZES
 from forerun.heads.pre_verifier import MIN_PROBABILITY, PreVerifier
 from forerun.heads.quick import quick
 from forerun.model.causal_lm import CausalLM
-from forerun.planning.cost_model import Costs, convex, costs_of
+from forerun.planning.cost_model import Costs, convex, costs_of, smooth
 from forerun.planning.stop_rules import Bounds
 from forerun.sampling.probabilities import last_probabilities, probabilities_of
 from forerun.sampling.sampler import ChainSampling, Sampler, SamplingDistribution, next_tokens
@@ -104,7 +106,12 @@ def _pair_costs(
     target: CausalLM, draft: CausalLM | None, context: int, counts: Sequence[int]
 ) -> Costs:
     """Return what forwards and fused drafts cost after `context` tokens."""
-    costs = Costs(forward_costs(target, counts, context), {}, context=context)
+    costs = Costs(
+        forward_costs(target, counts, context),
+        {},
+        context=context,
+        has_experts=has_experts(target.model),
+    )
     if draft is None:
         return costs
     numbers = torch.linspace(0.0, 0.99, CHAIN_TOKENS, dtype=torch.float64)
@@ -158,7 +165,7 @@ def forward_costs(
 ) -> dict[int, float]:
     """Return {new tokens: ms of one forward} after `context` tokens.
 
-    It is the 20th percentile of all times, made convex. Forwards of one size come in runs, as in
+    It is the 20th percentile of all times, made smooth. Forwards of one size come in runs, as in
     decoding. The sizes take turns, so that a busy moment of the machine does not fall on one of
     them. Sizes beyond the model's context are left out.
 
@@ -172,10 +179,14 @@ def forward_costs(
             f"the model's context of {model.context} is full after {context} tokens: choose fewer"
         )
     model = after(model, context)
+    # A forward has random tokens, because equal ones would all choose the same experts. Each one
+    # has others, because experts that were just read take less time.
+    source = Random(0)
 
     def timed(count: int) -> float:
+        first, *others = source.choices(range(model.vocab_size), k=count)
         started_at = model.clock()
-        model.forward([0], [Draft.chain(0, [0] * (count - 1))])
+        model.forward([0], [Draft.chain(first, others)])
         _wait(model.device)
         return model.clock() - started_at
 
@@ -192,7 +203,8 @@ def forward_costs(
                 times.append(timed(count))
             # The first forward of a run follows one of another size. It counts if it is alone.
             seconds[count] += times[1:] or times
-    return convex({count: _quiet_ms(times) for count, times in seconds.items()})
+    table = {count: _quiet_ms(times) for count, times in seconds.items()}
+    return smooth(table, has_experts(model.model))
 
 
 @torch.inference_mode()

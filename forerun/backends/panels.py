@@ -19,23 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from forerun.csrc.library import MatrixArgument, checked, library, run
+from forerun.zoo.formats import LIBRARY_FORMATS, format_number
 
-# The formats that the library supports, in the order of its `fr_format`.
-LIBRARY_FORMATS = (
-    Type.Q4_K,
-    Type.Q5_K,
-    Type.Q6_K,
-    Type.Q4_0,
-    Type.Q4_1,
-    Type.Q5_0,
-    Type.Q5_1,
-    Type.Q8_0,
-    Type.F16,
-    Type.BF16,
-    Type.F32,
-    Type.Q3_K,
-    Type.Q2_K,
-)
 FLOAT_FORMATS = {torch.float32: Type.F32, torch.bfloat16: Type.BF16, torch.float16: Type.F16}
 BLOCK_INPUTS = 32  # inputs that share a scale, in the formats that float weights are rounded to
 _DENSE_ROWS = 4096  # rows that `Dense` converts to floats at a time
@@ -189,11 +174,6 @@ class Dense:
     def floats(self, outputs: Sequence[int] | None = None) -> Tensor:
         """Return the values [n, in] of these outputs, or of all."""
         return (self.weight if outputs is None else self.weight[list(outputs)]).float()
-
-
-def format_number(type: Type) -> int:
-    """Return the library's number of a weight format (`fr_format`)."""
-    return LIBRARY_FORMATS.index(type)
 
 
 def pack(raw: RawMatrix, is_head: bool = False) -> PackedMatrix | Dense:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from forerun.backends import architectures
-from forerun.backends.panels import PackedMatrix, RawMatrix, format_number
+from forerun.backends.panels import PackedMatrix, RawMatrix
 from forerun.backends.stored import Linear, StoredEmbedding, StoredLinear
 from forerun.backends.table import (
     ACTIVATIONS,
@@ -47,6 +47,7 @@ from forerun.csrc.library import (
 from forerun.engine.target import Capture
 from forerun.model.batch import Inputs
 from forerun.model.kv_cache import KVCache
+from forerun.zoo.formats import format_number
 
 # A float32 model with more parameters runs its own forward, because ours keeps copies of them.
 MAX_COPIED_PARAMETERS = 1_000_000_000
@@ -531,10 +532,10 @@ def quantised_forward(model: PreTrainedModel) -> QuantisedForward | None:
     keeps packed copies: do not train the model afterwards.
     """
     architecture = architectures.of_model(model)
-    if architecture is None:
+    if architecture is None or library() is None:
         return None
     is_float = not isinstance(model.get_input_embeddings(), StoredEmbedding)
-    if is_float and (library() is None or not _is_plain(model, architecture.plain_modules)):
+    if is_float and not _is_plain(model, architecture.plain_modules):
         return None
     table = architecture.table(model)
     if not table.is_in_c:

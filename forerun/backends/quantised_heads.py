@@ -18,7 +18,6 @@ from forerun.backends.panels import (
     PackedMatrix,
     Product,
     RawMatrix,
-    format_number,
     quantise,
 )
 from forerun.backends.quantised import Layers, Part, Pointers, lay_out
@@ -34,6 +33,7 @@ from forerun.csrc.library import (
 from forerun.heads.heads import HeadLayer, HiddenDrafter
 from forerun.model.batch import Inputs
 from forerun.model.kv_cache import KVCache
+from forerun.zoo.formats import format_number
 
 
 @dataclass(frozen=True)

@@ -193,6 +193,13 @@ def is_experts(module: Any) -> bool:
     return all(hasattr(module, name) for name in names)
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Return whether a model has experts, of transformers or stored."""
+    return any(
+        isinstance(module, StoredExperts) or is_experts(module) for module in model.modules()
+    )
+
+
 def embedding_factor(embedding: nn.Module) -> float:
     """Return the factor by which an embedding of transformers multiplies its rows itself."""
     factor = getattr(embedding, "scalar_embed_scale", 1.0)  # Gemma's embeddings have it

@@ -48,6 +48,8 @@ class Costs(CostSource):
         head: {rows: ms of a head's next state and its logits}; empty without a head.
         context: tokens of the row before the new ones.
         far: the table after a longer text; None if that was not measured.
+        has_experts: whether the target has experts. Further tokens may add less than those before
+            them there, because they share experts.
     """
 
     target: Table
@@ -61,6 +63,7 @@ class Costs(CostSource):
     head: Table = field(default_factory=dict)
     context: int = 0
     far: Costs | None = None
+    has_experts: bool = False
 
     @property
     def table(self) -> Costs:
@@ -103,10 +106,11 @@ class Costs(CostSource):
         # Two entries at least, because one makes no line.
         target = {2 * rows: self.verify(2 * rows)} | self.target
         verified = _table_between(target, far.target, share, rows)
+        # No forward has fewer new tokens than rows.
+        possible = {tokens: ms for tokens, ms in verified.items() if tokens >= rows}
         return replace(
             self,
-            # No forward has fewer new tokens than rows.
-            target=convex({tokens: ms for tokens, ms in verified.items() if tokens >= rows}),
+            target=smooth(possible, self.has_experts),
             draft=_table_between(self.draft, far.draft, share, rows),
             chained=_value_between(self.chained, far.chained, share),
             chained_sampled=_value_between(self.chained_sampled, far.chained_sampled, share),
@@ -168,6 +172,7 @@ def costs_of(data: abc.Mapping[str, Any]) -> Costs:
     """
     values = {EARLIER_NAMES.get(name, name): value for name, value in data.items()}
     context = int(values.pop("context", 0))
+    has_experts = bool(values.pop("has_experts", False))
     far_data = values.pop("far", None)
     far = costs_of(far_data) if far_data is not None else None
     if far is not None and far.context <= context:
@@ -187,7 +192,7 @@ def costs_of(data: abc.Mapping[str, Any]) -> Costs:
         raise ValueError("the costs of the target must be above 0 ms")
     fields: dict[str, Any] = {part: float(ms) for part, ms in values.items()}
     fields |= tables
-    return Costs(**fields, context=context, far=far)
+    return Costs(**fields, context=context, far=far, has_experts=has_experts)
 
 
 def mean_context(seqs: abc.Sequence[Sequence]) -> float:
@@ -217,15 +222,31 @@ def interpolated(table: Table, at: float) -> float:
     return table[low] + slope * (max(at, low) - low)
 
 
+def smooth(table: Table, has_experts: bool) -> Table:
+    """Return a measured table of forwards without what disturbed it.
+
+    It is made convex. With experts it only never falls: it would lie far too low if it were convex.
+    """
+    return rising(table) if has_experts else convex(table)
+
+
+def rising(table: Table) -> Table:
+    """Return the largest table below this one that never falls."""
+    lowest: Table = {}
+    least = inf
+    for at in sorted(table, reverse=True):
+        least = min(least, table[at])
+        lowest[at] = least
+    return {at: lowest[at] for at in table}
+
+
 def convex(table: Table) -> Table:
     """Return the largest table below this one that never falls and whose slope never falls.
 
     A disturbance makes single forwards slower. It would hide from which number of tokens on more
     tokens take more time.
     """
-    lowest: Table = {}
-    for at in sorted(table):
-        lowest[at] = min(ms for count, ms in table.items() if count >= at)
+    lowest = rising(dict(sorted(table.items())))
     corners: list[int] = []
     for at in lowest:
         while len(corners) > 1 and _slope(lowest, *corners[-2:]) >= _slope(lowest, corners[-1], at):

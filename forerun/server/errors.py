@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from forerun.sampling.grammar import FormError
 
 MAX_MESSAGE = 300  # characters
+OLLAMA_PATH = "/api/"  # where paths of Ollama's API begin
 MESSAGES_PATH = "/v1/messages"  # where paths of Anthropic's API begin
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
@@ -60,6 +61,8 @@ class ApiError(Exception):
 
     def body(self, path: str = "") -> dict[str, Any]:
         """Return the JSON object that describes the error to clients of a path."""
+        if path.startswith(OLLAMA_PATH):
+            return {"error": self._named_message()}
         if path.startswith(MESSAGES_PATH):
             return self._anthropic_body()
         return {
@@ -71,15 +74,18 @@ class ApiError(Exception):
             }
         }
 
+    def _named_message(self) -> str:
+        """Return the message with the name of the field, for clients that get nothing else."""
+        if self.param is None or self.param in self.message:
+            return self.message
+        return bounded(f"{self.param}: {self.message}")
+
     def _anthropic_body(self) -> dict[str, Any]:
         """Return the error in Anthropic's shape, whose only place for a field is the message."""
         kind = _ANTHROPIC_TYPES.get(self.status)
         if kind is None:
             kind = "api_error" if self.status >= 500 else "invalid_request_error"
-        message = self.message
-        if self.param is not None and self.param not in message:
-            message = bounded(f"{self.param}: {message}")
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        return {"type": "error", "error": {"type": kind, "message": self._named_message()}}
 
     def response(self, path: str, **headers: str) -> Response:
         """Return the error as a response to a request of a path.
@@ -92,6 +98,11 @@ class ApiError(Exception):
 def loading() -> ApiError:
     """Return the error for requests that arrive before the model is loaded."""
     return ApiError(503, "the model is being loaded", code="loading")
+
+
+def queue_full() -> ApiError:
+    """Return the error for requests that would wait behind too many others."""
+    return ApiError(503, "the queue is full; try again later", code="queue_full")
 
 
 def shutting_down() -> ApiError:

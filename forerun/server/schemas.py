@@ -181,14 +181,12 @@ ThinkingLimit = Annotated[int, Field(ge=-1, lt=2**31)]  # -1 is no limit
 Effort = Annotated[str, Field(max_length=40), AfterValidator(_encodable)]
 
 
-class Body(BaseModel):
-    """The fields that all bodies have."""
+class Fields(BaseModel):
+    """Fields that a client sends. Unknown ones are accepted."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
-
-    model: Annotated[str, Field(max_length=500)] | None = None
 
     def unknown(self) -> list[str]:
         """Return the names of unknown fields.
@@ -201,6 +199,12 @@ class Body(BaseModel):
             if value is not None and not any(_is_same(value, other) for other in harmless):
                 raise ApiError(400, f"{name} is not supported", name, "unsupported_parameter")
         return sorted(name for name in extra if name not in self.unsupported)
+
+
+class Body(Fields):
+    """The fields that all bodies have."""
+
+    model: Annotated[str, Field(max_length=500)] | None = None
 
 
 class StreamOptions(BaseModel):
@@ -359,6 +363,16 @@ class ResponsesBody(AnsweredBody):
     stream_options: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
+
+
+class EmbeddingsBody(Body):
+    """Texts to turn into vectors."""
+
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    pooling: Literal["mean", "last"] | None = None
+    user: str | None = None
 
 
 class TokenizeBody(Body):

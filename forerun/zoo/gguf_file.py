@@ -21,8 +21,11 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, dequantize
 from gguf.gguf_reader import ReaderField, ReaderTensor
 
+from forerun.zoo.formats import loaded_type, product_bytes, row_bytes
 from forerun.zoo.pieces import pieces_of
 
+EMBEDDING = "token_embd.weight"
+HEAD = "output.weight"  # missing if it is tied to the embedding
 # Files that are parts of models for more than text, by their architectures.
 _OTHER_KINDS = {"clip": "a projector of pictures or sound (mmproj)"}
 _CHUNK = 1 << 22  # the numbers that are dequantised at a time
@@ -164,8 +167,17 @@ class GgufFile:
 
     @property
     def memory(self) -> int:
-        """The bytes that the weights take as the file has them. Q2_K and Q3_K take more."""
-        return 4 * self.weights if self.is_float else sum(self.bytes_by_type.values())
+        """The bytes that the weights take in memory, in the file's formats.
+
+        The embedding is among them. It counts twice if it is the LM head too, because a head is
+        packed for products.
+        """
+        if self.is_float:
+            return 4 * self.weights
+        size = sum(_loaded_bytes(tensor) for tensor in self.tensors.values())
+        if HEAD not in self.tensors and EMBEDDING in self.tensors:
+            size += _matrix_bytes(self.tensors[EMBEDDING], is_head=True)
+        return size
 
     @property
     def kv_bytes(self) -> int:
@@ -257,6 +269,11 @@ def _read(pieces: tuple[Path, ...], version: tuple[int, ...]) -> GgufFile:
     announced = file.value("split.tensors.count", int, len(tensors))
     if count != len(pieces):
         raise file.error(f"it is one of {count} pieces, and its name does not say so")
+    for number, piece in enumerate([first, *others]):
+        stated = piece.value("split.no", int, number)
+        if stated != number:
+            reason = f"its name says that it is piece {number + 1} of {len(pieces)}"
+            raise piece.error(f"{reason}, and its metadata say {stated + 1}")
     if announced != len(tensors):
         raise file.error(f"its pieces have {len(tensors)} tensors, and should have {announced}")
     if file.architecture in _OTHER_KINDS:
@@ -294,6 +311,27 @@ def _check_magic(path: Path) -> None:
         raise file.error("it is no GGUF file")
     if len(head) == 8 and head[4:6] == b"\0\0":
         raise file.error("it is a GGUF file in big-endian order")
+
+
+def _loaded_bytes(tensor: ReaderTensor) -> int:
+    """Return the bytes of a tensor in memory."""
+    if len(tensor.shape) == 1 or tensor.tensor_type.name == "F32":
+        return 4 * int(tensor.n_elements)
+    if tensor.name == EMBEDDING:
+        outputs, inputs = _sizes(tensor)
+        return outputs * row_bytes(loaded_type(tensor.tensor_type), inputs)
+    return _matrix_bytes(tensor, tensor.name == HEAD)
+
+
+def _matrix_bytes(tensor: ReaderTensor, is_head: bool) -> int:
+    outputs, inputs = _sizes(tensor)
+    return product_bytes(loaded_type(tensor.tensor_type), outputs, inputs, is_head)
+
+
+def _sizes(tensor: ReaderTensor) -> tuple[int, int]:
+    """Return the outputs and inputs of a matrix, or of all matrices of experts together."""
+    inputs, *others = tensor.shape.tolist()
+    return math.prod(others), inputs
 
 
 def _tokenizer_parts(file: GgufFile) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers import (
 )
 
 from forerun.backends import prepare, quantised
-from forerun.backends.costs import forward_costs
+from forerun.backends.costs import forward_costs, measure_costs
 from forerun.backends.quantised import QuantisedForward, quantised_forward
 from forerun.engine.draft import Draft
 from forerun.model.causal_lm import CausalLM
@@ -120,6 +121,22 @@ def test_costs_have_a_figure_for_each_count_that_fits() -> None:
     assert all(value > 0 for value in costs.values())
     assert model.cache.ids == [] and model.prefilled == 0  # it ran elsewhere
     refuses("is full after", forward_costs, model, context=CONTEXT)
+
+
+def test_costs_count_the_experts_that_different_tokens_choose() -> None:
+    model = families.tiny("qwen3_moe", max_position_embeddings=40)
+    distinct: dict[int, int] = {}
+
+    def count(module: Any, given: Any, output: Any) -> None:
+        chosen = output[-1]
+        distinct[len(chosen)] = max(distinct.get(len(chosen), 0), len(chosen.unique()))
+
+    model.model.layers[0].mlp.gate.register_forward_hook(count)
+    costs = measure_costs(CausalLM(model))
+    assert costs.has_experts and (distinct[1], distinct[16]) == (2, 5)
+    assert not measure_costs(
+        CausalLM(families.tiny("llama", max_position_embeddings=4))
+    ).has_experts
 
 
 def _hook(model: PreTrainedModel) -> None:

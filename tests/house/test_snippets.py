@@ -44,7 +44,7 @@ FETCHED = {"qwen-coder", "smollm2"}
 LIKE_BENCH = {"benchmarks.peers.bench", "benchmarks.quality.logits"}  # take its options
 COMING = {"try"}  # commands that guides name already; remove it when the command is there
 OTHER_PROGRAMS = {".", "cat", "cd", "curl", "docker", "git", "hf", "npm", "pip", "split", "tar"}
-OTHER_PROGRAMS |= {"claude", "nice", "python3"}
+OTHER_PROGRAMS |= {"claude", "nice", "open-webui", "python3"}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from forerun.engine.draft import Draft
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.stats import summarise
 from forerun.methods import AR, SD, Hybrid, Parts, Suffix
-from forerun.planning.cost_model import Costs, convex, costs_of
+from forerun.planning.cost_model import Costs, convex, costs_of, smooth
 from forerun.planning.forecast import StepSituation, forecast
 from forerun.planning.source_chooser import SourceChooser
 from forerun.planning.stop_rules import BestLength
@@ -184,6 +184,16 @@ def test_costs_between_two_contexts_are_on_a_line_and_go_on_with_it() -> None:
     assert half.far is None and half.context == 4096 + 256 and half.at(9999) is half
     assert BY_CONTEXT.at(4096 + 300) is half  # the same table for all contexts near it
     assert COSTS.at(9999) is COSTS  # nothing is known of long texts
+
+
+def test_further_tokens_may_cost_less_with_experts() -> None:
+    """Those that they choose are read already. A convex table would lie far below."""
+    table = {1: 10.0, 2: 17.0, 4: 28.0, 8: 45.0, 32: 44.0}
+    assert smooth(table, True) == {1: 10.0, 2: 17.0, 4: 28.0, 8: 44.0, 32: 44.0}
+    assert smooth(table, False) == convex(table) and convex(table)[4] < 14
+    far = Costs({n: 2 * ms for n, ms in table.items()}, {}, context=2048)
+    costs = Costs(table, {}, context=256, far=far, has_experts=True)
+    assert costs.at(1024).verify(4) > 28 and costs_of(asdict(costs)).has_experts
 
 
 def test_a_rows_context_counts_for_the_row_alone() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.training.tokenizer import train_tokenizer
+from forerun.backends.gguf.model import load_gguf
 from forerun.drafters.plain import PlainDrafter
 from forerun.engine.draft import Draft
 from forerun.engine.engine import Drafter, Engine, Step
@@ -611,6 +612,15 @@ def refuses(message: str, call: Callable[..., Any], /, *given: Any, **named: Any
     text = str(error.value)
     del error  # whose traceback would keep open what the call has opened
     assert "\n" not in text
+
+
+def refused_file(path: Path) -> str:
+    """Return the line in which a GGUF file is refused. It names the file, or a piece of it."""
+    with pytest.raises(ValueError, match=r"^cannot load '.*\.gguf': .+$") as caught:
+        load_gguf(path)
+    message = str(caught.value)
+    assert f"'{path.parent}" in message and "\n" not in message
+    return message
 
 
 def rows_of(

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
-from gguf.gguf_reader import ReaderTensor
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -25,8 +24,7 @@ from forerun.backends import architectures
 from forerun.backends.architectures.architecture import Architecture
 from forerun.backends.gguf.metadata import Metadata
 from forerun.backends.gguf.rotation import LONG_FACTORS, SHORT_FACTORS, rotation_of_file
-from forerun.backends.gguf.widened import is_widened, widen
-from forerun.backends.panels import LIBRARY_FORMATS, RawMatrix, check_inputs, pack
+from forerun.backends.panels import RawMatrix, check_inputs, pack
 from forerun.backends.stored import (
     STORED_TYPES,
     ExpertLinears,
@@ -38,15 +36,18 @@ from forerun.backends.stored import (
     is_experts,
     join_halves,
 )
-from forerun.zoo.gguf_file import GgufFile, open_gguf
+from forerun.zoo.formats import LIBRARY_FORMATS
+from forerun.zoo.gguf_file import EMBEDDING, HEAD, GgufFile, open_gguf
 
-_EMBEDDING = "token_embd.weight"
 # What ends a text, by names in the metadata: its end, the end of a turn, and that of a message.
 _ENDS = ("eos", "eot", "eom")
-_HEAD = "output.weight"  # missing if it is tied to the embedding
 _FREQUENCY_FACTORS = "rope_freqs.weight"
 # Formats of a file that already have the bits of a weight format.
-_KEPT = {"int4": (Type.Q4_0, Type.Q4_1, Type.Q4_K), "int8": (Type.Q8_0,), "bfloat16": (Type.BF16,)}
+_KEPT = {
+    "int4": (Type.Q4_0, Type.Q4_1, Type.Q4_K, Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4),
+    "int8": (Type.Q8_0,),
+    "bfloat16": (Type.BF16,),
+}
 # Tensors beside the layers, by their modules.
 _OUTER_TENSORS = {
     "model.embed_tokens": "token_embd",
@@ -230,7 +231,7 @@ def _check(filling: _Filling) -> None:
             for name, shape in zip(names, shapes, strict=True):
                 wanted[f"{name}.{part}"] = shape
     if filling.is_tied:
-        del wanted[_HEAD]
+        del wanted[HEAD]
     rotated = len(filling.model.model.rotary_emb.inv_freq) if _has_tables(file) else 0
     for name in _TABLES:
         if name in file.tensors:
@@ -265,7 +266,7 @@ def _fill(filling: _Filling, kind: str | None) -> str | None:
     model = filling.model
     changes: Counter[tuple[str, str]] = Counter()
     # The embedding is looked up and not multiplied, so it keeps the file's format.
-    embedding = _raw_matrix(file, _EMBEDDING, None, changes)
+    embedding = _raw_matrix(file, EMBEDDING, None, changes)
     factor = embedding_factor(model.model.embed_tokens)
     model.model.embed_tokens = StoredEmbedding(embedding, torch.float32, factor)
     title = f"packing {file.path.name}"
@@ -274,7 +275,7 @@ def _fill(filling: _Filling, kind: str | None) -> str | None:
         if isinstance(module, nn.Linear):
             linear = _stored_linear(filling, name, module, kind, changes)
             model.set_submodule(place, linear)
-        elif f"{name}.weight" != _EMBEDDING:
+        elif f"{name}.weight" != EMBEDDING:
             _fill_module(filling, name, module)
     for names, place in tqdm(filling.experts.items(), title, leave=False, disable=None, delay=0.5):
         experts = _stored_experts(filling, names, model.get_submodule(place), kind, changes)
@@ -342,9 +343,9 @@ def _stored_linear(
     """Return what stands for a linear layer, with the file's weights in its format or in `kind`."""
     file = filling.file
     weight_name = f"{name}.weight"
-    is_head = weight_name == _HEAD
+    is_head = weight_name == HEAD
     if is_head and filling.is_tied:
-        weight_name = _EMBEDDING
+        weight_name = EMBEDDING
     tensor = file.tensor(weight_name)
     if is_head and kind == "int4" and tensor.tensor_type not in _KEPT["int4"]:
         kind = "int8"
@@ -364,9 +365,6 @@ def _raw_matrix(
 ) -> RawMatrix:
     """Return a matrix in the file's format or in `kind`, and count it if that is a change."""
     tensor = file.tensor(name)
-    if kind is None and is_widened(tensor.tensor_type):
-        changes[tensor.tensor_type.name, "widened exactly to 8 bits"] += 1
-        return _widened_matrix(file, tensor)
     if kind is None and tensor.tensor_type not in LIBRARY_FORMATS:
         kind = "int8"
     if kind is None or tensor.tensor_type in _KEPT[kind]:
@@ -390,15 +388,6 @@ def _raw_matrix(
     return RawMatrix(np.concatenate(parts), stored_type)
 
 
-def _widened_matrix(file: GgufFile, tensor: ReaderTensor) -> RawMatrix:
-    """Return a matrix in 8 bits that has the same values."""
-    try:
-        parts = [widen(rows, tensor.tensor_type) for rows in file.rows(tensor)]
-    except ValueError as error:
-        raise file.error(f"{tensor.name} cannot be widened: {error}") from None
-    return RawMatrix(np.concatenate(parts), Type.Q8_0)
-
-
 def _fill_plain(filling: _Filling) -> None:
     """Fill in weights in float32."""
     file = filling.file
@@ -406,7 +395,7 @@ def _fill_plain(filling: _Filling) -> None:
     for name, place in filling.modules.items():
         module = model.get_submodule(place)
         order = filling.order(name)
-        if f"{name}.weight" == _HEAD and filling.is_tied:
+        if f"{name}.weight" == HEAD and filling.is_tied:
             module.weight = model.model.embed_tokens.weight
         elif isinstance(module, nn.Linear):
             weight = _floats(file, f"{name}.weight").view(module.weight.shape)
@@ -480,7 +469,7 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     """
     architecture = _architecture(file)
     metadata = Metadata(file)
-    embedding = file.tensor(_EMBEDDING)
+    embedding = file.tensor(EMBEDDING)
     sizes = _checked_sizes(metadata)
     context = metadata.number("context_length", int)
     rope = rotation_of_file(metadata, context)
@@ -505,7 +494,7 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         epsilon_name: metadata.number(epsilon_key, float),
         "max_position_embeddings": context,
         "rope_parameters": rope,
-        "tie_word_embeddings": _HEAD not in file.tensors,
+        "tie_word_embeddings": HEAD not in file.tensors,
         **special_ids(file),
     }
     settings |= architecture.settings(metadata, settings)
@@ -558,7 +547,7 @@ def special_ids(file: GgufFile) -> dict[str, Any]:
     A token that the file lacks is None. An end of turn and an end of message end a text too: if a
     file has several, `eos_token_id` is a list.
     """
-    rows = int(file.tensor(_EMBEDDING).shape[-1])
+    rows = int(file.tensor(EMBEDDING).shape[-1])
     tokens: dict[str, int | None] = {}
     for name in ("bos", "padding", *_ENDS):
         token = file.value(f"tokenizer.ggml.{name}_token_id", int)
