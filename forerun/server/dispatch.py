@@ -182,7 +182,7 @@ class Dispatcher:
         except ApiError as error:
             if not answer.has_begun:
                 raise
-            await answer.end(json.dumps(error.body()).encode())
+            await answer.end(json.dumps(error.body(request.url.path)).encode())
             return
         messages: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
 
