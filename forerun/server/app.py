@@ -24,7 +24,7 @@ from forerun.server.answers import Answer
 from forerun.server.errors import ApiError, add_handlers, loading, shutting_down, timed_out
 from forerun.server.logprobs import TokenTexts
 from forerun.server.metrics import Metrics
-from forerun.server.middleware import ApiKey, BodyLimit, RequestIds
+from forerun.server.middleware import ApiKey, BasePaths, BodyLimit, RequestIds
 from forerun.server.readers import Readers
 from forerun.server.responses import ResponseAnswer, prepare_response
 from forerun.server.worker import Worker
@@ -274,6 +274,7 @@ def _add_page(app: FastAPI) -> list[str]:
 def _add_middleware(app: FastAPI, service: Service, page_paths: list[str]) -> None:
     """Add the middleware; a request passes through the last one first."""
     settings = service.settings
+    app.add_middleware(BasePaths)
     app.add_middleware(BodyLimit, limit=settings.max_body, seconds=settings.body_seconds)
     if settings.api_key is not None:
         open_paths = frozenset(["/health", *page_paths])
