@@ -155,7 +155,7 @@ class Answer:
                 yield event
             async for steps in _steps(self.job, until):
                 if not steps:
-                    yield b": keep-alive\n\n"
+                    yield self._idle_event()
                 for index, step, at in steps:
                     for event in await self._step_events(index, step, at):
                         yield event
@@ -167,6 +167,10 @@ class Answer:
             ending = self._last_events(error)
         for event in ending:
             yield event
+
+    def _idle_event(self) -> bytes:
+        """Return what keeps the connection open while no step comes: a comment."""
+        return b": keep-alive\n\n"
 
     def _first_events(self) -> list[bytes]:
         """Return the events before the first step."""

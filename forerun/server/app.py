@@ -21,10 +21,13 @@ from forerun import __version__
 from forerun.api.decoder import Decoder
 from forerun.server import requests, schemas
 from forerun.server.answers import Answer
+from forerun.server.anthropic import add_messages
 from forerun.server.errors import ApiError, add_handlers, loading, shutting_down, timed_out
+from forerun.server.llamacpp import add_llamacpp
 from forerun.server.logprobs import TokenTexts
 from forerun.server.metrics import Metrics
 from forerun.server.middleware import ApiKey, BasePaths, BodyLimit, RequestIds
+from forerun.server.ollama import add_ollama
 from forerun.server.readers import Readers
 from forerun.server.responses import ResponseAnswer, prepare_response
 from forerun.server.worker import Worker
@@ -251,7 +254,10 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     app.state.service = service
     add_handlers(app)
     _add_answers(app, service)
+    add_messages(app, service)
     _add_facts(app, service)
+    add_ollama(app, service)
+    add_llamacpp(app, service)
     page_paths = _add_page(app)
     _add_middleware(app, service, page_paths)
     return app

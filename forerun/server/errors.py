@@ -1,4 +1,7 @@
-"""Errors in the shape that OpenAI's clients read, with short messages."""
+"""Errors with short messages, in the shape that a client reads.
+
+That is OpenAI's, unless the path belongs to another API.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from starlette.exceptions import HTTPException
 from forerun.sampling.grammar import FormError
 
 MAX_MESSAGE = 300  # characters
+OLLAMA_PATH = "/api/"  # where paths of Ollama's API begin
+MESSAGES_PATH = "/v1/messages"  # where paths of Anthropic's API begin
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
 _CODES = {
@@ -30,6 +35,15 @@ _HEADERS = {
     503: {"Retry-After": "5"},
     504: {"x-should-retry": "false"},
 }
+# Anthropic's names of errors, beside invalid_request_error and api_error.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ApiError(Exception):
@@ -45,8 +59,12 @@ class ApiError(Exception):
         self.code = code or _CODES.get(status)
         self.type = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
 
-    def body(self) -> dict[str, Any]:
-        """Return the JSON object that describes the error."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """Return the JSON object that describes the error to clients of a path."""
+        if path.startswith(OLLAMA_PATH):
+            return {"error": self._named_message()}
+        if path.startswith(MESSAGES_PATH):
+            return self._anthropic_body()
         return {
             "error": {
                 "message": self.message,
@@ -56,9 +74,25 @@ class ApiError(Exception):
             }
         }
 
-    def response(self, **headers: str) -> Response:
-        """Return the error as a response, with the headers of its status and those given."""
-        return JSONResponse(self.body(), self.status, _HEADERS.get(self.status, {}) | headers)
+    def _named_message(self) -> str:
+        """Return the message with the name of the field, for clients that get nothing else."""
+        if self.param is None or self.param in self.message:
+            return self.message
+        return bounded(f"{self.param}: {self.message}")
+
+    def _anthropic_body(self) -> dict[str, Any]:
+        """Return the error in Anthropic's shape, whose only place for a field is the message."""
+        kind = _ANTHROPIC_TYPES.get(self.status)
+        if kind is None:
+            kind = "api_error" if self.status >= 500 else "invalid_request_error"
+        return {"type": "error", "error": {"type": kind, "message": self._named_message()}}
+
+    def response(self, path: str, **headers: str) -> Response:
+        """Return the error as a response to a request of a path.
+
+        It has the headers of its status and those given.
+        """
+        return JSONResponse(self.body(path), self.status, _HEADERS.get(self.status, {}) | headers)
 
 
 def loading() -> ApiError:
@@ -117,19 +151,20 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        return error.response()
+        return error.response(request.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return _validation_error(error).response()
+        return _validation_error(error).response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         param = "body" if error.status_code == 400 else None
-        return ApiError(error.status_code, str(error.detail), param).response(**error.headers or {})
+        failure = ApiError(error.status_code, str(error.detail), param)
+        return failure.response(request.url.path, **error.headers or {})
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:
         # The connection is closed, as uvicorn closes it after an exception.
         failure = ApiError(500, "the server failed; its log has the reason")
-        return failure.response(Connection="close")
+        return failure.response(request.url.path, Connection="close")

@@ -56,6 +56,7 @@ class RequestIds:
 class ApiKey:
     """Refuses requests without the API key.
 
+    It stands in `Authorization: Bearer KEY`, or in `x-api-key` as Anthropic's clients send it.
     Digests are compared in constant time, so that the time of a refusal says nothing about the key.
     """
 
@@ -69,14 +70,17 @@ class ApiKey:
         needs_key = scope["type"] == "http" and scope["path"] not in self.open_paths
         if needs_key and not self._has_key(scope):
             error = ApiError(401, "a valid API key is required")
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = headers.get("x-api-key", "")
         digest = sha256(key.strip().encode("latin-1", "replace")).digest()
-        return hmac.compare_digest(digest, self._digest) and scheme.lower() == "bearer"
+        return hmac.compare_digest(digest, self._digest)
 
 
 class BodyLimit:
@@ -100,7 +104,8 @@ class BodyLimit:
             body = await self._read_in_time(length, receive)
         except ApiError as error:
             # The connection is closed, because the rest of the body was not read.
-            await error.response(Connection="close")(scope, receive, send)
+            response = error.response(scope["path"], Connection="close")
+            await response(scope, receive, send)
             return
         if body is None:
             return

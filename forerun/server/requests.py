@@ -36,7 +36,7 @@ from forerun.server.schemas import (
 )
 from forerun.text.chat import PromptEnd, chat_prompt, checked_text, has_template, turn_ends
 from forerun.text.infill import infill_form
-from forerun.text.thinking import thinking_marks, thoughts_after
+from forerun.text.thinking import thinking_marks, thinking_switch, thoughts_after
 from forerun.text.tools import (
     NO_TOOLS,
     Tools,
@@ -92,11 +92,9 @@ def prepare_chat(body: ChatBody, decoder: Decoder, parser: str | None = None) ->
 
     `parser` names the form of tool calls, as in `Settings.tool_parser`. Raises ApiError.
     """
-    template = _template_arguments(body, decoder)
     tools = read_tools(body, decoder, parser)
+    row = chat_tokens(body, decoder, tools)
     with blame("messages"):
-        end = _prompt_end(body.add_generation_prompt, body.continue_final_message)
-        row = _render(body.messages, decoder, tools=tools.given, end=end, **template)
         encode(row, decoder.tokenizer, decoder.target.context, decoder.target.vocab_size)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs requires logprobs: true", "top_logprobs")
@@ -109,11 +107,20 @@ def prepare_chat(body: ChatBody, decoder: Decoder, parser: str | None = None) ->
     return Prepared(made, copies_of(body), tools=tools, thoughts=thoughts)
 
 
+def chat_tokens(body: ChatBody, decoder: Decoder, tools: Tools) -> list[int]:
+    """Return the tokens of a chat's prompt, however many. Raises ApiError."""
+    template = _template_arguments(body, decoder)
+    with blame("messages"):
+        end = _prompt_end(body.add_generation_prompt, body.continue_final_message)
+        return _render(body.messages, decoder, tools=tools.given, end=end, **template)
+
+
 def _template_arguments(body: ChatBody, decoder: Decoder) -> dict[str, Any]:
     """Return further names for the chat template. Raises ApiError.
 
     `reasoning_effort` and `thinking` go to templates that know such a thing under one of their
-    names. Where a template does not, they are refused, unless they ask for no thoughts.
+    names. Where a template does not, they are refused, unless they ask for no thoughts or only
+    allow them.
     """
     names = dict(body.chat_template_kwargs or {})
     with blame("chat_template_kwargs"):
@@ -128,16 +135,20 @@ def _template_arguments(body: ChatBody, decoder: Decoder) -> dict[str, Any]:
     elif effort is not None:
         names |= _switched("reasoning_effort", effort != "none", template)
     if body.thinking is not None:
-        names |= _switched("thinking", body.thinking.type != "disabled", template)
+        kind = body.thinking.type
+        names |= _switched("thinking", kind != "disabled", template, kind == "enabled")
     return names
 
 
-def _switched(field: str, is_on: bool, template: str) -> dict[str, bool]:
-    """Return the name by which a template switches thoughts. Raises ApiError if it has none."""
-    for name in ("enable_thinking", "thinking"):
-        if re.search(rf"\{{%[^%]*\b{name}\b", template):
-            return {name: is_on}
-    if is_on:
+def _switched(field: str, is_on: bool, template: str, is_needed: bool = True) -> dict[str, bool]:
+    """Return the name by which a template switches thoughts.
+
+    Raises ApiError if it has none, and thoughts are needed.
+    """
+    switch = thinking_switch(template)
+    if switch is not None:
+        return {switch: is_on}
+    if is_on and is_needed:
         raise ApiError(
             400, f"{field} is not supported: this model's chat template has no such switch", field
         )
@@ -164,12 +175,15 @@ def _thoughts(body: ChatBody, decoder: Decoder, row: list[int]) -> Thoughts:
     thoughts = thoughts_after(marks, tokenizer, row, prefill)
     field = "thinking_budget_tokens"
     budget = body.thinking_budget_tokens
+    is_needed = True
     if budget is None and body.thinking is not None:
         field = "thinking"
         budget = body.thinking.budget_tokens
-    if budget is None or budget < 0:
+        is_needed = body.thinking.type != "adaptive"
+    has_mark = thoughts.close_token is not None
+    if budget is None or budget < 0 or not (has_mark or is_needed):
         return thoughts
-    if thoughts.close_token is None:
+    if not has_mark:
         raise ApiError(
             400, f"{field} is not supported: {thoughts.close} is no token of this model", field
         )
@@ -179,7 +193,7 @@ def _thoughts(body: ChatBody, decoder: Decoder, row: list[int]) -> Thoughts:
 def read_tools(body: ChatBody, decoder: Decoder, parser: str | None) -> Tools:
     """Return how the tools of a body are used. Raises ApiError."""
     with blame("tools"):
-        given = checked_tools(body.tools or [])
+        given = checked_tools([] if body.tools is None else body.tools)
         _check_length(len(json.dumps([tool.given for tool in given])), decoder)
     with blame("tool_choice"):
         choice = checked_choice(body.tool_choice, given)

@@ -181,14 +181,12 @@ ThinkingLimit = Annotated[int, Field(ge=-1, lt=2**31)]  # -1 is no limit
 Effort = Annotated[str, Field(max_length=40), AfterValidator(_encodable)]
 
 
-class Body(BaseModel):
-    """The fields that all bodies have."""
+class Fields(BaseModel):
+    """Fields that a client sends. Unknown ones are accepted."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
-
-    model: Annotated[str, Field(max_length=500)] | None = None
 
     def unknown(self) -> list[str]:
         """Return the names of unknown fields.
@@ -201,6 +199,12 @@ class Body(BaseModel):
             if value is not None and not any(_is_same(value, other) for other in harmless):
                 raise ApiError(400, f"{name} is not supported", name, "unsupported_parameter")
         return sorted(name for name in extra if name not in self.unsupported)
+
+
+class Body(Fields):
+    """The fields that all bodies have."""
+
+    model: Annotated[str, Field(max_length=500)] | None = None
 
 
 class StreamOptions(BaseModel):
@@ -251,11 +255,14 @@ class SamplingBody(AnsweredBody):
 
 
 class Thinking(BaseModel):
-    """Whether the model is to think, and how long."""
+    """Whether the model is to think, and how long.
+
+    "adaptive" lets a model think that can. Others answer without thoughts.
+    """
 
     model_config = ConfigDict(strict=True)
 
-    type: Literal["enabled", "disabled"]
+    type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: ThinkingLimit | None = None
 
 

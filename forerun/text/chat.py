@@ -215,6 +215,11 @@ def _renders_system(tokenizer: PreTrainedTokenizerBase) -> bool:
         return False
 
 
+def renders_late_system(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template writes a system message that is not the first message."""
+    return _ANSWER in _rendered(tokenizer, [{"role": "system", "content": _ANSWER}])
+
+
 def _renders_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether the chat template writes tool calls and their results."""
     call = {"id": "abcdefghi", "type": "function", "function": {"name": _CALL, "arguments": {}}}

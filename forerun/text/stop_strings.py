@@ -88,7 +88,7 @@ class TextStream:
     count in stop strings, as in `StopStrings`.
 
     Attributes:
-        stopped: whether a stop string has come.
+        stop_string: the stop string that has come; None before that.
     """
 
     def __init__(
@@ -117,13 +117,18 @@ class TextStream:
             self._ids = []
             self._known = ""
         self._read = len(self._ids)
-        self.stopped = False
+        self.stop_string: str | None = None
         self._given: list[str] = []
         reach = max((len(text.encode()) for text in stop), default=0)
         tail = self._overlap(self._decode(prompt[-reach:], special=True)) if reach else ""
         self._prompt = len(tail)  # characters of the prompt that are held
         # Texts with their origins; a text without an origin is not given out.
         self._held: list[tuple[str, str | None]] = [(tail, None)]
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has come."""
+        return self.stop_string is not None
 
     @property
     def text(self) -> str:
@@ -194,9 +199,12 @@ class TextStream:
         """Return the held pieces up to a stop string, or up to what may become one."""
         held = "" if self.stopped else "".join(text for text, _ in self._held)
         # A stop string that is wholly in the prompt does not count.
-        places = [held.find(stop, max(0, self._prompt - len(stop) + 1)) for stop in self.stop]
-        certain = min((place for place in places if place >= 0), default=-1)
-        self.stopped = self.stopped or certain >= 0
+        places = {stop: held.find(stop, max(0, self._prompt - len(stop) + 1)) for stop in self.stop}
+        reached = [stop for stop, place in places.items() if place >= 0]
+        certain = -1
+        if reached:
+            self.stop_string = min(reached, key=places.__getitem__)
+            certain = places[self.stop_string]
         if certain < 0:
             certain = len(held) - (0 if finished else len(self._overlap(held)))
         self._prompt = max(0, self._prompt - certain)

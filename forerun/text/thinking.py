@@ -5,6 +5,7 @@ It needs no torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ _MARKS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
     ("\u25c1think\u25b7", "\u25c1/think\u25b7"),  # Kimi
 )
+# Names by which templates switch thoughts on and off.
+_SWITCHES = ("enable_thinking", "thinking")
 _SPACE = " \t\r\n"
 _TAIL = 16  # tokens at the end of a prompt, among which a mark is looked for
 
@@ -93,6 +96,23 @@ class ThoughtStream:
         return part
 
 
+def _named_marks(template: str) -> list[tuple[str, str]]:
+    return [marks for marks in _MARKS if marks[0] in template or marks[1] in template]
+
+
+def has_marks(template: str) -> bool:
+    """Return whether a chat template names marks, as those of models that think do."""
+    return bool(_named_marks(template))
+
+
+def thinking_switch(template: str) -> str | None:
+    """Return the name by which a chat template switches thoughts on and off, if it has one."""
+    for name in _SWITCHES:
+        if re.search(rf"\{{%[^%]*\b{name}\b", template):
+            return name
+    return None
+
+
 def thinking_marks(tokenizer: PreTrainedTokenizerBase, template: str) -> Thoughts:
     """Return the thoughts that an answer may begin with, if its prompt says nothing of them.
 
@@ -100,7 +120,7 @@ def thinking_marks(tokenizer: PreTrainedTokenizerBase, template: str) -> Thought
         tokenizer: that of the model.
         template: its chat template, which names the marks.
     """
-    named = [marks for marks in _MARKS if marks[0] in template or marks[1] in template]
+    named = _named_marks(template)
     begin, close = named[0] if named else _MARKS[0]
     ids = ids_of(tokenizer, (begin, close))
     special = special_texts(tokenizer, (begin, close))

@@ -222,6 +222,7 @@ def test_thinking_is_switched_as_the_template_knows(monkeypatch: pytest.MonkeyPa
             ({"chat_template_kwargs": {"enable_thinking": False}}, off),
             ({"reasoning_effort": "low"}, "<|assistant|>"),
             ({"thinking": {"type": "enabled"}}, "<|assistant|>"),
+            ({"thinking": {"type": "adaptive"}}, "<|assistant|>"),
         ):
             assert post(server, CHAT, {"messages": HELLO} | more).status_code == 200
             assert seen[-1].endswith(ending), more
@@ -243,6 +244,7 @@ def test_what_a_model_cannot_do_is_refused() -> None:
         for more in (
             {"reasoning_effort": "none"},
             {"thinking": {"type": "disabled"}},
+            {"thinking": {"type": "adaptive", "budget_tokens": 5}},
             {"thinking_budget_tokens": -1},
         ):
             body = {"messages": HELLO, "max_tokens": 2}

@@ -82,6 +82,8 @@ def test_text_is_of_whole_characters(
         found = [whole.find(s) for s in stop if s in whole]
         if found:
             assert stream.stopped and emitted == whole[: min(found)]
+            assert stream.stop_string in stop
+            assert whole[min(found) :].startswith(stream.stop_string)
             # Whatever comes after it is not text any more.
             assert push(stream, tiny_tokenizer().encode("abc"), True) == ""
             return
