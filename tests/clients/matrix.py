@@ -104,14 +104,13 @@ def missing(client: Client, problem: str) -> Report:
     return Report(client.name, {}, (Try("`install`", False, problem),))
 
 
-def save(reports: list[Report], facts: dict[str, str]) -> None:
-    """Add reports to the results, in place of older ones of the same clients.
+def save(report: Report, facts: dict[str, str]) -> None:
+    """Add a report to the results, in place of an older one of the same client.
 
-    `facts` says against what they were run, and when.
+    `facts` says against what it was run, and when.
     """
     kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    for each in reports:
-        kept[each.client] = {"facts": facts} | asdict(each)
+    kept[report.client] = {"facts": facts} | asdict(report)
     names = [client.name for client in CLIENTS if client.name in kept]
     text = json.dumps({name: kept[name] for name in names}, indent=1, ensure_ascii=False)
     RESULTS.write_text(text + "\n")

@@ -5,6 +5,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,10 +43,9 @@ def said(prompt: str) -> str | None:
     """What the model says where a model that has learned something is needed."""
     person = {"job": "engineer", "age": 36}
     has_weather = '"get_weather"' in prompt
-    if "Answer with JSON alone" in prompt:
-        return json.dumps(person)
-    if "Ada is" in prompt and has_weather:  # an agent that is to end with a form
-        return call("Person", person)
+    form = re.search(r'"name": "(\w*Person)"', prompt)  # a tool that stands for a form
+    if "Ada is" in prompt:
+        return call(form[1], person) if form else json.dumps(person)
     if "<|tool|>" in prompt:
         return "It is sunny."
     if "weather in Oslo" in prompt and has_weather:
@@ -67,13 +67,9 @@ def test_a_client_gets_what_it_asks_for(server: Live, client: Client) -> None:
         pytest.skip(f"{client.package} is not in {FOLDER}; tests/clients/catalogue.py makes it")
     report = matrix.run(client, FOLDER, server.url, NAME)
     assert report.failed == [] and report.versions[client.package]
-    decoder = made()
-    answers = {
-        decoder.chat([{"role": "user", "content": HELLO}], max_new_tokens=TOKENS).text,
-        decoder.generate(HELLO, max_new_tokens=TOKENS).text,
-    }
     texts = {each.text for each in report.tries} - {None}
-    assert texts <= answers
+    answer = made().chat([{"role": "user", "content": HELLO}], max_new_tokens=TOKENS).text
+    assert not texts or answer in texts
 
 
 # The matrix itself.
