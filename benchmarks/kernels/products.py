@@ -39,6 +39,9 @@ FORMATS = [
     "F32",
     "Q3_K",
     "Q2_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "MXFP4",
 ]
 PANEL = 16  # outputs
 BLOCK = 256  # inputs that are quantised together

@@ -26,10 +26,12 @@ FIRST = (
     "Chunk",
     "custom_generate",
 )
+BRIEF = ("Engine", "Request")  # of which few users need more than the first paragraph
 FRONT = """# The Python API
 
 Made from the docstrings by `python -m benchmarks.pages.api`. [From Python](../guide/python.md)
 has examples.
+`help(forerun.Engine)` and `help(forerun.Request)` tell more than stands here.
 """
 WIDTH = 90  # characters of a signature on one line
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns):$")
@@ -45,22 +47,34 @@ def page() -> str:
 
 
 def entry(name: str, value: Any) -> str:
-    """Return a function, or a class with its own public methods and properties."""
-    lines = [f"## `{name}`", "", signature(name, value), "", text(value), ""]
+    """Return a function, or a class with its own public methods and properties.
+
+    Properties that one line describes are a list of their names, because these say as much.
+    """
+    lines = [f"## `{name}`", "", signature(name, value), ""]
+    if name in BRIEF:
+        return "\n".join([*lines, text(value).partition("\n\n**")[0], ""])
+    lines += [text(value), ""]
     if not inspect.isclass(value):
         return "\n".join(lines)
     init = vars(value).get("__init__")
     if init is not None and init.__doc__:
         lines += [text(init), ""]
+    plain: list[str] = []
     for key, member in vars(value).items():
         is_property = isinstance(member, property)
         function = member.fget if is_property else member
         if key.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
             continue
+        if is_property and "\n" not in function.__doc__:
+            plain.append(f"`{key}`")
+            continue
         lines += [f"### `{name}.{key}`", ""]
         if not is_property:
             lines += [signature(f"{name}.{key}", function), ""]
         lines += [text(function), ""]
+    if plain:
+        lines += [f"Further properties: {', '.join(plain)}.", ""]
     return "\n".join(lines)
 
 

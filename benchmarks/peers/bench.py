@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any
 
 from benchmarks.command import run
-from benchmarks.peers.llama import PACKAGE as LLAMA_PACKAGE
+from benchmarks.peers.llama import llama_version
 from benchmarks.peers.runners import ASSISTED, Peers, checked, expanded, is_llama
 from forerun.cli.bench import bench, measured, planned, show, split
 from forerun.files import write_text
@@ -27,7 +27,7 @@ def main(**given: Any) -> None:
     out = given["out"]
     results = with_best(measured(checked(plan), files, out, given["resume"]))
     if any(map(is_llama, plan.methods)):
-        results["versions"]["node-llama-cpp"] = json.loads(LLAMA_PACKAGE.read_text())["version"]
+        results["versions"]["node-llama-cpp"] = llama_version()
     if out is not None:
         from benchmarks.speed.report import write_report
 

@@ -67,6 +67,11 @@ class LlamaCpp:
         atexit.register(self.process.kill)
         self.processor = str(self._ask(models)["processor"])
 
+    def close(self) -> None:
+        """End the process, which frees its models."""
+        self.process.kill()
+        self.process.wait()
+
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
@@ -153,6 +158,11 @@ def _outcome(answers: list[dict[str, Any]]) -> Outcome:
             answer["seconds"] - answer.get("first", answer["seconds"]) for answer in answers
         ),
     )
+
+
+def llama_version() -> str:
+    """Return the version of the installed node-llama-cpp."""
+    return str(json.loads(PACKAGE.read_text())["version"])
 
 
 def context_length(positions: int) -> int:

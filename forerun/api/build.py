@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def measured(methods: list[Method], parts: Parts) -> Costs | None:
-    """Return the costs that are known, completed by those that methods need."""
+    """Return the table of costs that methods need; measure what is not known yet."""
     needing = [method for method in methods if method.needs_costs]
     if not needing:
         return parts.costs
@@ -49,7 +49,7 @@ def measured(methods: list[Method], parts: Parts) -> Costs | None:
 
 
 def corrected(costs: Costs | None, known: CorrectedCosts | None) -> CorrectedCosts | None:
-    """Return what steps correct: that of an earlier engine with this table, or a new one."""
+    """Return the table that steps correct: an earlier engine's of these costs, or a new one."""
     if costs is None or (known is not None and known.measured is costs):
         return known
     return CorrectedCosts(costs)
@@ -113,7 +113,7 @@ def fresh(
     if digest is None:
         name = type(model.model).__name__
         reason = "its layers are adapted, hooked or custom code"
-        folder.say(f"no text of {name} is kept in {folder.path}: {reason}")
+        folder.say(f"prompt cache {folder.path} keeps no text of {name}: {reason}")
         return copies
     for each in copies:
         each.keep_in(folder, digest)

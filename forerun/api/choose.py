@@ -99,7 +99,7 @@ class Sources:
 
     @property
     def bundled_head(self) -> str | None:
-        """The kind of the head that ships with a target without a draft."""
+        """The kind of the head that ships with the target; None beside a draft."""
         has_head = self.draft is None and self.target.companion(BUNDLED_HEAD) is not None
         return BUNDLED_HEAD if has_head else None
 
@@ -109,14 +109,14 @@ class Situation:
     """What is known before a method is chosen.
 
     Attributes:
-        method: what the user names, a name or an instance with its settings.
-        settings: of the method, by name, or as the command line has them: NAME=VALUE.
+        method: the user's choice, a name or an instance with its settings.
+        settings: the method's settings by name, or as the command line has them: NAME=VALUE.
         has_draft: whether there is a draft model.
         has_layer: whether there is a pre-verifier for it.
         given_layer: whether the user gives that pre-verifier.
         given_head: the kind of the head that the user gives.
-        bundled_head: the kind of the head that ships with the target, looked at without a draft.
-        tuned: what ships with the target (`shipped`).
+        bundled_head: the kind of the head that ships with the target; None beside a draft.
+        tuned: the settings that ship with the target (`shipped`).
     """
 
     method: str | Method | None
@@ -249,20 +249,22 @@ def resolve(
     """Choose what a target is decoded with. Loads no weights.
 
     A draft, layer or head that is not given is the one that ships with forerun for a target of that
-    name. A method that is named is taken; if neither settings nor layer nor head are given, with
-    the settings that ship for it. With a head, a method that is not named is that of the head's
-    kind, if it has the settings. Else it is the one that ships with the target, for a user who
-    gives neither settings nor layer. Otherwise it is "pacer" with a draft and its pre-verifier,
-    "sd" with a draft, and "suffix" without.
+    name. The method is the first of these:
+
+    1. the one that the user names. If nothing else is given, it has the settings that ship for it;
+    2. the one of the given head's kind, if it has the given settings;
+    3. the one that ships with the target, if the user gives neither settings nor a layer;
+    4. "pacer" with a draft and its pre-verifier, "sd" with a draft, and "suffix" without a draft.
 
     Args:
-        target: a hub id, folder, file, model or ModelSource. Nothing ships with models.
+        target: a hub id, folder, file, model or ModelSource. Nothing ships with a model that is
+            given as an object.
         draft: likewise.
         method: a name, or an instance with its settings.
-        settings: of the method, by name, or as the command line has them: NAME=VALUE.
+        settings: the method's settings by name, or as the command line has them: NAME=VALUE.
         pre_verifier: the trained layer of the draft, a folder or the layer.
         head: the head over the target's hidden states, a folder or the head.
-        models: how models are loaded. None: what ships with the target is not looked at.
+        models: how models are loaded. None ignores what ships with the target.
 
     Raises:
         ValueError: an unknown method or setting; a method without the draft, layer or head that it
@@ -312,9 +314,9 @@ def _equipped(
 def shipped(target: Any, draft: Any) -> dict[str, Any]:
     """Return what ships with a target and its own draft; {} for other models.
 
-    It was chosen on one machine, with prompts that only serve validation. It has {"greedy" or
-    "sampling": {method: {setting: value}}}; "default": the method of each of the two; and "costs"
-    of forwards, with which the pair's methods do the same things everywhere.
+    Its settings were chosen on one machine, with prompts for validation. They are
+    {"greedy" or "sampling": {method: {setting: value}}}; "default": the method of each mode; and
+    "costs": the table of costs, so that methods of the pair decide alike on all machines.
     """
     source = ModelSource.parse(target, "target")
     if draft is not None and not _is_own(ModelSource.parse(draft, "draft"), source.own_draft()):

@@ -114,12 +114,12 @@ class Decoder:
     ) -> None:
         """Prepare models for decoding.
 
-        They get the fastest forward there is for them (`forerun.backends.prepare`), which keeps
-        copies of weights: make a new Decoder when a model's weights, modules or hooks have changed.
-        Adapters that were there from the start may be switched and merged between calls: if a model
-        has layers of packages other than torch and transformers, keys and values of ended calls are
-        not reused. A CausalLM and a HiddenLM are taken as they are; `CausalLM(model)` runs
-        transformers' own forward.
+        Each model gets the fastest forward that forerun has for it (`forerun.backends.prepare`).
+        That forward keeps copies of the weights, so make a new Decoder when weights, modules or
+        hooks have changed. Adapters that were there from the start may be switched and merged
+        between calls, because keys and values of ended calls are not reused if a model has layers
+        of packages other than torch and transformers. A CausalLM and a HiddenLM are used as they
+        are; `CausalLM(model)` runs transformers' own forward.
 
         Args:
             target: the model whose output is decoded.
@@ -145,7 +145,7 @@ class Decoder:
         if draft_lm is not None and draft_lm.device != target_lm.device:
             raise ValueError(
                 f"the draft is on {draft_lm.device} and the target on {target_lm.device}; "
-                "put them on one"
+                "put both on one device"
             )
         layer_source = _source(pre_verifier, "pre-verifier")
         head_source = _source(head, "head")
@@ -213,7 +213,7 @@ class Decoder:
     # Decoding.
 
     def generate(self, prompts: Any, params: SamplingParams | None = None, **options: Any) -> Any:
-        """Generate to the end; a Completion for one prompt, a list of them for several.
+        """Generate to the end. Return a Completion for one prompt, a list of them for several.
 
         Args:
             prompts: text or token ids, one prompt or many. Rows of a batch end independently.
@@ -247,7 +247,7 @@ class Decoder:
         return self._call(prompts, params, **options).stream(self.session)
 
     def chat(self, messages: Any, params: SamplingParams | None = None, **options: Any) -> Any:
-        """Return the answer to a conversation, a Completion; a list of them for several.
+        """Answer a conversation. Return a Completion, or a list of them for several conversations.
 
         An answer ends at the model's end tokens, and at the one that the chat template writes after
         an answer.
@@ -375,8 +375,8 @@ class Decoder:
     def session(self) -> Session:
         """The engine and its callers.
 
-        It is another one after `close`, and for each call to a model with layers of other packages.
-        Calls that are under way continue with theirs.
+        A new session follows after `close`, and for each call to a model with layers of other
+        packages. Calls that are under way keep their session.
         """
         state = self._state
         with state.lock:
@@ -399,9 +399,9 @@ class Decoder:
     def engine(self) -> Engine:
         """The engine that all calls share, for callers who add requests and take steps themselves.
 
-        They do so in one thread, and with no call of `generate` or `stream` under way. Keys and
-        values stay in the engine for later requests, so take another engine, after `close`, when an
-        adapter was switched.
+        Take steps in one thread, and while no call of `generate` or `stream` is under way. Keys and
+        values stay in the engine for later requests, so `close` it after switching an adapter, and
+        take the new one.
         """
         return self.session.engine
 

@@ -50,11 +50,11 @@ class LoadSettings:
     """How a model is loaded.
 
     Attributes:
-        dtype: default: float32 on a CPU, that of the checkpoint elsewhere.
+        dtype: the dtype of weights. Default: float32 on a CPU, the checkpoint's elsewhere.
         weights: the format that weights are stored in on a CPU, instead of a dtype: one of
             `forerun.kinds.WEIGHT_FORMATS`. None: as a GGUF file has them, else by `dtype`. "auto":
             the same, but a draft in 8 bits.
-        device: default: cuda if there is one.
+        device: the device to load to. Default: cuda if there is one, else the CPU.
         trust_remote_code: passed on to transformers.
         plain: make ordinary modules, as training and transformers' own decoding need them; a GGUF
             file gives a model in float32.

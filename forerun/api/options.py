@@ -21,7 +21,8 @@ class ModelOptions:
     """How target and draft are loaded.
 
     Attributes:
-        dtype: as in transformers. Default: float32 on a CPU, that of the checkpoint elsewhere.
+        dtype: the dtype of weights, as in transformers. Default: float32 on a CPU, the
+            checkpoint's elsewhere.
         weights: the format that the target's weights are stored in on a CPU: "float32",
             "bfloat16", "int8" or "int4" (blocks of 32 weights with a scale and a minimum). With few
             bits the rounded model is the target, so it is that model's output that drafts do not
@@ -33,7 +34,7 @@ class ModelOptions:
             the draft's list of frequent tokens (`forerun train draft --hot`); without a list they
             are those with the lowest ids, because BPE merges frequent tokens first. Default: the
             whole list, if the draft has one. 0: all tokens.
-        device: default: cuda if there is one.
+        device: the device to load to. Default: cuda if there is one, else the CPU.
         trust_remote_code: passed on to transformers.
         fast: False runs transformers' own forwards, without C (see forerun/backends).
     """
@@ -69,8 +70,8 @@ class EngineOptions:
         prefix_bytes: the bytes, for each model, of keys and values of earlier prompts, so that the
             part that a new prompt shares with one of them is not computed again. 0 for none.
         guard: leave drafts out while they do not pay (see forerun/planning/guard.py), unless it is
-            False. Which steps those are depends on the time that steps take, and so do tokens that
-            are sampled without a seed.
+            False. Which steps draft then depends on measured times. So do tokens that are sampled
+            without a seed.
         share_outputs: whether a request may draft from the outputs and phrases of earlier requests.
             `forerun serve` turns it off by default, because a client may ask for rejected drafts,
             which would show words of the answers to other clients.

@@ -35,6 +35,9 @@ LIBRARY_FORMATS = (
     Type.F32,
     Type.Q3_K,
     Type.Q2_K,
+    Type.IQ4_NL,
+    Type.IQ4_XS,
+    Type.MXFP4,
 )
 FLOAT_FORMATS = {torch.float32: Type.F32, torch.bfloat16: Type.BF16, torch.float16: Type.F16}
 BLOCK_INPUTS = 32  # inputs that share a scale, in the formats that float weights are rounded to

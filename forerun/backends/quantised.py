@@ -531,10 +531,10 @@ def quantised_forward(model: PreTrainedModel) -> QuantisedForward | None:
     keeps packed copies: do not train the model afterwards.
     """
     architecture = architectures.of_model(model)
-    if architecture is None:
+    if architecture is None or library() is None:
         return None
     is_float = not isinstance(model.get_input_embeddings(), StoredEmbedding)
-    if is_float and (library() is None or not _is_plain(model, architecture.plain_modules)):
+    if is_float and not _is_plain(model, architecture.plain_modules):
         return None
     table = architecture.table(model)
     if not table.is_in_c:

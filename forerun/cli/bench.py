@@ -37,7 +37,12 @@ class BenchOptions:
 
     methods: Annotated[
         list[str] | None,
-        typer.Option(help=f"Methods to measure: {', '.join(METHODS)}. ar always runs."),
+        typer.Option(
+            help=(
+                f"Methods to measure: {', '.join(METHODS)}, or package.module:Class. "
+                "ar always runs."
+            )
+        ),
     ] = None
     dataset: Annotated[
         list[str] | None,

@@ -218,9 +218,9 @@ def demo(options: DemoOptions, threads: ThreadsOption = None, as_json: JsonOptio
     """Let plain decoding and a faster method answer the same questions, as a race.
 
     The model is downloaded at the first call. Both answers to a question stream, one after the
-    other, each under a clock. Then the questions are asked again without a picture and in the other
-    order, for about a minute, and a table shows medians. No answer helps a later one. The exit
-    status is 1 if an answer of the faster method differs from plain decoding.
+    other, each under a clock. Then the questions are asked again in the other order for about a
+    minute, without showing the answers, and a table shows medians. No answer helps a later one. The
+    exit status is 1 if an answer of the faster method differs from plain decoding.
     """
     options.check()
     target = _available_target(options)

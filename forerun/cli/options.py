@@ -6,6 +6,7 @@ A command names an alias, or takes a whole dataclass of options through `grouped
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
@@ -22,6 +23,26 @@ from forerun.api.options import ModelOptions
 from forerun.files import private_folder, read_text
 from forerun.methods import METHODS, Method
 from forerun.sampling.params import SamplingParams
+
+_UNITS = ("K", "M", "G", "T")
+
+
+def byte_size(text: str | int) -> int:
+    """Return the bytes that a text says, such as 1000000, 256MiB or 1.5 GB.
+
+    Defaults of options come as numbers. Raises typer.BadParameter.
+    """
+    pattern = r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?"
+    match = re.fullmatch(pattern, str(text).strip(), re.IGNORECASE)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no size, such as 1000000, 256MiB or 1.5GB")
+    number, unit, binary = match.groups()
+    power = _UNITS.index(unit.upper()) + 1 if unit else 0
+    size = int(float(number) * (1024 if binary else 1000) ** power)
+    if size < 1:
+        raise typer.BadParameter(f"{text!r} is less than a byte")
+    return size
+
 
 TargetOption = Annotated[
     str | None,
@@ -42,9 +63,9 @@ MethodOption = Annotated[
     str | None,
     typer.Option(
         help=(
-            f"Decoding method: {', '.join(METHODS)}. Default: the method that ships with the "
-            "target; for other targets pacer with a draft and its pre-verifier, sd with a draft, "
-            "and suffix without a draft."
+            f"Decoding method: {', '.join(METHODS)}, or package.module:Class. Default: the method "
+            "that ships with the target; for other targets pacer with a draft and its "
+            "pre-verifier, sd with a draft, and suffix without a draft."
         )
     ),
 ]
@@ -166,7 +187,12 @@ class DecodeOptions(LoadOptions):
     guard: GuardOption = None
     prompt_cache: PromptCacheOption = None
     prompt_cache_bytes: Annotated[
-        int, typer.Option(min=1, help="Most bytes that the folder of --prompt-cache may take.")
+        int,
+        typer.Option(
+            parser=byte_size,
+            metavar="SIZE",
+            help="Most bytes that the folder of --prompt-cache may take.",
+        ),
     ] = 2**32
 
     def __post_init__(self) -> None:
@@ -209,8 +235,12 @@ class ServingOptions(DecodeOptions):
     kv_memory: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="Bytes for the target's keys and values. Default: half of the free memory.",
+            parser=byte_size,
+            metavar="SIZE",
+            help=(
+                "Bytes for the target's keys and values, for example 2GiB. Default: half of the "
+                "free memory."
+            ),
         ),
     ] = None
 

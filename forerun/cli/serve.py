@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forerun.cli.common import quiet
-from forerun.cli.options import MaxRowsOption, ServingOptions, check_packages, grouped
+from forerun.cli.options import (
+    MaxRowsOption,
+    ServingOptions,
+    byte_size,
+    check_packages,
+    grouped,
+)
 from forerun.cli.writing import say_default
 from forerun.methods import Method
 from forerun.text.tool_calls import FORMS
 from forerun.text.tools import NO_PARSER
+from forerun.zoo import ModelSource
 
 if TYPE_CHECKING:
     from forerun.api.decoder import Decoder
+    from forerun.server.app import Settings
+    from forerun.server.models import Models
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_REPLICAS = 2
+# Options that fit one target alone.
+TARGETS_OWN = ("draft", "method", "gamma", "method_arg", "pre_verifier", "head")
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,28 @@ class ServerOptions:
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(help="A site whose pages may send requests; * is any site. May be repeated."),
+    ] = None
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PATH",
+            help=(
+                "A model to serve by this name, beside or instead of --target. It is loaded when a "
+                "request asks for it. PATH may also be a hub id or a model that forerun knows. May "
+                "be repeated."
+            ),
+        ),
+    ] = None
+    models_memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=byte_size,
+            metavar="SIZE",
+            help=(
+                "Most bytes of weights of models that are loaded at once, for example 8GiB. Beyond "
+                "them the least recently used model is unloaded. Default: no limit."
+            ),
+        ),
     ] = None
     max_rows: MaxRowsOption = 64
     max_queue: Annotated[
@@ -92,6 +126,8 @@ class ServerOptions:
     def check(self) -> None:
         """Raise ValueError for bad values and for missing packages."""
         self._check_ray()
+        if self.models_memory is not None and not self.model:
+            raise ValueError("--models-memory is for several models: give --model as well")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(
                 f"--log-level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}"
@@ -119,6 +155,8 @@ class ServerOptions:
         check_packages("forerun serve --ray", "ray", "ray")
         if not self.ray:
             raise ValueError("--ray takes local, auto or HOST:PORT")
+        if self.model:
+            raise ValueError("--model is for one process: leave out --ray")
 
 
 def _can_be_sent(key: str) -> bool:
@@ -126,37 +164,88 @@ def _can_be_sent(key: str) -> bool:
     return key.isascii() and key.isprintable() and key != "" and key == key.strip()
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """One of the models to serve.
+
+    Attributes:
+        options: how it is loaded, with its name.
+        method: the method that the user chose for it, or None.
+    """
+
+    options: ServingOptions
+    method: Method | None
+
+
+def served_models(serving: ServingOptions, options: ServerOptions) -> list[ServedModel]:
+    """Return the models to serve, the default one first.
+
+    Draft, method, trained layers and name belong to --target. The models of --model have those that
+    ship with them. Raises ValueError for models that do not exist and for names that cannot be.
+    """
+    named = [_named(given) for given in options.model or []]
+    servings = [] if named and serving.target is None else [serving]
+    if not servings:
+        for name in (*TARGETS_OWN, "model_name"):
+            if vars(serving)[name] is not None:
+                raise ValueError(f"--{name.replace('_', '-')} belongs to --target: give it as well")
+    nothing: dict[str, Any] = dict.fromkeys(TARGETS_OWN)
+    alone = replace(serving, **nothing)
+    servings += [replace(alone, target=path, model_name=name) for name, path in named]
+    names = Counter(model.name for model in servings)
+    for name, count in names.items():
+        if count > 1:
+            raise ValueError(f"{count} models have the name {name!r}")
+    return [ServedModel(model, model.chosen_method(model.model)) for model in servings]
+
+
+def _named(given: str) -> tuple[str, str]:
+    """Return the name and the path of a --model."""
+    name, _, path = given.partition("=")
+    if not (name and path and name.isprintable() and name == name.strip()):
+        raise ValueError(f"--model must be NAME=PATH, not {given!r}")
+    return name, path
+
+
 @grouped
 def serve(serving: ServingOptions, options: ServerOptions) -> None:
-    """Serve a model with OpenAI's API, and a page to try it. See docs/guide/serve.md."""
+    """Serve models with OpenAI's API, and a page to try them. See docs/guide/serve.md."""
     started_at = perf_counter()
     check_packages("forerun serve", "serve", "fastapi", "uvicorn", "prometheus_client")
     options.check()
-    method = serving.chosen_method(serving.model)
+    models = served_models(serving, options)
     from forerun.server.listening import listen, set_up_log
 
     listening = listen(options.host, options.port)
     port = listening.getsockname()[1]
     set_up_log(options.log_level)
-    logging.getLogger("forerun.server").info("loading %s ...", serving.model)
-    if serving.target is None:
-        say_default(serving.model)
+    first = models[0].options
+    logging.getLogger("forerun.server").info("loading %s ...", first.model)
+    if first.target is None:
+        say_default(first.model)
     quiet(serving.threads)
     from forerun.server import run
-    from forerun.server.app import Settings
+    from forerun.server.app import Settings, create_app
     from forerun.server.worker import Worker
 
     settings = Settings(
-        serving.name,
+        first.name,
         options.api_key,
         tuple(options.allow_origin or ()),
         options.max_body,
         max_seconds=options.max_seconds,
         tool_parser=options.tool_parser,
     )
-    make = _decoder_maker(serving, options, method)
-    if options.ray is None:
-        run.serve(Worker(make), settings, listening, started_at=started_at, drain=options.drain)
+    make = _decoder_maker(models[0], options)
+    process = {"started_at": started_at, "drain": options.drain}
+    if options.model:
+        several = _models(models, options, settings)
+        from forerun.server.dispatch import create_models_app
+
+        run.serve(create_models_app(several, settings), several, listening, **process)
+    elif options.ray is None:
+        app = create_app(Worker(make), settings)
+        run.serve(app, app.state.service, listening, **process)
     else:
         from forerun.scale import replicas
 
@@ -180,16 +269,34 @@ def serve(serving: ServingOptions, options: ServerOptions) -> None:
     run.leave()
 
 
-def _decoder_maker(
-    serving: ServingOptions, options: ServerOptions, method: Method | None
-) -> Callable[[], Decoder]:
+def _models(models: list[ServedModel], options: ServerOptions, settings: Settings) -> Models:
+    """Return several models, none of which is loaded yet."""
+    from forerun.server.models import Model, Models
+
+    made = []
+    for served in models:
+        source = ModelSource.parse(served.options.model, "target")
+        draft = source.own_draft()
+        made.append(
+            Model(
+                _decoder_maker(served, options),
+                replace(settings, model=served.options.name),
+                source.file_bytes + (draft.file_bytes if draft is not None else 0),
+                1 / len(models),
+            )
+        )
+    return Models(made, options.models_memory)
+
+
+def _decoder_maker(served: ServedModel, options: ServerOptions) -> Callable[[], Decoder]:
     """Return what loads the decoder, in the thread or on the node that computes."""
     from forerun.server.worker import loaded
 
+    serving = served.options
     loading = serving.for_load() | {"max_rows": options.max_rows, "max_queue": options.max_queue}
     # Outputs may show one client's words to another (EngineOptions), so they are shared only if the
     # user sets `warm`. A method whose `warm` is false shares nothing all the same.
     loading["share_outputs"] = any(
         setting.startswith("warm=") for setting in serving.method_arg or []
     )
-    return partial(loaded, serving.model, method, loading, serving.threads)
+    return partial(loaded, serving.model, served.method, loading, serving.threads)

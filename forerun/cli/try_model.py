@@ -52,8 +52,8 @@ def try_model(
     """Find out which method decodes a model fastest on this machine.
 
     Three built-in prompts (short code, prose, and the edit of a file of 2,000 tokens) are answered
-    plainly and with each method that can run. A table shows how fast each was, and the last lines
-    which one to use, with the command for it.
+    plainly and with each method that can run. A table shows how fast each was. The last lines say
+    which method to use, and give the command for it.
 
     All answers are compared, token for token. The exit status is 1 if one differs from that of
     plain decoding.

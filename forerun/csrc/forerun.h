@@ -16,7 +16,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define FORERUN_ABI 7
+#define FORERUN_ABI 8
 #define FR_PANEL 16       /* outputs of a panel */
 #define FR_SUPERBLOCK 256 /* inputs of a superblock, the unit that fr_quantise counts in */
 #define FR_ROW_GROUP 8    /* rows whose records lie side by side */
@@ -40,6 +40,9 @@ enum fr_format {
     FR_F32,
     FR_Q3_K,
     FR_Q2_K,
+    FR_IQ4_NL,
+    FR_IQ4_XS,
+    FR_MXFP4,
     FR_FORMATS
 };
 

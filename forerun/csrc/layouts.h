@@ -19,9 +19,12 @@
              for t are bits 2 (t % 4) and 2 (t % 4) + 1 of a byte
      8 bits  8 vectors, one for each t
 
-   Codes are unsigned, because the instructions of x86 multiply unsigned bytes by signed ones.
+   Codes are unsigned, because the instructions of x86 multiply unsigned bytes by signed ones. The
+   codes of NL, XS and FP4 are places in a table of 16 numbers (fr_numbers), which are 8-bit codes
+   as those of D are.
 
-   There are 16 of each scale, one for each output. d and m are float16, the others bytes:
+   There are 16 of each scale, one for each output. d and m are float16, the others bytes; e is an
+   exponent, of 2^(e - 128):
 
           of a block             of the group   weight
      D    d                                     d (code - 8, 16 or 128, by the number of bits)
@@ -30,6 +33,10 @@
      S    sc[0], sc[1]           d              (d sc) (code - 32), where sc is signed
      SM   sc[0], sc[1], mn[0],   d, m           (d sc) (code - 32) - m mn
           mn[1]
+
+     NL   d                                     d (number - 128)
+     XS   sc                  d                 (d sc) (number - 128), where sc is signed
+     FP4  e                                     2^(e - 128) (number - 128)
 
    sc[0] belongs to the first 16 inputs of a block, sc[1] to the last 16; mn likewise.
 
@@ -41,7 +48,7 @@
 #include "forerun.h"
 
 /* Kinds of scales. */
-enum { D, DM, K, S, SM, FLOATS };
+enum { D, DM, K, S, SM, NL, XS, FP4, FLOATS };
 
 typedef struct {
     uint8_t bits;          /* of a code, or of a float */
@@ -68,9 +75,24 @@ typedef struct {
     X(FR_BF16, 16, FLOATS, 0, 0, 16, 8, FR_BF16)                                                   \
     X(FR_F32, 32, FLOATS, 0, 0, 32, 8, FR_F32)                                                     \
     X(FR_Q3_K, 6, S, 32, 32, 110, 256, FR_Q6_K)                                                    \
-    X(FR_Q2_K, 6, SM, 64, 64, 84, 256, FR_Q2_K)
+    X(FR_Q2_K, 6, SM, 64, 64, 84, 256, FR_Q2_K)                                                    \
+    X(FR_IQ4_NL, 4, NL, 32, 0, 18, 32, FR_IQ4_NL)                                                  \
+    X(FR_IQ4_XS, 4, XS, 16, 32, 136, 256, FR_IQ4_XS)                                               \
+    X(FR_MXFP4, 4, FP4, 16, 0, 17, 32, FR_MXFP4)
 
 extern const fr_layout fr_layouts[FR_FORMATS];
+
+/* The numbers of codes, more by 128: those of the IQ4 formats, and twice those of MXFP4. */
+enum { FR_IQ4_NUMBERS, FR_FP4_NUMBERS };
+extern const uint8_t fr_numbers[2][16];
+
+static inline int fr_has_numbers(int scales) {
+    return scales == NL || scales == XS || scales == FP4;
+}
+
+static inline const uint8_t *fr_numbers_of(int scales) {
+    return fr_numbers[scales == FP4 ? FR_FP4_NUMBERS : FR_IQ4_NUMBERS];
+}
 
 /* Whether weights are also fetched into the L1 cache ahead of their use. Processors of Intel gain
    by it, those of AMD lose. fr_select sets it. */

@@ -4,7 +4,8 @@
 
      Q4_0  d 2 | codes 16              Q5_0  d 2 | high bits 4 | codes 16
      Q4_1  d 2 | m 2 | codes 16        Q5_1  d 2 | m 2 | high bits 4 | codes 16
-     Q8_0  d 2 | codes 32
+     Q8_0  d 2 | codes 32              MXFP4  e 1 | codes 16
+     IQ4_NL  d 2 | codes 16
 
    of 32 inputs, where the low half of code byte i belongs to input i and the high half to input
    16 + i; and of 256 inputs, which are 8 blocks of 32:
@@ -14,6 +15,7 @@
      Q6_K  codes 128 | high bits 64 | scales 16 | d 2
      Q3_K  high bits 32 | codes 64 | scales 12 | d 2
      Q2_K  scales 16 | codes 64 | d 2 | m 2
+     IQ4_XS  d 2 | high bits of scales 2 | low bits of scales 4 | codes 128
 
    layouts.h shows the panels. */
 #include "layouts.h"
@@ -32,6 +34,11 @@
 const fr_layout fr_layouts[FR_FORMATS] = {FR_LAYOUTS(X)};
 #undef X
 
+const uint8_t fr_numbers[2][16] = {
+    {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241},
+    {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116},
+};
+
 /* 32 weights: their codes as panels hold them, scales and minimums of each 16 (K formats), and d
    and m as float16. */
 typedef struct {
@@ -41,7 +48,15 @@ typedef struct {
 
 static uint16_t half_at(const uint8_t *p) { return (uint16_t)(p[0] | p[1] << 8); }
 
-/* Q4_0, Q4_1, Q5_0 and Q5_1. */
+/* 16 bytes of codes, whose low halves come first. */
+static void read_halves(const uint8_t *p, block32 *out) {
+    for (int i = 0; i < 16; i++) {
+        out->q[i] = p[i] & 15;
+        out->q[i + 16] = p[i] >> 4;
+    }
+}
+
+/* Q4_0, Q4_1, Q5_0, Q5_1 and IQ4_NL. */
 static void read_small_block(const fr_layout *l, const uint8_t *p, block32 *out) {
     out->d = half_at(p);
     p += 2;
@@ -51,10 +66,7 @@ static void read_small_block(const fr_layout *l, const uint8_t *p, block32 *out)
     }
     const uint8_t *high = p;
     if (l->bits == 5) p += 4;
-    for (int i = 0; i < 16; i++) {
-        out->q[i] = p[i] & 15;
-        out->q[i + 16] = p[i] >> 4;
-    }
+    read_halves(p, out);
     if (l->bits != 5) return;
     for (int i = 0; i < 32; i++)
         out->q[i] |= (uint8_t)((high[i / 8] >> i % 8 & 1) << 4);
@@ -133,6 +145,15 @@ static void read_q2_k(const uint8_t *p, int j, block32 *out) {
     out->m = half_at(p + 82);
 }
 
+/* The file's scales have 6 bits, and are more by 32. */
+static void read_iq4_xs(const uint8_t *p, int j, block32 *out) {
+    int low_bits = p[4 + j / 2] >> 4 * (j % 2) & 15;
+    int high_bits = half_at(p + 2) >> 2 * j & 3;
+    out->sc[0] = (uint8_t)((low_bits | high_bits << 4) - 32);
+    out->d = half_at(p);
+    read_halves(p + 8 + 16 * j, out);
+}
+
 /* Reads block b, of 32 inputs, of a row in the file, with its codes as the panels hold them. */
 static void read_block(int format, const uint8_t *row, size_t b, block32 *out) {
     const fr_layout *l = &fr_layouts[format];
@@ -142,7 +163,13 @@ static void read_block(int format, const uint8_t *row, size_t b, block32 *out) {
     case FR_Q4_0:
     case FR_Q4_1:
     case FR_Q5_0:
-    case FR_Q5_1: read_small_block(l, p, out); break;
+    case FR_Q5_1:
+    case FR_IQ4_NL: read_small_block(l, p, out); break;
+    case FR_MXFP4:
+        out->sc[0] = p[0];
+        read_halves(p + 1, out);
+        break;
+    case FR_IQ4_XS: read_iq4_xs(p, j, out); break;
     case FR_Q8_0: read_q8_0(p, out); break;
     case FR_Q4_K:
     case FR_Q5_K: read_q4_q5_k(l->bits, p, j, out); break;
@@ -243,11 +270,12 @@ typedef struct {
 } scale_places;
 
 static scale_places find_scales(int scales, const block_place *block, int lane) {
-    int is_of_block = scales == D || scales == DM; /* else d and m belong to the group */
-    int has_minimums = scales != D && scales != S;
-    int halves = scales == K ? 1 : 2;
+    int is_of_block = scales == D || scales == DM || scales == NL; /* else of the group */
+    int has_minimums = scales == DM || scales == K || scales == SM;
+    int halves = scales == S || scales == SM ? 2 : 1;
     uint8_t *halves_at = is_of_block ? block->scales : block->group;
-    scale_places found = {.d = halves_at + 2 * lane};
+    scale_places found = {0};
+    if (scales != FP4) found.d = halves_at + 2 * lane;
     if (has_minimums) found.m = halves_at + 32 + 2 * lane;
     for (int h = 0; !is_of_block && h < halves; h++) {
         found.sc[h] = block->scales + 16 * h + lane;
@@ -259,7 +287,7 @@ static scale_places find_scales(int scales, const block_place *block, int lane) 
 static void put_block(const fr_layout *l, const block_place *to, int lane, const block32 *block) {
     scale_places scales = find_scales(l->scales, to, lane);
     put_codes(l->bits, to->codes + 4 * lane, block->q);
-    memcpy(scales.d, &block->d, 2);
+    if (scales.d) memcpy(scales.d, &block->d, 2);
     if (scales.m) memcpy(scales.m, &block->m, 2);
     for (int h = 0; h < 2; h++) {
         if (scales.sc[h]) *scales.sc[h] = block->sc[h];
@@ -270,7 +298,7 @@ static void put_block(const fr_layout *l, const block_place *to, int lane, const
 static void get_block(const fr_layout *l, const block_place *from, int lane, block32 *block) {
     scale_places scales = find_scales(l->scales, from, lane);
     get_codes(l->bits, from->codes + 4 * lane, block->q);
-    memcpy(&block->d, scales.d, 2);
+    if (scales.d) memcpy(&block->d, scales.d, 2);
     if (scales.m) memcpy(&block->m, scales.m, 2);
     for (int h = 0; h < 2; h++) {
         if (scales.sc[h]) block->sc[h] = *scales.sc[h];
@@ -278,13 +306,22 @@ static void get_block(const fr_layout *l, const block_place *from, int lane, blo
     }
 }
 
+/* 2^(e - 128), which is subnormal below 2. */
+static float power_of_two(uint8_t e) {
+    uint32_t bits = e < 2 ? 0x200000u << e : (uint32_t)(e - 1) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return power;
+}
+
 /* Computes the weights of a block, as layouts.h has them. */
 static void block_values(const fr_layout *l, const block32 *block, float *values) {
     float d = float16(block->d);
     float m = float16(block->m);
+    if (l->scales == FP4) d = power_of_two(block->sc[0]);
     for (int i = 0; i < 32; i++) {
-        int h = l->scales == K ? 0 : i / 16;
-        int q = block->q[i];
+        int h = l->scales == S || l->scales == SM ? i / 16 : 0;
+        int q = fr_has_numbers(l->scales) ? fr_numbers_of(l->scales)[block->q[i]] : block->q[i];
         float sc = (float)block->sc[h];
         float mn = (float)block->mn[h];
         float value = 0;
@@ -294,6 +331,9 @@ static void block_values(const fr_layout *l, const block32 *block, float *values
         case K: value = d * sc * (float)q - m * mn; break;
         case S: value = d * (float)(int8_t)block->sc[h] * (float)(q - 32); break;
         case SM: value = d * sc * (float)(q - 32) - m * mn; break;
+        case NL:
+        case FP4: value = d * (float)(q - 128); break;
+        case XS: value = d * (float)(int8_t)block->sc[0] * (float)(q - 128); break;
         default: break;
         }
         values[i] = value;

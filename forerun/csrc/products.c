@@ -9,9 +9,10 @@
 
    For each output and row, f = 0 at first. Then, for one block of 32 inputs after the other:
 
-     dot = the sum of q x code (DM, K), or of q x (code less 8, 16, 32 or 128), an exact integer;
+     dot = the sum of q x code (DM, K), or of q x (code less 8, 16, 32 or 128), an exact integer,
+           where the code is a number of the table if the layout has one (NL, XS, FP4);
            with scales of 16 (S, SM) it is (first 16) x sc[0] + (last 16) x sc[1]
-     f   = fma(float(dot) x scale of the inputs, d or (d x sc), f)
+     f   = fma(float(dot) x scale of the inputs, d, (d x sc) or 2^(e - 128), f)
      and then, if the layout has minimums, where `half` is that of the record:
      f   = fma(sum of the inputs, m or (-m x mn), f)                                      DM, K
      f   = fma(float(half[0] x mn[0] + half[1] x mn[1]) x scale of the inputs, m / 32, f)    SM
@@ -111,9 +112,12 @@ FR_INLINE ints signed_bytes(const uint8_t *p) {
 FR_INLINE reals float16_reals(const uint8_t *p) { return float16s(p); }
 #endif
 
-/* What is subtracted from a code, besides minimums. */
+/* Bits of a code that products are of: those of a number of a table, or the layout's. */
+FR_INLINE int code_bits(int bits, int scales) { return fr_has_numbers(scales) ? 8 : bits; }
+
+/* What is subtracted from a code of so many bits, besides minimums. */
 FR_INLINE int offset(int bits, int scales) {
-    if (scales == D) return 1 << (bits - 1);
+    if (scales == D || fr_has_numbers(scales)) return 1 << (bits - 1);
     return bits == 6 ? 32 : 0;
 }
 
@@ -133,6 +137,28 @@ FR_INLINE words read_once(const uint8_t *p) {
     __asm__("" : "+v"(v));
 #endif
     return v;
+}
+
+/* The numbers of a table at the places w. */
+FR_INLINE codes numbers_at(const uint8_t *table, codes w) {
+#if HAS_AVX512
+    __m128i numbers = _mm_loadu_si128((const __m128i *)table);
+    return (codes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(numbers), (__m512i)w);
+#elif defined(__AVX2__)
+    __m128i numbers = _mm_loadu_si128((const __m128i *)table);
+    return (codes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), (__m256i)w);
+#elif HAS_NEON
+    uint8x16_t at[2];
+    memcpy(at, &w, 32);
+    for (int i = 0; i < 2; i++)
+        at[i] = vqtbl1q_u8(vld1q_u8(table), at[i]);
+    memcpy(&w, at, 32);
+    return w;
+#else
+    for (int i = 0; i < 4 * LANES; i++)
+        w[i] = table[w[i]];
+    return w;
+#endif
 }
 
 /* The codes for the inputs 4 t to 4 t + 3. It is called for one t after the other. If products are
@@ -156,7 +182,10 @@ FR_INLINE codes unpacked(int bits, int scales, const uint8_t *block, int t, shar
         if (t % 4 == 0) at->high = read_once(block + 256 + 64 * (t / 4));
         w |= (codes)(shifted(at->high, 4 - 2 * (t % 4)) & top);
     }
-    return IS_SIGNED || (IS_AVX2 && bits == 8) ? w - (uint8_t)offset(bits, scales) : w;
+    if (fr_has_numbers(scales)) w = numbers_at(fr_numbers_of(scales), w);
+    int bits_of_code = code_bits(bits, scales);
+    int is_signed = IS_SIGNED || (IS_AVX2 && bits_of_code == 8);
+    return is_signed ? w - (uint8_t)offset(bits_of_code, scales) : w;
 }
 
 /* What sums of products with codes start from: -offset x the sum of q, if the offset was not
@@ -285,7 +314,15 @@ typedef struct {
 /* Reads the scales of a block; d and m are those of its group. */
 FR_INLINE block_scales read_scales(int scales, const uint8_t *block, reals d, reals m) {
     block_scales s = {.d = d, .m = m};
-    if (scales == D || scales == DM) s.d = float16_reals(block);
+    if (scales == D || scales == DM || scales == NL) s.d = float16_reals(block);
+    if (scales == XS) s.d = to_reals(signed_bytes(block)) * d;
+    if (scales == FP4) { /* the bits of the larger one are right, for subnormal numbers too */
+        ints e = unsigned_bytes(block);
+        ints normal = (e - 1) * (1 << 23);
+        ints subnormal = (e + 1) * (1 << 21);
+        ints is_normal = normal > subnormal;
+        s.d = (reals)((normal & is_normal) | (subnormal & ~is_normal));
+    }
     if (scales == DM) s.m = float16_reals(block + 32);
     if (scales == K) {
         s.d = to_reals(unsigned_bytes(block)) * d;
@@ -337,14 +374,15 @@ FR_INLINE void prefetch(const uint8_t *from, size_t bytes) {
 FR_INLINE void sum_block(shape l, int n, const uint8_t *block, const codes *near,
                          const fr_record *x, ints sum[TILE][2]) {
     shared_codes vectors = {{0}, {0}};
+    int bits = code_bits(l.bits, l.scales);
     UNROLL
     for (int t = 0; t < 8; t++) {
-        int half = is_halved(l.bits) ? t / 4 : 0;
+        int half = is_halved(bits) ? t / 4 : 0;
         codes w = near ? near[t] : unpacked(l.bits, l.scales, block, t, &vectors);
         UNROLL
         for (int r = 0; r < n; r++) {
-            ints before = t == 4 * half ? start(l.bits, l.scales, x + r, half) : sum[r][half];
-            sum[r][half] = add_products(l.bits, before, w, x[r].q + 4 * t);
+            ints before = t == 4 * half ? start(bits, l.scales, x + r, half) : sum[r][half];
+            sum[r][half] = add_products(bits, before, w, x[r].q + 4 * t);
         }
     }
 }
@@ -400,7 +438,7 @@ FR_INLINE void tile(shape l, int n, const uint8_t *group, int count, int part, c
         ints sum[TILE][2];
         const codes *own = near ? near + 8 * b : 0;
         if (fetches) prefetch(group + share * (size_t)(count * part + b), share);
-        int scale_size = l.scales == D || l.scales == DM ? 2 : 1;
+        int scale_size = l.scales == D || l.scales == DM || l.scales == NL ? 2 : 1;
         block_scales s = read_scales(l.scales, at + scale_size * first, d, m);
 #if HAS_I8MM
         if (n > 1) {
@@ -413,7 +451,7 @@ FR_INLINE void tile(shape l, int n, const uint8_t *group, int count, int part, c
 #endif
         UNROLL
         for (int r = 0; r < n; r++)
-            f[r] = add_block(l.bits, l.scales, sum[r], &s, x + r, f[r]);
+            f[r] = add_block(code_bits(l.bits, l.scales), l.scales, sum[r], &s, x + r, f[r]);
     }
     UNROLL
     for (int r = 0; r < n; r++)

@@ -36,7 +36,7 @@ EMBEDDED_COSTS = Costs({1: 3.9, 8: 5.8, 32: 10.6}, {}, head={1: 0.4, 16: 0.8})
 
 @dataclass
 class HeadWork:
-    """What a step takes of the head: its forwards and their seconds."""
+    """The head's work in a step: its forwards and their seconds."""
 
     forwards: int = 0
     seconds: float = 0.0
@@ -60,7 +60,7 @@ class HeadDrafter(PlannedDrafter):
     Attributes:
         features: {sequence: parts [n, d]} the target's features that the head has not run yet. The
             last one is at the position before the last token.
-        unread: {sequence: what makes the head read its prompt}, of those that it has not read.
+        unread: {sequence: a generator that makes the head read its prompt}, until it is read.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class HeadDrafter(PlannedDrafter):
         Args:
             seqs: the sequences.
             limits: the greatest depth of each draft. At least one is above 0.
-            work: is added to.
+            work: counts the head's forwards.
         """
         raise NotImplementedError
 
@@ -173,7 +173,7 @@ class HeadDrafter(PlannedDrafter):
         Args:
             seqs: the sequences.
             limits: the greatest depth of each draft, above 0.
-            work: is added to.
+            work: counts the head's forwards.
             old: see `Beams`.
         """
         plan = self.plan(seqs, limits)

@@ -30,14 +30,14 @@ MAX_READ = 2048  # the most tokens of prompts that a step waits for
 
 @dataclass(frozen=True)
 class SuffixNote:
-    """What was known of a row before a step.
+    """What is known of a row before a step.
 
     Attributes:
         suffix: its suffix draft.
         score: the draft's expected number of accepted tokens.
-        length: of its text.
-        situation: the row's part of the step.
-        choice: who was to draft.
+        length: the tokens of its text.
+        situation: the step as the chooser sees it for this row.
+        choice: who is to draft.
     """
 
     suffix: Draft
@@ -52,9 +52,9 @@ class HybridMemo:
     """What a hybrid drafter keeps of a step until it observes it.
 
     Attributes:
-        notes: {sequence: what was known of it}.
+        notes: {sequence: what was known of it before the step}.
         asked: the sequences for which the other drafter was called.
-        forwards: of the other drafter.
+        forwards: the number of the other drafter's forwards.
         inner: the other drafter's own memo, None if it was not called.
     """
 
@@ -105,7 +105,7 @@ class HybridDrafter(Drafter):
         self.extra_nodes = other.extra_nodes
         self.reads = other.reads  # of the hidden states; suffixes need the tokens alone
         self._read: dict[int, int] = {}  # tokens of each sequence that the other drafter has read
-        # {sequence: what makes the other drafter read on}, of prompts that are not read to the end
+        # {sequence: a generator that makes the other drafter read on}, until its prompt is read
         self._unread: dict[int, Iterator[int]] = {}
         self._reading = -1  # the sequence whose prompt was read last, maybe in part
         self._chunk = MAX_READ  # tokens of prompts to read in a step of several rows

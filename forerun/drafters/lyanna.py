@@ -218,7 +218,7 @@ class _RolledStates:
             ids: the sequences of the rows.
             new: what the head runs first.
             deep: the places of each row, which a plan may add to.
-            work: is added to.
+            work: counts the head's forwards.
         """
         self._head = head
         self._ids = ids

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Chain:
-    """A chain in the making.
+    """A chain that is being drafted.
 
     Attributes:
         seq: the sequence that it is drafted for.
         depth: the most tokens of the chain; 0 or less if nothing can be drafted for the sequence.
-        tokens: those so far.
+        tokens: the drafted tokens so far.
         q: the distributions [V] that they were sampled from, if the acceptance rule needs them.
         drops: whether the draft leaves out the last token, so that a chain of one is empty.
     """

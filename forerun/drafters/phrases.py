@@ -47,7 +47,7 @@ class _Row:
 
 @dataclass
 class _Phrased(Chain):
-    """A chain in the making by phrases.
+    """A chain that is being drafted by phrases.
 
     Attributes:
         rule: ends it; None if nothing may be drafted.

@@ -34,7 +34,7 @@ class Recovery:
     def undo(self) -> list[Sequence]:
         """Drop all rows, and requeue their sequences as they were before the step.
 
-        A sequence whose growth is reported keeps it, because a caller would see the tokens twice.
+        A sequence keeps tokens that were reported, because its caller would see them twice.
 
         Return the sequences that the step ran; none if it failed before it ran any.
         """
@@ -59,7 +59,7 @@ class Recovery:
         """
         if not self._retries.failed(seqs):
             _LOG.warning(
-                "decoding of %d requests failed; each is tried again alone",
+                "a step failed; its requests (%d) are decoded again, each alone",
                 len(seqs),
                 exc_info=error,
             )

@@ -29,7 +29,7 @@ class QueueFullError(RuntimeError):
 
 @dataclass
 class Limits:
-    """What an engine takes on. It may be changed between two steps.
+    """The limits of an engine, which may be changed between two steps.
 
     Attributes:
         max_rows: number of sequences that are decoded at once.
@@ -128,11 +128,11 @@ class Scheduler:
     def admit(self, on_failure: Callable[[list[Sequence], BaseException], None]) -> None:
         """Prefill waiting sequences in order, for about `chunk_seconds`.
 
-        If nothing runs, prefill as many tokens as the largest chunk has.
+        If no sequence runs, the limit is LARGEST_CHUNK tokens in place of a time.
 
         Args:
             on_failure: called with a sequence, alone in its list, and the exception that its
-                prefill raised. The sequence is in front of the queue again.
+                prefill raised. The sequence is at the front of the queue again by then.
         """
         if not self.prefilling and not self.waiting:
             return
@@ -305,7 +305,7 @@ class Scheduler:
         self.admitted = [seq for seq in self.admitted if seq.phase is not Phase.WAITING]
 
     def requeue_all(self) -> None:
-        """Put all admitted sequences but those whose end is reported back, the oldest first.
+        """Put admitted sequences back, the oldest first, except those whose end is reported.
 
         The caller has reset the target, so that no sequence has a row.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from threading import Event, Lock
 from time import sleep
 from weakref import ref
@@ -19,6 +19,7 @@ TURN_SECONDS = 0.01  # the longest wait for a turn before the box is read again
 # So many successive steps must fail, with no request to blame, before `drive` reports the error.
 FAILURES_TO_REPORT = 3
 PAUSE_SECONDS = 0.05  # before such a step is tried again
+SIDE_TURNS = 4  # side works that take turns; the others wait, because each may hold memory
 
 
 class Run:
@@ -101,6 +102,7 @@ class Session:
         self._turn = Lock()  # held by the thread that steps the engine
         self._wake = Event()
         self._stopping = False
+        self._side_works: deque[Iterator[None]] = deque()
         # By id in the engine. The references are weak, so that a run that its caller drops ends.
         self._runs: dict[int, ref[Run]] = {}
 
@@ -136,6 +138,23 @@ class Session:
             self._runs.pop(id, None)
             self.engine.abort(id)
 
+    def add_side_work(self, work: Iterator[None]) -> None:
+        """Have `drive` advance an iterator between its steps, once each time, until it ends.
+
+        Steps wait for each piece, so pieces must be short. Works take turns. They must not raise.
+        """
+        self._side_works.append(work)
+        self._wake.set()
+
+    def _advance_side_work(self) -> None:
+        """Do the next piece of the side work whose turn it is, if there is any."""
+        if not self._side_works:
+            return
+        work = self._side_works.popleft()
+        has_more = next(work, self) is not self  # pieces are None, so the default is another value
+        if has_more:
+            self._side_works.insert(SIDE_TURNS - 1, work)
+
     def runs(self) -> set[Run]:
         """Return the runs that have not ended."""
         runs = [reference() for reference in list(self._runs.values())]
@@ -167,8 +186,8 @@ class Session:
     def take_turn(self, run: Run) -> None:
         """Step the engine once for a waiting run.
 
-        Return without a step if another caller steps for long, because that step may be one of this
-        run too.
+        If another caller's step takes long, return without a step of one's own, because that step
+        may serve this run too.
         """
         if not self._turn.acquire(timeout=TURN_SECONDS):
             return
@@ -186,6 +205,8 @@ class Session:
     ) -> None:
         """Step the engine whenever there is something to do, until `stop`.
 
+        Side works are advanced between the steps.
+
         Args:
             on_steps: called with the result of each `advance`.
             on_failure: called with the error after FAILURES_TO_REPORT successive steps have failed
@@ -193,9 +214,11 @@ class Session:
         """
         failures = 0
         while not self._stopping:
+            self._advance_side_work()
             if not self.engine.busy:
-                self._wake.wait()
-                self._wake.clear()
+                if not self._side_works:
+                    self._wake.wait()
+                    self._wake.clear()
                 continue
             try:
                 with self._turn:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Proposal:
-    """One draft for each sequence, and what the drafts took.
+    """One draft for each sequence, and what drafting cost.
 
     Attributes:
         drafts: in the order of the sequences.
@@ -28,12 +28,12 @@ class Proposal:
             still draft.
         forward_seconds: the time of these forwards.
         policy_seconds: the time of the length policy.
-        prompt_seconds: the time in which prompts were read for these drafts. It is no part of the
-            step.
-        rests: whether no draft was asked for because the guard pauses drafting, which was slower.
+        prompt_seconds: the time of reading prompts for these drafts, which is not counted as a
+            part of the step.
+        rests: whether nothing was drafted because the guard has paused drafting.
         memo: the drafter's own notes. The engine hands them back to `observe` of the same step.
-        forward_rows: the number of rows of each of these forwards, if their time is to correct the
-            table of costs; else 0. Each row has one new token.
+        forward_rows: the number of rows of each of these forwards, with one new token each. 0 if
+            their time must not correct the table of costs.
         by_head: whether the forwards are those of a head.
     """
 
@@ -68,10 +68,10 @@ class Proposal:
 
 @dataclass(frozen=True, eq=False)
 class RowOutcome:
-    """What a step came to for one sequence.
+    """The outcome of a step for one sequence.
 
     Attributes:
-        sequence: it has grown by the step's tokens already.
+        sequence: the sequence, which already has the step's tokens.
         draft: what was proposed for it.
         verdict: the target's verdict on the draft.
         hidden: [N, d] the target's states at the draft's nodes, or None if they are not wanted.
@@ -86,9 +86,9 @@ class RowOutcome:
 class Drafter(Protocol):
     """The source of drafts that a method builds. A subclass must implement `propose` alone.
 
-    What a drafter keeps longer than a step belongs to a sequence, by its id, because each call may
-    be about another set of the admitted ones. Notes for `observe` of the same step go into
-    `Proposal.memo`.
+    Keep state that outlives a step by the sequence's id, because each call may be about another
+    set of the admitted sequences. A sequence also grows in steps in which the drafter is not
+    called. Notes for `observe` of the same step go into `Proposal.memo`.
 
     Attributes:
         wants_hidden: which hidden states of the target it is given; "" for none.
@@ -104,8 +104,8 @@ class Drafter(Protocol):
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
         """Admit a sequence and run its prompt, and yield the number of tokens of each chunk.
 
-        A drafter around this one may run it between later steps or never, as `hybrid` does, so the
-        text may grow meanwhile.
+        Other sequences may run between two chunks. A drafter around this one, such as `hybrid`, may
+        begin or continue the admission in a later step, when the text has grown, or never.
 
         Args:
             seq: the sequence.
@@ -142,38 +142,38 @@ class Drafter(Protocol):
         return
 
     def drop(self, seq: Sequence) -> None:
-        """Forget a sequence that has ended, or whose admission was broken off."""
+        """Forget a sequence that has ended or failed, even if it was never admitted."""
         return
 
 
 @dataclass(frozen=True)
 class Step:
-    """A sequence's part of one target forward. Seconds are those of all its rows.
+    """One sequence's part of a target forward. Seconds are those of the forward's rows together.
 
     Attributes:
-        id: of the request.
-        number: of the engine's step. Steps with one number share the forward.
-        rows: the number of sequences that share it.
-        tokens: those that were committed, up to the sequence's end.
-        origins: of each of them: "draft", "lookup", ..., "correction" or "bonus".
-        rejected: drafted tokens that were not accepted.
+        id: the request's.
+        number: the number of the engine's step. Steps with the same number share a forward.
+        rows: the number of sequences that share the forward.
+        tokens: the committed tokens, up to the sequence's end.
+        origins: the origin of each token: "draft", "lookup", ..., "correction" or "bonus".
+        rejected: the drafted tokens that were not accepted.
         drafted: the number of proposed tokens.
         tested: the number of accepted tokens, and one more if the next level was rejected.
         accepted: the number of accepted tokens.
-        rests: as in its Proposal.
-        draft_forwards: forwards of the draft model.
-        draft_seconds: drafting without its length policy.
-        policy_seconds: the length policy.
-        verify_seconds: the target's forward with its verdict.
-        forward_seconds: the part of these inside forwards of the two models; on a GPU, the time to
-            launch them. The rest is overhead.
-        seconds: the whole step.
-        logprobs: of the tokens, if requested.
-        prompt_logprobs: of the prompt, if requested, in the first step.
-        waited: seconds in the queue.
-        finish_reason: of the sequence, in its last step.
-        error: what ended the sequence: raised by its processor or criterion, or by a step of it
-            alone.
+        rests: as in the Proposal.
+        draft_forwards: the number of forwards of the draft model.
+        draft_seconds: the time of drafting, without the length policy.
+        policy_seconds: the time of the length policy.
+        verify_seconds: the time of the target's forward and of its verdict.
+        forward_seconds: the part of these times that was spent in forwards of both models; on a
+            GPU, in launching them. The rest is overhead.
+        seconds: the time of the whole step.
+        logprobs: the tokens' log probabilities, if requested.
+        prompt_logprobs: those of the prompt, if requested, in the first step.
+        waited: the seconds that the request was in the queue.
+        finish_reason: why the sequence ended, in its last step.
+        error: the exception that ended the sequence. It was raised by the sequence's processor or
+            criterion, or by a step that ran this sequence alone.
     """
 
     id: int

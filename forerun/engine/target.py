@@ -51,7 +51,7 @@ class Target(Protocol):
 
     Attributes:
         device: where the model is.
-        context: the length of the longest sequence; None for no bound.
+        context: the most tokens of a sequence; None for no limit.
     """
 
     device: torch.device
@@ -67,7 +67,7 @@ class Target(Protocol):
 
     @property
     def prompt_read(self) -> int:
-        """Return how many tokens of the last prompt have been read, known prefixes included."""
+        """Return how many tokens of the last prompt are read, with those of a known prefix."""
 
     @property
     def prompt_hidden(self) -> Tensor | None:
@@ -93,8 +93,8 @@ class Target(Protocol):
     ) -> Iterator[int]:
         """Run a prompt in chunks of at most `chunk` tokens, and yield the size of each.
 
-        `on_logits` is called with the logits [n, V] of each chunk. Of the captured states only the
-        last are kept: what a head needs that reads `reads` positions (`RecentStates`).
+        `on_logits` is called with the logits [n, V] of each chunk. Only the last captured states
+        are kept, as many as a head needs that reads `reads` positions (`RecentStates`).
         """
 
     def join(self, id: int, reserve: int = 0) -> None:

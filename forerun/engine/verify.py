@@ -83,8 +83,8 @@ def end_drafting_of_nan(outcomes: abc.Sequence[RowOutcome]) -> list[Sequence]:
     They are decoded without drafts from now on, and the caller runs this step of theirs again. A
     drafted token may be the cause, because in one forward it may spoil the scores before it too.
 
-    Call it before the sequences grow, because then a user's criterion may raise the same error,
-    which ends its sequence.
+    Call it before the sequences grow. A user's criterion, which is called then, may raise the same
+    error, and must end its sequence.
     """
     spoilt = []
     for outcome in outcomes:

@@ -76,14 +76,15 @@ class Parts:
 class Method:
     """A method: its settings, as a frozen dataclass, and `build`, which makes the drafter.
 
-    A subclass needs a `name`, and outside the package also `build`. The other defaults suit a
-    method without models or layers.
+    A subclass needs a `name`, and outside the package also `build`. All else has a default, which
+    suits a method without a draft model, layer or head.
 
     Attributes:
         name: its name for users and in results.
         needs_draft: whether it drafts with a model.
-        layer: the folder's name of the trained layer that it needs.
-        head: the kind of head over hidden states that it needs (`forerun.heads.heads.HEAD_KINDS`).
+        layer: the name of the trained layer that it needs, if any: "pre-verifier".
+        head: the kind of head over hidden states that it needs, if any
+            (`forerun.heads.heads.HEAD_KINDS`).
         warm: whether its pool outlives a sequence.
     """
 
@@ -123,7 +124,13 @@ class Method:
         return None
 
     def resolve_defaults(self, draft: bool, layer: bool, head: str | None) -> Self:
-        """Return the method to use with what there is: a draft model, its layer, a kind of head."""
+        """Return the method with settings chosen by what is available, where they are "auto".
+
+        Args:
+            draft: whether there is a draft model.
+            layer: whether there is a trained layer for it.
+            head: the kind of the head; None without one.
+        """
         return self
 
     def build(self, parts: Parts) -> Drafter:

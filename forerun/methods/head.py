@@ -42,17 +42,18 @@ class Lyanna(Heads):
     With a `width` of 1 the tokens are a chain, else the best `nodes` of a tree of `width` beams (2
     in the paper's Figure 6).
 
-    `reuse` is what becomes of old logits, those that an earlier step drafted for places after a
-    rejected token:
-        "add": add them to the fresh logits, times `weight` (mode A, ours). Their tokens count as
-            reused.
-        "both": draft branches from them beside the fresh draft, at most `nodes` more, verified in
-            the same target forward (mode B, the paper's verification fusion).
-        "free": draft from them alone, without the head, if at least `least` places are left (Figure
-            6; mode D, or mode C for a `least` of 1). Token information is that of the new tokens,
-            from the root on. Greedy sequences do so only if all of a step can, because otherwise
-            the head runs anyway.
-        "off": drop them.
+    Old logits are those that an earlier step drafted for places after a rejected token. `reuse`
+    says what becomes of them:
+
+    - "add": they are added to the fresh logits, times `weight` (mode A, ours). Their tokens count
+      as reused.
+    - "both": branches are drafted from them beside the fresh draft, at most `nodes` more, and are
+      verified in the same target forward (mode B, the paper's verification fusion).
+    - "free": drafts come from them alone, without the head, if at least `least` places are left
+      (Figure 6; mode D, or mode C for a `least` of 1). Token information is that of the new tokens,
+      from the root on. Greedy sequences do so only if all of a step can, because otherwise the head
+      runs anyway.
+    - "off": they are dropped.
     """
 
     reuse: str = one_of("add", "off", "add", "both", "free")
@@ -67,7 +68,7 @@ class PacerLyanna(Paced, Lyanna):
     """Lyanna with `depth` and `nodes` as limits.
 
     Each step chooses its depth, in blocks of `block` states, and its number of nodes by the head's
-    calibration and the table of costs.
+    calibration and the table of costs. The other settings are those of `lyanna`.
     """
 
     depth: int = integer(16)
@@ -88,7 +89,8 @@ class PacerLyanna(Paced, Lyanna):
 class Eagle(Heads):
     """Draft with an EAGLE-like head (arXiv 2401.15077).
 
-    The head runs once for each depth, on all beams.
+    The head runs once for each depth up to `depth`, on all beams. With a `width` of 1 the tokens
+    are a chain, else the best `nodes` of a tree of `width` beams.
     """
 
     name: ClassVar[str] = "eagle"
@@ -99,7 +101,8 @@ class Eagle(Heads):
 class PacerEagle(Paced, Eagle):
     """The EAGLE-like head with the rule of `pacer-lyanna`.
 
-    The rule decides every `block` depths whether to go on.
+    The rule decides every `block` depths whether to go on. The other settings are those of `eagle`,
+    of which `depth` and `nodes` are limits.
     """
 
     depth: int = integer(16)

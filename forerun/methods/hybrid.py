@@ -16,12 +16,13 @@ NEVER_OTHER = ("ar", "suffix", "hybrid")  # not allowed as `other`
 class Hybrid(Suffix):
     """Use the suffix draft if its score is at least `threshold`, else a draft of `other`.
 
-    The score is the expected number of accepted tokens by counts. `other` is a method: a name, or a
-    name and settings as in "cumulative:threshold=0.2:most=8". A `threshold` of None ("auto") takes
-    what is expected to need less time per token (`SourceChooser`), and is 6 if no costs are known.
+    The score is the expected number of accepted tokens by counts. With a `threshold` of None
+    ("auto"), the draft with the less expected time per token is used (`SourceChooser`). It is 6 if
+    no costs are known.
 
-    "auto" as `other` is the default method for the head or, without one, for the draft model. With
-    neither, suffixes draft alone.
+    `other` is a method: a name, or a name and settings as in "cumulative:threshold=0.2:most=8".
+    "auto" is the default method for the head or, without one, for the draft model. With neither,
+    suffixes draft alone. The other settings are those of `suffix`.
     """
 
     threshold: float | None = number(None, 0, 1000)

@@ -55,7 +55,8 @@ class Confidence(Drafting):
     """Draft until a token's own probability is below `threshold`.
 
     This is the rule of transformers' `assistant_confidence_threshold`, which starts at 0.4 and
-    adapts. Here it is fixed. A greedy token's probability is that of the softmax of its scores.
+    adapts. Here it is fixed. A greedy token's probability is that of the softmax of its scores. A
+    draft has at most `most` tokens.
     """
 
     threshold: float = number(0.4, 0, 1)
@@ -69,7 +70,7 @@ class Cumulative(Drafting):
 
     The product estimates the probability that the whole draft is accepted. In greedy decoding the
     last token is not verified if the product is below `floor`. A good value of `floor` is the cost
-    of one more verified token relative to a forward (ours).
+    of one more verified token relative to a forward (ours). A draft has at most `most` tokens.
     """
 
     threshold: float = number(0.3, 0, 1)
@@ -84,7 +85,7 @@ class Pacer(Drafting):
 
     A draft ends when the survival of a block's last token is below `threshold`: the probability
     that all tokens up to it are accepted. None ("auto") is the best value by the table of costs.
-    With a threshold, a block of None is 4.
+    With a threshold, a block of None is 4. A draft has at most `most` tokens.
     """
 
     block: int | None = integer(None)

@@ -13,13 +13,9 @@ from forerun.methods.model_chain import Drafting, Pacer
 class Phrases(Drafting):
     """Draft with a draft model, several tokens per forward where a phrase has them.
 
-    A draft forward checks at most `guesses` phrases of `ngram` - 1 tokens. At most `suffixes`
-    phrases become branches after the draft, which cost the draft model nothing. Phrases come from
-    the text, and from what the target said in place of rejected tokens and of phrases after a
-    draft.
-
-    If `warm`, phrases of greedy output outlive their sequence. Each sampled sequence has a pool of
-    its own, because phrases after a draft consume random numbers.
+    Phrases come from the text, and from what the target said in place of rejected tokens and of
+    phrases after a draft. Each sampled sequence has a pool of its own, because phrases after a
+    draft consume random numbers. `Ouroboros` describes the settings.
     """
 
     guesses: int = integer(1, 0)
@@ -40,7 +36,12 @@ class Phrases(Drafting):
 
 @dataclass(frozen=True)
 class Ouroboros(Phrases):
-    """Draft `gamma` tokens, several per forward if phrases have them (arXiv 2402.13720)."""
+    """Draft `gamma` tokens, several per forward if phrases have them (arXiv 2402.13720).
+
+    A draft forward checks at most `guesses` phrases of `ngram` - 1 tokens. At most `suffixes`
+    phrases become branches after the draft, which cost the draft model nothing. If `warm`, phrases
+    of greedy output outlive their sequence.
+    """
 
     gamma: int = integer(10)
     name: ClassVar[str] = "ouroboros"
@@ -48,7 +49,11 @@ class Ouroboros(Phrases):
 
 @dataclass(frozen=True)
 class PacerOuroboros(Phrases, Pacer):
-    """Pacer's rule on drafts by phrases, whose costs assume `share` forwards per drafted token."""
+    """Draft by phrases until Pacer's trained layer expects a rejection.
+
+    Costs assume `share` forwards per drafted token. The other settings are those of `ouroboros` and
+    `pacer`.
+    """
 
     ngram: int = integer(9, 2)
     suffixes: int = integer(0, 0)  # a draft that the layer ended is hardly ever accepted whole

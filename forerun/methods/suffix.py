@@ -14,8 +14,8 @@ class Suffix(Method):
 
     A draft has at most `factor` * match + `offset` tokens and at most `most`, and a probability of
     at least `least` by the counts (arXiv 2411.04975). If `warm`, up to `memory` tokens of earlier
-    outputs are used, but not by or from requests with a salt. If costs are known, a token in a
-    batch must also be worth its place in the target's forward.
+    outputs are used; requests with a cache salt neither use nor add to them. If costs are known, a
+    token in a batch must also be worth its place in the target's forward.
 
     The defaults are ours, for a CPU, where every verified token costs time. Elsewhere longer drafts
     pay.

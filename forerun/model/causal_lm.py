@@ -228,9 +228,17 @@ class CausalLM(Rows):
 
     def _no_states(self, capture: Capture) -> Tensor:
         """Return hidden states [0, d] of the width and dtype that a capture gives."""
-        size = self.config.hidden_size
-        size = getattr(self.head, "in_features", size) if capture == "head" else size * len(capture)
-        return torch.empty(0, size, dtype=self.dtype, device=self.device)
+        return torch.empty(0, self.width(capture), dtype=self.dtype, device=self.device)
+
+    def width(self, capture: Capture) -> int:
+        """Return d, the width of captured hidden states [n, d].
+
+        Raises ValueError for the LM head's inputs if the model names no LM head.
+        """
+        size = int(self.config.hidden_size)
+        if capture == "head":
+            return int(getattr(self.head, "in_features", size))
+        return size * len(capture)
 
     @torch.inference_mode()
     def join(self, id: int, reserve: int = 0) -> None:
@@ -317,6 +325,18 @@ class CausalLM(Rows):
         logits, _ = self._run(inputs, "")
         self.cache.commit(ids, inputs.depths)
         return inputs.split(logits)
+
+    @torch.inference_mode()
+    def states(self, ids: Sequence[int], chains: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Run and commit a chain of tokens for each sequence; return the LM head's inputs [N_r, d].
+
+        No logits are computed.
+        """
+        inputs = self._inputs(ids, [range(len(chain)) for chain in chains], tokens=chains)
+        _, hidden = self.backend(inputs, self.cache, False, "head")
+        assert hidden is not None
+        self.cache.commit(ids, inputs.depths)
+        return inputs.split(hidden)
 
     def _run(self, inputs: Inputs, capture: Capture) -> tuple[Tensor, Tensor | None]:
         """Return logits [n, V] and captured states [n, d] of new entries of the cache."""

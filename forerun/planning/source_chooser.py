@@ -31,7 +31,7 @@ class Savings:
     Attributes:
         suffix: a step with the suffix draft, compared with a plain step.
         other: a token of the other drafter, if it has read all of the text, compared with the
-            better of suffix draft and plain step.
+            suffix draft or the plain step, whichever is better.
     """
 
     suffix: float
@@ -56,7 +56,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class SourceOutcome:
-    """What a step came to for one row.
+    """The outcome of a step for one row.
 
     Attributes:
         suffix: the suffix draft that was found.

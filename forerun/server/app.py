@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from forerun.api.decoder import Decoder
 from forerun.server import requests, schemas
 from forerun.server.answers import Answer
 from forerun.server.anthropic import add_messages
+from forerun.server.embeddings import add_embeddings
 from forerun.server.errors import ApiError, add_handlers, loading, shutting_down, timed_out
 from forerun.server.llamacpp import add_llamacpp
 from forerun.server.logprobs import TokenTexts
@@ -113,6 +114,26 @@ class Service:
         worker.on_step = self.metrics.count_step
         self._texts: TokenTexts | None = None
 
+    @property
+    def failed(self) -> BaseException | None:
+        """What ended the worker for good, or None."""
+        return self.worker.failed
+
+    def when_failed(self, call: Callable[[], None]) -> None:
+        """Have a function called when the worker ends for good."""
+        self.worker.on_failure = call
+
+    async def until_ready(self) -> None:
+        """Wait until the model is loaded; for ever if it cannot be."""
+        await self.worker.ready.wait()
+
+    def begin_drain(self) -> None:
+        """Refuse the requests that wait for a model: none do, as they are refused at once."""
+
+    def give_up(self, error: ApiError) -> None:
+        """End all requests with an error."""
+        self.worker.give_up(error)
+
     def decoder(self) -> Decoder:
         """Return the worker's decoder. Raises ApiError while no requests are accepted."""
         if self.draining:
@@ -142,7 +163,18 @@ class Service:
         if decoder.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer", "model")
         seconds = max(0.0, self._until(request) - perf_counter())
-        return await _while_connected(request, self.readers.call(function, body, decoder), seconds)
+        return await while_connected(request, self.readers.call(function, body, decoder), seconds)
+
+    async def compute(self, request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+        """Return the result of some work for a request, which counts as being answered meanwhile.
+
+        Raises ApiError if the client disconnects, or if the time of the request is over.
+        """
+        self.open += 1
+        try:
+            return await while_connected(request, work, self._until(request) - perf_counter())
+        finally:
+            self.open -= 1
 
     def _until(self, request: Request) -> float:
         """Return when the time of a request is over."""
@@ -171,7 +203,7 @@ class Service:
         if body.stream:
             return _Stream(answer.chunks(until), at_end)
         try:
-            content = await _while_connected(request, answer.whole(until))
+            content = await while_connected(request, answer.whole(until))
             return Response(content, media_type="application/json")
         finally:
             at_end()
@@ -199,7 +231,7 @@ class Service:
         _LOG.info(" ".join(f"{key}={value!r}" for key, value in line.items()))
 
 
-async def _while_connected(
+async def while_connected(
     request: Request, work: Coroutine[Any, Any, _T], seconds: float | None = None
 ) -> _T:
     """Return the result of some work, which is cancelled if the client disconnects.
@@ -239,6 +271,16 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         yield
         await worker.stop()
 
+    app = app_of(service, lifespan)
+    add_middleware(app, settings, service.metrics.count_status)
+    return app
+
+
+def app_of(
+    service: Service,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+) -> FastAPI:
+    """Return an app with all endpoints of a service, but without middleware."""
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": schemas.ErrorBody},
         "5XX": {"model": schemas.ErrorBody},
@@ -255,37 +297,43 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     add_handlers(app)
     _add_answers(app, service)
     add_messages(app, service)
+    add_embeddings(app, service)
     _add_facts(app, service)
     add_ollama(app, service)
     add_llamacpp(app, service)
-    page_paths = _add_page(app)
-    _add_middleware(app, service, page_paths)
+    _add_page(app)
     return app
 
 
-def _add_page(app: FastAPI) -> list[str]:
-    """Add the page, and return the paths of its files."""
+def _page() -> dict[str, Path]:
+    """Return the files of the page by their paths in URLs."""
     files = [path for path in sorted(STATIC.rglob("*.*")) if path.suffix in PAGE_SUFFIXES]
     page = {f"/{path.relative_to(STATIC).as_posix()}": path for path in files}
     page["/"] = STATIC / "index.html"
+    return page
+
+
+def _add_page(app: FastAPI) -> None:
+    page = _page()
 
     async def page_file(request: Request) -> Response:
         return FileResponse(page[request.url.path], headers=PAGE_HEADERS)
 
     for path in page:
         app.add_route(path, page_file, include_in_schema=False)
-    return list(page)
 
 
-def _add_middleware(app: FastAPI, service: Service, page_paths: list[str]) -> None:
-    """Add the middleware; a request passes through the last one first."""
-    settings = service.settings
+def add_middleware(app: FastAPI, settings: Settings, on_status: Callable[[int], None]) -> None:
+    """Add the middleware; a request passes through the last one first.
+
+    `on_status` is called with the status of each response.
+    """
     app.add_middleware(BasePaths)
     app.add_middleware(BodyLimit, limit=settings.max_body, seconds=settings.body_seconds)
     if settings.api_key is not None:
-        open_paths = frozenset(["/health", *page_paths])
+        open_paths = frozenset(["/health", *_page()])
         app.add_middleware(ApiKey, key=settings.api_key, open_paths=open_paths)
-    app.add_middleware(RequestIds, on_status=service.metrics.count_status, sends=settings.sends_ids)
+    app.add_middleware(RequestIds, on_status=on_status, sends=settings.sends_ids)
     if settings.allow_origin:
         app.add_middleware(
             CORSMiddleware,

@@ -100,6 +100,11 @@ def loading() -> ApiError:
     return ApiError(503, "the model is being loaded", code="loading")
 
 
+def queue_full() -> ApiError:
+    """Return the error for requests that would wait behind too many others."""
+    return ApiError(503, "the queue is full; try again later", code="queue_full")
+
+
 def shutting_down() -> ApiError:
     """Return the error for requests that the server can no longer answer."""
     return ApiError(503, "the server is shutting down", code="shutting_down")

@@ -12,13 +12,13 @@ import torch
 KV_MEMORY_SHARE = 0.5  # of the free memory
 
 
-def default_kv_memory(device: torch.device) -> int | None:
+def default_kv_memory(device: torch.device, share: float = 1.0) -> int | None:
     """Return the bytes for keys and values on a device that has its models already.
 
-    None if the free memory of the device is unknown.
+    None if the free memory of the device is unknown. `share` is that of one engine of several.
     """
     free = free_memory(device)
-    return None if free is None else max(1, int(KV_MEMORY_SHARE * free))
+    return None if free is None else max(1, int(share * KV_MEMORY_SHARE * free))
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:

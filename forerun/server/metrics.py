@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import prometheus_client as prometheus
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
 from forerun.engine.engine import Step
@@ -318,3 +318,17 @@ class Metrics:
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+def with_models(metrics: Mapping[str, Metrics]) -> Iterable[Metric]:
+    """Return the metrics of several models by their names, as the label `model` of each sample."""
+    families: dict[str, Metric] = {}
+    for model, part in metrics.items():
+        for family in part.registry.collect():
+            if not family.samples:  # a counter with labels that has counted nothing
+                continue
+            empty = Metric(family.name, family.documentation, family.type)
+            samples = families.setdefault(family.name, empty).samples
+            for sample in family.samples:
+                samples.append(sample._replace(labels={"model": model, **sample.labels}))
+    return families.values()

@@ -56,9 +56,7 @@ CHARACTERS_PER_TOKEN = 32
 # gives to the template, and tools.
 _RESERVED = {"functions", "tool_choice"} | set(inspect.signature(chat_prompt).parameters)
 _RESERVED |= set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
-_PROMPT_FORMS = (
-    "prompt must be a text, a list of texts, a list of token ids, or a list of such lists"
-)
+_PROMPT_FORMS = "must be a text, a list of texts, a list of token ids, or a list of such lists"
 
 _turn_ends = lru_cache(1)(turn_ends)
 _infill_form = lru_cache(1)(infill_form)
@@ -231,9 +229,7 @@ def _prompt_end(
 
 def prepare_completion(body: CompletionBody, decoder: Decoder) -> Prepared:
     """Return the requests of plain prompts. Raises ApiError."""
-    prompt: Any = body.prompt
-    is_list_of_prompts = isinstance(prompt, list) and prompt and not _is_token(prompt[0])
-    prompts = prompt if is_list_of_prompts else [prompt]
+    prompts = as_prompts(body.prompt)
     marks = NO_MARKS
     if body.suffix:
         prompts, ends = _fill_in_the_middle(prompts, body, decoder)
@@ -285,14 +281,26 @@ def _fill_in_the_middle(
     return form.prompts(tokenizer, prompts, suffix), form.ends
 
 
-def encode_prompts(prompts: list[Any], decoder: Decoder) -> list[list[int]]:
-    """Return token ids of texts and of lists of tokens. Raises ValueError for anything else."""
-    _check_count(prompts)
+def as_prompts(given: Any) -> list[Any]:
+    """Return the prompts of a field that has one prompt or a list of them, unchecked."""
+    is_list_of_prompts = isinstance(given, list) and given and not _is_token(given[0])
+    return given if is_list_of_prompts else [given]
+
+
+def encode_prompts(
+    prompts: list[Any], decoder: Decoder, most: int = MAX_CHOICES, field: str = "prompt"
+) -> list[list[int]]:
+    """Return token ids of texts and of lists of tokens.
+
+    Raises ValueError for anything else, and for more than `most` of them. `field` is where they
+    stand in the body.
+    """
+    _check_count(prompts, most, field)
     for prompt in prompts:
         if isinstance(prompt, str):
-            _check_text(prompt, decoder)
+            _check_text(prompt, decoder, field)
         elif not isinstance(prompt, list) or not all(map(_is_token, prompt)):
-            raise ValueError(_PROMPT_FORMS)
+            raise ValueError(f"{field} {_PROMPT_FORMS}")
     return encode(prompts, decoder.tokenizer, decoder.target.context, decoder.target.vocab_size)[1]
 
 
@@ -372,9 +380,9 @@ def _normalised(message: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _check_count(prompts: list[Any]) -> None:
-    if len(prompts) > MAX_CHOICES:
-        raise ValueError(f"a request may have at most {MAX_CHOICES} prompts")
+def _check_count(prompts: list[Any], most: int = MAX_CHOICES, field: str = "prompt") -> None:
+    if len(prompts) > most:
+        raise ValueError(f"{field}: a request may have at most {most}, not {len(prompts)}")
 
 
 def _check_length(characters: int, decoder: Decoder) -> None:

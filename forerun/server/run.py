@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import sys
+import typing
 from collections.abc import Callable
 from concurrent.futures import Future
 from time import perf_counter
@@ -15,11 +16,10 @@ from types import FrameType
 
 import h11
 import uvicorn
+from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from forerun.server.app import Service, Settings, create_app
-from forerun.server.errors import shutting_down
-from forerun.server.worker import Worker
+from forerun.server.errors import ApiError, shutting_down
 
 _LOG = logging.getLogger("forerun.server")
 
@@ -84,6 +84,36 @@ class Protocol(H11Protocol):
         super().resume_writing()
 
 
+class Served(typing.Protocol):
+    """What a server of connections knows of the one model that it serves, or of several.
+
+    Attributes:
+        draining: whether new requests are refused because the server is about to end.
+    """
+
+    draining: bool
+
+    @property
+    def open(self) -> int:
+        """Return the number of requests that are being answered."""
+
+    @property
+    def failed(self) -> BaseException | None:
+        """Return what ended decoding for good, or None."""
+
+    def when_failed(self, call: Callable[[], None]) -> None:
+        """Have a function called when decoding has ended for good."""
+
+    async def until_ready(self) -> None:
+        """Wait until requests are accepted."""
+
+    def begin_drain(self) -> None:
+        """Refuse the requests that wait for a model."""
+
+    def give_up(self, error: ApiError) -> None:
+        """End all requests with an error."""
+
+
 class Server(uvicorn.Server):
     """uvicorn's server. The first signal lets running requests end, the second ends it at once."""
 
@@ -91,42 +121,43 @@ class Server(uvicorn.Server):
     force_exit: bool
 
     def __init__(
-        self, config: uvicorn.Config, service: Service, drain: float, on_ready: Callable[[], None]
+        self, config: uvicorn.Config, served: Served, drain: float, on_ready: Callable[[], None]
     ) -> None:
         super().__init__(config)
-        self.service = service
+        self.served = served
         self.drain = drain
         self.on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: Future[None] | None = None
-        service.worker.on_failure = self._stop
+        served.when_failed(self._stop)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until the end. `on_ready` is called when the model is loaded."""
+        """Serve until the end. `on_ready` is called when requests are accepted."""
         self._loop = asyncio.get_running_loop()
-        waiting = self._loop.create_task(self.service.worker.ready.wait())
+        waiting = self._loop.create_task(self.served.until_ready())
         waiting.add_done_callback(lambda task: None if task.cancelled() else self.on_ready())
         await super().serve(sockets)
         waiting.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a signal to end."""
-        if self.service.draining:
+        if self.served.draining:
             self.should_exit = True
             self.force_exit = True
             return
-        self.service.draining = True
+        self.served.draining = True
         assert self._loop is not None
         self._draining = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
 
     async def _drain(self) -> None:
         _LOG.info("shutting down; running requests have %g seconds", self.drain)
+        self.served.begin_drain()
         try:
             async with asyncio.timeout(self.drain):
-                while self.service.open:
+                while self.served.open:
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            self.service.worker.give_up(shutting_down())
+            self.served.give_up(shutting_down())
         self._stop()
 
     def _stop(self) -> None:
@@ -134,21 +165,20 @@ class Server(uvicorn.Server):
 
 
 def serve(
-    worker: Worker, settings: Settings, listening: socket.socket, *, started_at: float, drain: float
+    app: FastAPI, served: Served, listening: socket.socket, *, started_at: float, drain: float
 ) -> None:
     """Serve on a socket until a signal ends it.
 
-    /health is answered before the worker has loaded its models. Raises what ends the worker.
+    /health is answered before the models are loaded. Raises what ends decoding for good.
 
     Args:
-        worker: the engine, not yet started.
-        settings: how to serve.
+        app: the app, which starts and stops what it serves.
+        served: what it serves.
         listening: the socket, which listens already.
         started_at: when the command started, as a time of `perf_counter`.
         drain: seconds for running requests after the first signal.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
-    app = create_app(worker, settings)
     config = uvicorn.Config(
         app,
         http=Protocol,
@@ -168,9 +198,9 @@ def serve(
         _LOG.info("ready in %.1f s: %s", perf_counter() - started_at, url)
 
     _LOG.info("%s answers 503 until the model is loaded", url)
-    Server(config, app.state.service, drain, on_ready).run(sockets=[listening])
-    if worker.failed is not None:
-        raise worker.failed
+    Server(config, served, drain, on_ready).run(sockets=[listening])
+    if served.failed is not None:
+        raise served.failed
 
 
 def leave() -> None:

@@ -365,6 +365,16 @@ class ResponsesBody(AnsweredBody):
     safety_identifier: str | None = None
 
 
+class EmbeddingsBody(Body):
+    """Texts to turn into vectors."""
+
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    pooling: Literal["mean", "last"] | None = None
+    user: str | None = None
+
+
 class TokenizeBody(Body):
     """A text or a chat to turn into tokens."""
 

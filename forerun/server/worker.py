@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from threading import Thread
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from forerun.api.decoder import Decoder
 from forerun.engine.engine import Engine, QueueFullError, Step
 from forerun.engine.sequence import Request
 from forerun.engine.session import Run, Session
-from forerun.server.errors import ApiError, loading, shutting_down, to_api_error
+from forerun.failures import UNATTRIBUTABLE
+from forerun.server.errors import ApiError, loading, queue_full, shutting_down, to_api_error
 from forerun.server.job import Job
 from forerun.server.memory import default_kv_memory
 
 _LOG = logging.getLogger("forerun.server")
 
 JOIN_SECONDS = 4  # for the engine's thread at the end, because a step may be long
+
+_T = TypeVar("_T")
 
 
 def loaded(target: str, method: Any, options: Mapping[str, Any], threads: int | None) -> Decoder:
@@ -49,9 +54,15 @@ class Worker:
         on_failure: called when `failed` is set.
     """
 
-    def __init__(self, make: Callable[[], Decoder]) -> None:
-        """`make` loads the decoder. It is called in the worker's thread."""
+    def __init__(self, make: Callable[[], Decoder], kv_share: float = 1.0) -> None:
+        """Describe an engine that is not started.
+
+        Args:
+            make: loads the decoder. It is called in the worker's thread.
+            kv_share: the share of the default memory for keys and values.
+        """
         self._make = make
+        self._kv_share = kv_share
         self.decoder: Decoder | None = None
         self.failed: BaseException | None = None
         self.ready = asyncio.Event()
@@ -59,11 +70,13 @@ class Worker:
         self.on_failure: Callable[[], None] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: Session | None = None
-        self._thread = Thread(target=self._run, name="forerun-engine", daemon=True)
+        self._side_results: set[Future[Any]] = set()  # that are awaited
+        self._thread: Thread | None = None
 
     def start(self) -> None:
-        """Begin to load, in the worker's thread."""
+        """Begin to load, in a thread of the worker."""
         self._loop = asyncio.get_running_loop()
+        self._thread = Thread(target=self._run, name="forerun-engine", daemon=True)
         self._thread.start()
 
     async def until_ready(self) -> None:
@@ -78,8 +91,18 @@ class Worker:
         self.give_up(shutting_down())
         if self._session is not None:
             self._session.stop()
-        # A thread that still loads is not waited for.
-        await asyncio.to_thread(self._thread.join, JOIN_SECONDS if self.ready.is_set() else 0)
+        if self._thread is not None:
+            # A thread that still loads is not waited for.
+            await asyncio.to_thread(self._thread.join, JOIN_SECONDS if self.ready.is_set() else 0)
+
+    async def unload(self) -> None:
+        """Stop, and forget the decoder, so that its memory is free. `start` loads it again."""
+        await self.stop()
+        self.ready.clear()
+        self.decoder = None
+        self.failed = None
+        self._session = None
+        self._thread = None
 
     @property
     def session(self) -> Session:
@@ -111,13 +134,34 @@ class Worker:
         try:
             self.session.add(requests, job)
         except QueueFullError:
-            raise ApiError(503, "the queue is full; try again later", code="queue_full") from None
+            raise queue_full() from None
         except ValueError as error:
             raise ApiError(400, str(error), "max_tokens") from None
         return job
 
+    async def between_steps(self, work: Generator[None, None, _T]) -> _T:
+        """Return what some work returns that the engine's thread does piece by piece.
+
+        Each piece goes up to a `yield`. The engine's steps go on between the pieces. The work is
+        broken off if the caller is cancelled. Raises ApiError if the work fails, if too much of the
+        kind waits, or if the worker gives up.
+        """
+        limit = self.engine.max_queue
+        if limit is not None and len(self._side_results) >= limit:
+            raise queue_full()
+        result: Future[_T] = Future()
+        self._side_results.add(result)
+        try:
+            self.session.add_side_work(_pieces(work, result))
+            return await asyncio.wrap_future(result)
+        finally:
+            self._side_results.discard(result)
+
     def give_up(self, error: ApiError) -> None:
-        """End all jobs with an error."""
+        """End all jobs and all work between steps with an error."""
+        for result in self._side_results:
+            with suppress(InvalidStateError):  # which says that it has ended
+                result.set_exception(error)
         if self._session is None:
             return
         for run in self._session.runs():
@@ -167,7 +211,7 @@ class Worker:
         if kv_memory is None:
             # The free memory is measured now, because the models have theirs already. Without a
             # bound one client could take all of the rest.
-            kv_memory = default_kv_memory(decoder.target.device)
+            kv_memory = default_kv_memory(decoder.target.device, self._kv_share)
             decoder = decoder.replace(kv_memory=kv_memory)
         if kv_memory is not None:
             _LOG.info("keys and values may take %.2f GiB", kv_memory / 2**30)
@@ -179,3 +223,20 @@ class Worker:
         self._session = session
         self.decoder = decoder
         return session
+
+
+def _pieces(work: Generator[None, None, _T], result: Future[_T]) -> Iterator[None]:
+    """Yield after each piece of some work. At its end set the result, if it is still wanted."""
+    try:
+        while not result.done():
+            next(work)
+            yield
+    except StopIteration as end:
+        with suppress(InvalidStateError):
+            result.set_result(end.value)
+    except UNATTRIBUTABLE:
+        raise
+    except BaseException as error:
+        _LOG.exception("a request failed")
+        with suppress(InvalidStateError):
+            result.set_exception(to_api_error(error))

@@ -98,6 +98,18 @@ class ModelSource:
         location = self.location
         return location if isinstance(location, Path) else None
 
+    @property
+    def file_bytes(self) -> int:
+        """The bytes of the files with its weights; 0 for hub ids and objects.
+
+        In memory the weights may take more or less, because they may be stored in another format.
+        """
+        if self.gguf is not None:
+            return sum(piece.stat().st_size for piece in pieces_of(self.gguf))
+        if self.path is None:
+            return 0
+        return sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
+
     def companion(self, part: str | None) -> Path | None:
         """Return the folder of a draft, head or layer that ships with forerun for this target."""
         return companion(self.known, part)

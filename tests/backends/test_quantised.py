@@ -100,19 +100,20 @@ def test_the_forward_is_transformers_own(
         assert (own - wanted).abs().max() < (0.01 if kind == "bfloat16" else 0.1) * wanted.std()
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_the_library_torch_has_the_same_weights(
-    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("FORERUN_KERNELS", "none")
     warn_without_kernels.cache_clear()
-    model = store(tiny("qwen2"), kind)
+    model = store(tiny(name), kind)
     plain = prepare(model)
     assert "weights in few bits run on torch's kernels: FORERUN_KERNELS is none" in caplog.text
     assert isinstance(plain.backend, EagerForward) and plain.exact == "rounding"
     assert facts_of(plain)["kernel"] == f"{STORED_TYPES[kind].name} products in torch"
     monkeypatch.delenv("FORERUN_KERNELS")
-    quick = prepare(store(tiny("qwen2"), kind))
+    quick = prepare(store(tiny(name), kind))
     logits = []
     for each in (plain, quick):
         each.add(0)

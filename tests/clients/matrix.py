@@ -132,8 +132,8 @@ def table(reports: list[Report]) -> list[str]:
 
 def _row(report: Report) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
-    tried = ", ".join(each.tried for each in report.tries)
-    failed = ", ".join(each.tried for each in report.failed)
+    tried = "; ".join(each.tried for each in report.tries)
+    failed = "; ".join(each.tried for each in report.failed)
     return f"| {report.client} | {versions} | {tried} | {failed or 'none'} |"
 
 

@@ -108,7 +108,7 @@ def test_scripts_tell_what_failed(tmp_path: Path) -> None:
 def test_the_table_takes_the_place_of_the_old_one() -> None:
     reports = [Report("a", {"p": "1", "q": "2"}, (Try("x", True), Try("y", False, "no")))]
     lines = matrix.table(reports)
-    assert lines[-1] == "| a | p 1, q 2 | x, y | y |"
+    assert lines[-1] == "| a | p 1, q 2 | x; y | y |"
     page = "# Page\n\n" + "\n".join([*lines, "| old | | | |"]) + "\n\nThe end.\n"
     assert matrix.with_table(page, lines) == page.replace("| old | | | |\n", "")
     with pytest.raises(ValueError, match="no line"):

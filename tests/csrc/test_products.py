@@ -34,7 +34,15 @@ HALVES = {
     "Q5_0": (0,),
     "Q5_1": (0, 1),
 }
-HALVES |= {"Q8_0": (0,), "Q3_K": (54,), "Q2_K": (40, 41)}
+HALVES |= {
+    "Q8_0": (0,),
+    "Q3_K": (54,),
+    "Q2_K": (40, 41),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "MXFP4": (),
+}
+EXPONENTS = [0, 1, 2, *range(100, 140)]  # of MXFP4; below 2 they are of subnormal numbers
 
 
 def kind(name):
@@ -57,6 +65,8 @@ def random_rows(name, outputs, inputs, seed):
     for at in HALVES[name]:
         scales = (rng.standard_normal(rows.shape[:2]) * 0.02).astype(np.float16)
         rows[:, :, 2 * at : 2 * at + 2] = scales[:, :, None].view(np.uint8)
+    if name == "MXFP4":
+        rows[:, :, 0] = rng.choice(EXPONENTS, rows.shape[:2])
     return rows.reshape(outputs, -1)
 
 
@@ -185,6 +195,10 @@ def in_the_written_order(name, rows, x):
     """The products, float by float as the head of products.c has them."""
     block, size = gguf.GGML_QUANT_SIZES[kind(name)]
     units = rows.reshape(len(rows), -1, size)
+    if name == "MXFP4":
+        d = np.ldexp(np.float32(1), units[:, :, 0].astype(int) - 128)
+        codes = dequantize(rows, kind(name)).reshape(*d.shape, 32) / d[:, :, None]
+        return summed(name, x, codes, d)
     halves = [
         units[:, :, 2 * at : 2 * at + 2].copy().view(np.float16)[:, :, 0] for at in HALVES[name]
     ]
@@ -200,11 +214,27 @@ def in_the_written_order(name, rows, x):
         codes = codes / np.maximum(scales, 1)[:, :, None]
         d = d * scales.astype(np.float32)
         m = m * least[:, :, 0]
+    if name == "IQ4_XS":
+        scales = signed_scales(units)
+        codes = codes / np.where(scales, scales, 1)[:, :, None]
+        d = d * scales
+    return summed(name, x, codes, d, m, least)
+
+
+def signed_scales(units):
+    """The scales of the blocks of IQ4_XS."""
+    high = units[:, :, 2:4].copy().view(np.uint16) >> 2 * np.arange(8) & 3
+    low = np.repeat(units[:, :, 4:8], 2, 2) >> np.tile([0, 4], 4) & 15
+    return (low + 16 * high - np.float32(32)).astype(np.float32).reshape(len(units), -1)
+
+
+def summed(name, x, codes, d, m=None, least=None):
+    """The sums over blocks of codes, with their scales, and of minimums."""
     blocks = x.reshape(len(x), -1, 32)
     largest = np.abs(blocks).max(-1, keepdims=True)
     q = np.rint(blocks * (np.float32(127) / largest))
     scale = (largest / np.float32(127))[:, :, 0]
-    f = np.zeros((len(x), len(rows)), dtype=np.float32)
+    f = np.zeros((len(x), len(codes)), dtype=np.float32)
     for b in range(blocks.shape[1]):
         by = scale[:, b, None]
         f = fma((q[:, b].astype(np.float64) @ codes[:, b].T).astype(np.float32) * by, d[:, b], f)
@@ -249,6 +279,7 @@ def test_extreme_codes_do_not_overflow():
             rows = random_rows(name, 8, 256, 3)
             blocks = rows.reshape(8, -1, gguf.GGML_QUANT_SIZES[kind(name)][1])
             scales = [b for at in HALVES[name] for b in (2 * at, 2 * at + 1)]
+            scales += [0] if name == "MXFP4" else []
             blocks[:, :, np.setdiff1d(range(blocks.shape[2]), scales)] = byte
             exact = rounded(x) @ dequantize(rows, kind(name)).astype(np.float64).T
             for variant, found in products(packed(name, rows), x).items():

@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.pages import api, cli, methods, race, results
 from forerun.backends import architectures
+from forerun.methods import METHODS, settings_of
 
 ROOT = Path(__file__).parents[2]
 TALK = ("test.jsonl", "humaneval")
@@ -30,8 +31,8 @@ def columns(datasets: tuple[str, ...], *files: str) -> list[tuple[str, str]]:
 # its dataset. FEW has the file of rows that a column's own file lacks, of fewer prompts.
 FEW = {"qwen-coder/long/known.json": "qwen-coder/long/known-peers.json"}
 FIGURES = {
-    "own prompts | HumanEval as chat | prompts of 4,000 tokens"
-    " | a question about 4,000 known tokens": [
+    "mixed questions | HumanEval as chat | prompts of 4,000 tokens"
+    " | 4,000 tokens read before, and a question": [
         *columns(TALK, "qwen-coder/greedy.json"),
         ("qwen-coder/long/4000.json", "long-4000.jsonl.gz"),
         ("qwen-coder/long/known.json", "long-known.jsonl.gz"),
@@ -107,6 +108,18 @@ def test_the_page_of_architectures_has_all() -> None:
     assert missing == []
 
 
+def explained(method: str) -> set[str]:
+    """Return the settings that a method's section names, itself or by naming another method."""
+    names = set(re.findall(r"`([\w-]+)`", METHODS[method].__doc__ or ""))
+    others = [explained(name) for name in names & METHODS.keys() - {method}]
+    return names.union(*others)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_page_of_methods_explains_each_setting(method: str) -> None:
+    assert settings_of(METHODS[method]).keys() - explained(method) == set()
+
+
 def test_every_table_is_looked_at(readme: dict[str, Rows]) -> None:
     assert readme.keys() == FIGURES.keys() | WORDS
 
@@ -118,6 +131,7 @@ def test_every_table_is_looked_at(readme: dict[str, Rows]) -> None:
         (cli.OUT, cli.page, "python -m benchmarks.pages.cli"),
         (methods.OUT, methods.page, "python -m benchmarks.pages.methods"),
         (results.KERNELS, results.kernels_page, "python -m benchmarks.pages.results"),
+        (results.SHAPES, results.shapes_page, "python -m benchmarks.pages.results"),
         (results.RESTART, results.restart_page, "python -m benchmarks.pages.results"),
         (race.OUT, race.race, "python -m benchmarks.pages.race"),
     ],

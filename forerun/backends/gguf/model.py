@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
-from gguf.gguf_reader import ReaderTensor
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -25,7 +24,6 @@ from forerun.backends import architectures
 from forerun.backends.architectures.architecture import Architecture
 from forerun.backends.gguf.metadata import Metadata
 from forerun.backends.gguf.rotation import LONG_FACTORS, SHORT_FACTORS, rotation_of_file
-from forerun.backends.gguf.widened import is_widened, widen
 from forerun.backends.panels import LIBRARY_FORMATS, RawMatrix, check_inputs, pack
 from forerun.backends.stored import (
     STORED_TYPES,
@@ -46,7 +44,11 @@ _ENDS = ("eos", "eot", "eom")
 _HEAD = "output.weight"  # missing if it is tied to the embedding
 _FREQUENCY_FACTORS = "rope_freqs.weight"
 # Formats of a file that already have the bits of a weight format.
-_KEPT = {"int4": (Type.Q4_0, Type.Q4_1, Type.Q4_K), "int8": (Type.Q8_0,), "bfloat16": (Type.BF16,)}
+_KEPT = {
+    "int4": (Type.Q4_0, Type.Q4_1, Type.Q4_K, Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4),
+    "int8": (Type.Q8_0,),
+    "bfloat16": (Type.BF16,),
+}
 # Tensors beside the layers, by their modules.
 _OUTER_TENSORS = {
     "model.embed_tokens": "token_embd",
@@ -364,9 +366,6 @@ def _raw_matrix(
 ) -> RawMatrix:
     """Return a matrix in the file's format or in `kind`, and count it if that is a change."""
     tensor = file.tensor(name)
-    if kind is None and is_widened(tensor.tensor_type):
-        changes[tensor.tensor_type.name, "widened exactly to 8 bits"] += 1
-        return _widened_matrix(file, tensor)
     if kind is None and tensor.tensor_type not in LIBRARY_FORMATS:
         kind = "int8"
     if kind is None or tensor.tensor_type in _KEPT[kind]:
@@ -388,15 +387,6 @@ def _raw_matrix(
         for values in file.floats(tensor)
     ]
     return RawMatrix(np.concatenate(parts), stored_type)
-
-
-def _widened_matrix(file: GgufFile, tensor: ReaderTensor) -> RawMatrix:
-    """Return a matrix in 8 bits that has the same values."""
-    try:
-        parts = [widen(rows, tensor.tensor_type) for rows in file.rows(tensor)]
-    except ValueError as error:
-        raise file.error(f"{tensor.name} cannot be widened: {error}") from None
-    return RawMatrix(np.concatenate(parts), Type.Q8_0)
 
 
 def _fill_plain(filling: _Filling) -> None:
