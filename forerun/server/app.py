@@ -27,7 +27,7 @@ from forerun.server.errors import ApiError, add_handlers, loading, shutting_down
 from forerun.server.llamacpp import add_llamacpp
 from forerun.server.logprobs import TokenTexts
 from forerun.server.metrics import Metrics
-from forerun.server.middleware import AllowedHosts, ApiKey, BodyLimit, RequestIds
+from forerun.server.middleware import AllowedHosts, ApiKey, BasePaths, BodyLimit, RequestIds
 from forerun.server.ollama import add_ollama
 from forerun.server.readers import Readers
 from forerun.server.responses import ResponseAnswer, prepare_response
@@ -337,6 +337,7 @@ def add_middleware(app: FastAPI, settings: Settings, on_status: Callable[[int], 
 
     `on_status` is called with the status of each response.
     """
+    app.add_middleware(BasePaths)
     app.add_middleware(BodyLimit, limit=settings.max_body, seconds=settings.body_seconds)
     if settings.api_key is not None:
         open_paths = frozenset(["/health", *_page()])

@@ -1,4 +1,4 @@
-"""Plain ASGI middleware: ids of requests, the API key or the host, and the limits on bodies.
+"""Plain ASGI middleware: ids, the API key or the host, limits on bodies, and shorter paths.
 
 Middleware that wraps responses, as `@app.middleware("http")` does, would hide that a client has
 disconnected.
@@ -181,3 +181,22 @@ class BodyLimit:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self.limit} bytes")
+
+
+class BasePaths:
+    """Takes the paths of OpenAI's API also without /v1, as llama.cpp's server does.
+
+    Clients send these if the URL that they were given ends before /v1.
+    """
+
+    paths = frozenset(["/chat/completions", "/completions", "/embeddings", "/models", "/responses"])
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request, as ASGI asks."""
+        if scope["type"] == "http" and scope["path"] in self.paths:
+            path = f"/v1{scope['path']}"
+            scope = scope | {"path": path, "raw_path": path.encode()}
+        await self.app(scope, receive, send)

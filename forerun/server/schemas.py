@@ -19,7 +19,7 @@ from pydantic import (
 
 from forerun.server.errors import ApiError
 
-MAX_STOPS = 16
+MAX_STOPS = 64  # the autocomplete of editors sends two dozen
 MAX_STOP_LENGTH = 1000  # characters
 MAX_STOP_TOKENS = 256
 MAX_SALT_LENGTH = 256  # characters

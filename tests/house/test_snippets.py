@@ -120,6 +120,8 @@ def check_python(arguments: list[str]) -> None:
     """Check that a script is there, and that it knows the options it is given."""
     module, *options = arguments[1:] if arguments[0] == "-m" else arguments
     path = ROOT / (module if module.endswith(".py") else module.replace(".", "/") + ".py")
+    if not path.is_file():
+        path = path.with_suffix("") / "__main__.py"
     assert path.is_file(), f"no such script: {path}"
     if module in LIKE_BENCH:
         check_forerun(["bench", *options])

@@ -25,7 +25,6 @@ from tests.support.serving import (
     PLAIN,
     Live,
     client_of,
-    client_output,
     figures,
     get,
     live,
@@ -332,17 +331,6 @@ def test_llm_gets_the_same_answers(
         )
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         list(llm.get_model("forerun").prompt(**asked, max_tokens=0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("client", ["litellm_client.py", "node_client.cjs"])
-def test_clients_in_processes_of_their_own_get_the_same_answers(
-    client: str, url: str, expected: str
-) -> None:
-    found = client_output(client, url, "openai" if client.endswith("cjs") else "litellm")
-    assert found["answer"] == found["streamed"] == expected and found["reason"] == "length"
-    assert found.get("response", expected) == found.get("events", expected) == expected
-    assert found["error"]["status"] == 400 and "max_tokens" in found["error"]["message"]
 
 
 # Salts: a request finds nothing that requests with another salt have left.

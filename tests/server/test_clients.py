@@ -19,6 +19,7 @@ from tests.support.serving import (
     Live,
     answered,
     events,
+    get,
     live,
     make_decoder,
     post,
@@ -228,6 +229,14 @@ def test_any_token_may_end_an_answer(server: Live, decoder: Decoder) -> None:
     assert whole["usage"]["completion_tokens"] == place + 1
     held = post(server, PLAIN, body | {"stream": False, "min_tokens": place + 1}).json()
     assert held["usage"]["completion_tokens"] > place + 1  # until then it is not sampled
+
+
+def test_an_editor_may_send_many_stop_strings(server: Live) -> None:
+    """Each of them is looked for, also the last one."""
+    whole = text_of(server, temperature=0)
+    place = len(whole) // 2
+    stops = [*(f"<|{number}|>" for number in range(63)), whole[place:]]
+    assert text_of(server, temperature=0, stop=stops) == whole[: whole.index(whole[place:])]
 
 
 # Several answers, and none.
@@ -472,3 +481,26 @@ TOOLS: list[dict[str, Any]] = [
 def caller() -> Iterator[Live]:
     with live(tool_support.make_decoder) as server:
         yield server
+
+
+# The address.
+
+
+def test_paths_without_v1_are_the_same(server: Live) -> None:
+    """Clients send them if their URL ends before it, as it does with llama.cpp's server."""
+    body = {"messages": HELLO, "temperature": 0, "max_tokens": 6}
+    short = post(server, CHAT.removeprefix("/v1"), body)
+    assert short.json()["choices"] == post(server, CHAT, body).json()["choices"]
+    plain = {"prompt": "the cat", "temperature": 0}
+    assert answered(post(server, PLAIN.removeprefix("/v1"), plain)) == text_of(
+        server, temperature=0, max_tokens=16
+    )
+    assert post(server, "/responses", {"input": "hello"}).json()["object"] == "response"
+    assert get(server, "/models").json() == get(server, "/v1/models").json()
+    assert get(server, "/v1/v1/models").status_code == 404
+    assert get(server, "/other").status_code == 404
+
+
+def test_paths_without_v1_need_the_key_too() -> None:
+    with live(make_decoder, api_key="secret") as server:
+        assert get(server, "/models").status_code == 401

@@ -2,16 +2,11 @@
 
 import copy
 import json
-import os
-import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -196,25 +191,3 @@ def answered(response: httpx.Response) -> str:
         each["choices"][0]["text"]
         for each in (events(response) if is_stream else [response.json()])
     )
-
-
-def client_output(script: str, url: str, package: str) -> Any:
-    """Return the JSON that a script in `clients` prints.
-
-    Python packages may be in an environment of their own, those of Node are in node_modules;
-    `.ci/run` installs them. The test is skipped where the package is missing.
-    """
-    scripts = Path(__file__).parent / "clients"
-    own = Path(sys.prefix) / "clients/bin/python"
-    program = str(own) if own.is_file() else sys.executable
-    wanted = [program, "-c", f"from importlib.util import find_spec; find_spec('{package}').origin"]
-    if script.endswith(".cjs"):
-        program = shutil.which("node") or "false"
-        wanted = [program, "-e", f"require.resolve('{package}')"]
-    if subprocess.run(wanted, cwd=scripts, capture_output=True).returncode:
-        pytest.skip(f"{package} for {Path(program).name} is not installed; .ci/run says how")
-    env = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1"}
-    command = [program, str(scripts / script), url, NAME]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=250)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])

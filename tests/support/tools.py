@@ -40,7 +40,12 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
     return target, noisy_copy(target, 0.02)
 
 
-def make_decoder(name: str = "hermes", are_tokens: bool = True, **options: Any) -> Decoder:
+def make_decoder(
+    name: str = "hermes",
+    are_tokens: bool = True,
+    pair: tuple[PreTrainedModel, PreTrainedModel] | None = None,
+    **options: Any,
+) -> Decoder:
     """A decoder with the template of a family, whose markers are tokens or spelled."""
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.chat_template = TEMPLATES[name]
@@ -48,7 +53,7 @@ def make_decoder(name: str = "hermes", are_tokens: bool = True, **options: Any) 
         tokenizer.add_tokens(
             [AddedToken(text, special=special, normalized=False) for text, special in MARKERS[name]]
         )
-    target, draft = models()
+    target, draft = pair or models()
     return Decoder(target, tokenizer, draft, guard=False, **options)
 
 
@@ -65,22 +70,23 @@ class _Script(LogitsProcessor):
         return found
 
 
-def scripted(say: Callable[[str], str]) -> Callable[..., Any]:
+def scripted(say: Callable[[str], str | None]) -> Callable[..., Any]:
     """Stands in for `forerun.api.requests.requests`.
 
-    Answers are what `say` returns for the text of the prompt.
+    Answers are what `say` returns for the text of the prompt; None leaves them to the model.
     """
 
     def make(
         rows: Any, params: Any, target: Any, tokenizer: Any, marks: AnswerMarks = NO_MARKS
     ) -> Any:
-        scripts = [
-            tokenizer.encode(say(tokenizer.decode(row)), add_special_tokens=False) for row in rows
-        ]
-        lists = [
-            LogitsProcessorList([_Script(len(row), script)])
-            for row, script in zip(rows, scripts, strict=True)
-        ]
+        lists = []
+        for row in rows:
+            text = say(tokenizer.decode(row))
+            script = LogitsProcessorList()
+            if text is not None:
+                tokens = tokenizer.encode(text, add_special_tokens=False)
+                script.append(_Script(len(row), tokens))
+            lists.append(script)
         given = zip(rows, lists, strict=True)
         return [
             each

@@ -29,7 +29,6 @@ from tests.support.serving import (
     NAME,
     Live,
     client_of,
-    client_output,
     events,
     figures,
     live,
@@ -623,19 +622,6 @@ def test_openais_client_calls_tools_over_several_turns(
                     for call in message.tool_calls or []
                 ]
             assert messages[-2]["content"] == COUNT
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "package"), [("langchain_agent.py", "langchain"), ("tools_client.cjs", "openai")]
-)
-def test_agents_of_others_call_the_tools_and_answer(
-    server: Live, monkeypatch: pytest.MonkeyPatch, script: str, package: str
-) -> None:
-    monkeypatch.setattr("forerun.server.parameters.requests", scripted(agent))
-    found = client_output(script, f"{server.url}/v1", package)
-    assert found["called"] == [["get_weather", {"city": "Oslo"}], ["count", {"x": 7}]] * 2
-    assert found["answers"] == ["It is sunny."] * 2
 
 
 UNKNOWN = {"role": "tool", "tool_call_id": "call_1", "content": "x"}

@@ -1,0 +1,1 @@
+"""The clients that people use, each against a running server."""
