@@ -26,12 +26,24 @@ FIRST = (
     "Chunk",
     "custom_generate",
 )
-BRIEF = ("Engine", "Request")  # of which few users need more than the first paragraph
+# Of these few users need more than the first paragraph, or another page has the rest.
+BRIEF = (
+    "SamplingParams",
+    "ModelOptions",
+    "EngineOptions",
+    "Chunk",
+    "custom_generate",
+    "Engine",
+    "Request",
+    "Stats",
+    "Step",
+)
 FRONT = """# The Python API
 
 Made from the docstrings by `python -m benchmarks.pages.api`. [From Python](../guide/python.md)
-has examples.
-`help(forerun.Engine)` and `help(forerun.Request)` tell more than stands here.
+has examples. `help(forerun.Engine)`, and so on, tells more than stands here; options of models and
+of the engine are also those of [the command line](cli.md), those of sampling are
+[the server's](server.md#fields), and [Measure](../guide/measure.md) defines the figures of `Stats`.
 """
 WIDTH = 90  # characters of a signature on one line
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns):$")
@@ -53,7 +65,7 @@ def entry(name: str, value: Any) -> str:
     """
     lines = [f"## `{name}`", "", signature(name, value), ""]
     if name in BRIEF:
-        return "\n".join([*lines, text(value).partition("\n\n**")[0], ""])
+        return "\n".join([*lines, text(value).partition("\n\n")[0], ""])
     lines += [text(value), ""]
     if not inspect.isclass(value):
         return "\n".join(lines)

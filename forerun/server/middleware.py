@@ -198,5 +198,5 @@ class BasePaths:
         """Handle a request, as ASGI asks."""
         if scope["type"] == "http" and scope["path"] in self.paths:
             path = f"/v1{scope['path']}"
-            scope = scope | {"path": path, "raw_path": path.encode()}
+            scope = {**scope, "path": path, "raw_path": path.encode()}
         await self.app(scope, receive, send)
