@@ -298,7 +298,7 @@ def test_shipped_settings_are_of_the_embedded_pair(
     (tmp_path / "draft" / "config.json").touch()
     assert choose.shipped("embedded", "embedded") == {}
     stored = {"greedy": {"sd": {"gamma": 7}}, "sampling": {"sd": {"gamma": 3}}}
-    for default, sampling in (({}, SD()), ({"default": {"sampling": "sd"}}, SD(gamma=3))):
+    for default, sampling in (({}, None), ({"default": {"sampling": "sd"}}, SD(gamma=3))):
         (tmp_path / "tuned.json").write_text(json.dumps(stored | default))
         assert (
             choose.shipped("embedded", None)

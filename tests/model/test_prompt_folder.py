@@ -214,7 +214,7 @@ def test_a_model_with_hooks_keeps_nothing(tmp_path: Path, caplog: pytest.LogCapt
     model.model.layers[0].register_forward_hook(lambda *_: None)
     decoder = Decoder(model, method=method("ar"), prompt_cache=tmp_path)
     decoder.generate([random_text(400)], max_new_tokens=4)
-    assert not files(tmp_path) and "no text of LlamaForCausalLM is kept" in caplog.text
+    assert not files(tmp_path) and "keeps no text of LlamaForCausalLM" in caplog.text
     model.model.layers[0]._forward_hooks.clear()
 
 

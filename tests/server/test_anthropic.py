@@ -480,7 +480,7 @@ BAD: list[tuple[str, list[Any]]] = [
     ("temperature", [-1, "hot"]),
     ("top_p", [2]),
     ("top_k", [-2]),
-    ("stop_sequences", [[""], ["a"] * 17, 5]),
+    ("stop_sequences", [[""], ["a"] * 65, 5]),
     ("stream", ["yes"]),
     ("tools", [5, [5], [{"name": "a"}], [TOOL, TOOL], [TOOL | {"name": "a b"}]]),
     ("tools", [[TOOL | {"input_schema": {"type": "array"}}], [TOOL | {"defer_loading": True}]]),
