@@ -20,7 +20,6 @@ steps. The newcomer's bound is three times its time alone and one chunk.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from itertools import pairwise
@@ -33,9 +32,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.serving.servers import System, end_on_signals, started
-from forerun.bench.report import provenance
-from forerun.files import write_text
+from benchmarks.serving.servers import System, end_on_signals, report, started
 
 AMBIGUOUS = 'start: start start start start | start start | "a" | ""'
 LABORIOUS = r"b(\w{1,30} ){1,200}(.*x){40}"
@@ -202,11 +199,7 @@ def main() -> None:
 
     with TemporaryDirectory(prefix="forerun-neighbours-") as folder:
         results = measured(args, Path(folder))
-    given = {name: value for name, value in vars(args).items() if name != "out"}
-    results |= provenance(given)
-    if args.out:
-        write_text(args.out, json.dumps(results, indent=1) + "\n")
-    print(json.dumps(results))
+    report(results, args)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.serving.servers import BENCHMARKS, System, end_on_signals, started
-from forerun.bench.report import provenance
-from forerun.files import write_text
+from benchmarks.serving.servers import BENCHMARKS, System, end_on_signals, report, started
 
 CHATS = BENCHMARKS / "speed" / "qwen-coder" / "long-4000.jsonl.gz"
 QUESTIONS = (
@@ -104,11 +102,7 @@ def main() -> None:
     end_on_signals()
     with TemporaryDirectory(prefix="forerun-restart-") as home:
         results = measured(args, Path(home) / "cache")
-    given = {name: value for name, value in vars(args).items() if name != "out"}
-    results |= provenance(given)
-    if args.out:
-        write_text(args.out, json.dumps(results, indent=1) + "\n")
-    print(json.dumps(results))
+    report(results, args)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -18,7 +19,8 @@ from typing import Any
 import httpx
 import psutil
 
-from forerun.files import home
+from forerun.bench.report import provenance
+from forerun.files import home, write_text
 from forerun.zoo import find
 
 BENCHMARKS = Path(__file__).parents[1]
@@ -171,6 +173,15 @@ def shown(arguments: list[str], name: str) -> list[str]:
         name if place and arguments[place - 1] == "--out" else argument
         for place, argument in enumerate(arguments)
     ]
+
+
+def report(results: dict[str, Any], args: argparse.Namespace) -> None:
+    """Print what a script measured with how and where, and write it to the file of --out."""
+    given = {name: value for name, value in vars(args).items() if name != "out"}
+    whole = results | provenance(given)
+    if args.out:
+        write_text(args.out, json.dumps(whole, indent=1) + "\n")
+    print(json.dumps(whole))
 
 
 def start(wanted: System, port: int, cores: list[int], log: Path) -> subprocess.Popen[bytes]:

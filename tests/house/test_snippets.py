@@ -42,7 +42,6 @@ NEEDS_SERVER = "# needs a running server"
 SHOWN = {"json", "text", "yaml", "c"}
 FETCHED = {"qwen-coder", "smollm2"}
 LIKE_BENCH = {"benchmarks.peers.bench", "benchmarks.quality.logits"}  # take its options
-COMING = {"try"}  # commands that guides name already; remove it when the command is there
 OTHER_PROGRAMS = {".", "cat", "cd", "curl", "docker", "git", "hf", "npm", "pip", "split", "tar"}
 OTHER_PROGRAMS |= {"claude", "nice", "open-webui", "python3"}
 
@@ -107,8 +106,6 @@ def check_forerun(arguments: list[str]) -> None:
     names = []
     while hasattr(command, "commands"):
         name = arguments[0]
-        if name in COMING - command.commands.keys():
-            return
         assert name in command.commands, f"no command {name!r}"
         command = command.commands[name]
         arguments = arguments[1:]
