@@ -150,8 +150,9 @@ class Session:
         """Do the next piece of the side work whose turn it is, if there is any."""
         if not self._side_works:
             return
-        work = self._side_works.popleft()
+        work = self._side_works[0]  # which stays there meanwhile, so that an empty queue means rest
         has_more = next(work, self) is not self  # pieces are None, so the default is another value
+        self._side_works.popleft()
         if has_more:
             self._side_works.insert(SIDE_TURNS - 1, work)
 
