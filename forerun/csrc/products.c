@@ -541,14 +541,20 @@ FR_INLINE void tile(shape l, int n, code_source from, const uint8_t *group, int 
     }
 }
 
+/* All parts of a group times n rows. */
+FR_INLINE void group_rows(shape l, int n, code_source from, const uint8_t *group, int count,
+                          const fr_record *x, int stride, int fetches, float (*sums)[FR_PANEL]) {
+    for (int part = 0; part < PARTS; part += SIDE)
+        tile(l, n, from, group, count, part, x, stride, fetches, sums);
+}
+
 /* All of a panel times n rows. */
 FR_INLINE void few_rows(shape l, int n, const uint8_t *panel, int blocks, const fr_record *x,
                         int stride, int fetches, float (*sums)[FR_PANEL]) {
-    code_source from = {UNPACK, 0};
+    code_source unpack = {UNPACK, 0};
     for (; blocks > 0; blocks -= 8, x += 8 * (size_t)stride) {
         int count = blocks < 8 ? blocks : 8;
-        for (int part = 0; part < PARTS; part += SIDE)
-            tile(l, n, from, panel, count, part, x, stride, fetches, sums);
+        group_rows(l, n, unpack, panel, count, x, stride, fetches, sums);
         panel += 8 * unit_bytes(l) + l.group_bytes;
     }
 }
@@ -573,25 +579,37 @@ FR_INLINE const fr_record *record_of(const records *x, int row, int block) {
 
 /* Whether it is faster to keep unpacked codes than to unpack them for each tile. Measured on an
    AMD EPYC (Zen 5). */
-FR_INLINE int pays_unpacking(int bits) { return HAS_VNNI ? bits == 6 : bits < 8; }
+FR_INLINE int pays_keeping(int bits) { return HAS_VNNI ? bits == 6 : bits < 8; }
 
-/* All of a panel times n rows, a multiple of TILE: a group is unpacked once for all of them,
-   beside the products of the first ones. */
+/* All of a panel times n rows, more than TILE: a group is unpacked once for all of them, beside
+   the products of the first ones. */
 FR_INLINE void many_rows(shape l, const uint8_t *panel, const records *x, int row, int n,
                          float (*sums)[FR_PANEL]) {
     codes kept[PARTS][64];
-    code_source first_rows = {KEEP, kept};
-    code_source other_rows = {READ, kept};
+    code_source keep = {KEEP, kept};
+    code_source read = {READ, kept};
     for (int first = 0; first < x->blocks; first += 8) {
         int count = x->blocks - first < 8 ? x->blocks - first : 8;
-        const fr_record *at = record_of(x, row, first);
-        for (int part = 0; part < PARTS; part += SIDE)
-            tile(l, TILE, first_rows, panel, count, part, at, stride_of(x, row), 1, sums);
-        for (int r = TILE; r < n; r += TILE) {
+        for (int r = 0; r < n; r += TILE) {
+            const fr_record *at = record_of(x, row + r, first);
             int stride = stride_of(x, row + r);
-            at = record_of(x, row + r, first);
-            for (int part = 0; part < PARTS; part += SIDE)
-                tile(l, TILE, other_rows, panel, count, part, at, stride, 0, sums + r);
+            int rows = n - r < TILE ? n - r : TILE;
+            switch (r ? rows : 0) {
+            case 0: group_rows(l, TILE, keep, panel, count, at, stride, 1, sums); break;
+            case 1: group_rows(l, 1, read, panel, count, at, stride, 0, sums + r); break;
+#if TILE > 1
+            case 2: group_rows(l, 2, read, panel, count, at, stride, 0, sums + r); break;
+            case 3: group_rows(l, 3, read, panel, count, at, stride, 0, sums + r); break;
+            case 4: group_rows(l, 4, read, panel, count, at, stride, 0, sums + r); break;
+#endif
+#if TILE > 4
+            case 5: group_rows(l, 5, read, panel, count, at, stride, 0, sums + r); break;
+            case 6: group_rows(l, 6, read, panel, count, at, stride, 0, sums + r); break;
+            case 7: group_rows(l, 7, read, panel, count, at, stride, 0, sums + r); break;
+            case 8: group_rows(l, 8, read, panel, count, at, stride, 0, sums + r); break;
+#endif
+            default: break;
+            }
         }
         panel += 8 * unit_bytes(l) + l.group_bytes;
     }
@@ -600,9 +618,11 @@ FR_INLINE void many_rows(shape l, const uint8_t *panel, const records *x, int ro
 /* A panel times n rows from `row` on. The number of rows is a constant in each case. */
 FR_INLINE void few_bits(shape l, const uint8_t *panel, const records *x, int row, int n,
                         float (*sums)[FR_PANEL]) {
-    int done = n < 2 * TILE || !pays_unpacking(l.bits) ? 0 : n / TILE * TILE;
-    if (done) many_rows(l, panel, x, row, done, sums);
-    for (; done < n; done += TILE) {
+    if (n > TILE && pays_keeping(l.bits)) {
+        many_rows(l, panel, x, row, n, sums);
+        return;
+    }
+    for (int done = 0; done < n; done += TILE) {
         const fr_record *first = record_of(x, row + done, 0);
         int stride = stride_of(x, row + done);
         switch (n - done < TILE ? n - done : TILE) {
