@@ -224,10 +224,9 @@ def serve(serving: ServingOptions, options: ServerOptions) -> None:
     check_packages("forerun serve", "serve", "fastapi", "uvicorn", "prometheus_client")
     options.check()
     models = served_models(serving, options)
-    from forerun.server.listening import end_on_sigterm, listen, set_up_log
+    from forerun.server.listening import listen, set_up_log
 
     listening = listen(options.host, options.port)
-    end_on_sigterm()
     port = listening.getsockname()[1]
     set_up_log(options.log_level)
     first = models[0].options
