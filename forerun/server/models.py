@@ -20,6 +20,7 @@ import torch
 
 from forerun.api.decoder import Decoder
 from forerun.backends.facts import weight_memory
+from forerun.heap import give_back
 from forerun.server.app import Service, Settings, app_of
 from forerun.server.errors import ApiError, loading, queue_full, shutting_down
 from forerun.server.worker import Worker
@@ -375,6 +376,7 @@ class Models:
         await model.worker.unload()
         model.state = State.UNLOADED
         gc.collect()  # parts of a model refer to each other
+        give_back()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 

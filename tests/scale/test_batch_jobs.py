@@ -255,9 +255,12 @@ def test_a_full_disk_is_one_line_and_the_job_goes_on_later(tmp_path: Path) -> No
     try:
         refuses(r"cannot write to .*out: File too large", folder.refuse, others[0])
         refuses("cannot write to", folder.close)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
+        refuses(r"cannot write to .*out: File too large", folder.summarise, 1.0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (out / "records.jsonl").stat().st_size == size + size // 2
+    assert {path.name for path in out.iterdir()} == {"job.json", "records.jsonl", ".lock"}
     folder = Folder(out, source, {})
     assert folder.done == {1}
     for each in others:
