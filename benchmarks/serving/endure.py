@@ -243,7 +243,7 @@ def summary(samples: list[dict[str, int]]) -> dict[str, Any]:
     ).slope
     return {
         "growth": {name: round(share, 4) for name, share in growth.items()},
-        "bytes_per_request": round(slope),
+        "bytes_per_request": round(slope, 1),
         "holds": all(growth[name] <= MOST_GROWTH for name in ("rss", "uss", "files")),
     }
 
