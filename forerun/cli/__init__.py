@@ -21,8 +21,8 @@ from typing import NoReturn
 
 INTERRUPTED = 130  # the exit status that shells give for Ctrl-C
 TERMINATED = 143  # and for SIGTERM
-# Errors of a disk or a quota, which a user can mend.
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+# Errors of writing to a disk, which a user can mend.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 # How often a thread of torch looks for new work, after each product, before it goes to sleep. With
 # the usual 300,000 the waiting threads keep their cores from other work.
 SPIN_COUNT = "100000"
