@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.local import LOCAL
 from tests.support.serving import live
 
 if find_spec("psutil") is None:
@@ -125,7 +126,7 @@ def test_a_server_refuses_all_rubbish() -> None:
     count = len(soak_requests.BODIES) + len(soak_requests.RAW)
 
     async def send_all(url: str) -> list[str]:
-        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=60, **LOCAL) as client:
             return [await soak_requests.send(client, url, number) for number in range(count)]
 
     with live() as server:

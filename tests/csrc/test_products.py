@@ -18,7 +18,7 @@ from forerun.backends.panels import PackedMatrix, RawMatrix
 from forerun.csrc.build import VARIANT_FLAGS
 from forerun.csrc.library import library, variants
 from forerun.zoo.formats import LIBRARY_FORMATS
-from tests.support.compiling import CROSS, QEMU, compiled, needs_cross, shared_library
+from tests.support.compiling import CROSS, QEMU, compiled, cross_library, needs_cross
 from tests.support.native import native_settings
 
 restored = pytest.fixture(autouse=True)(native_settings)
@@ -328,14 +328,9 @@ def test_sizes_that_do_not_fit_are_refused(name):
 
 
 @pytest.mark.slow
-def test_it_compiles_without_a_warning(shared_folder):
-    assert shared_library(shared_folder, "cc", "").exists()
-
-
-@pytest.mark.slow
 @needs_cross
 def test_every_variant_of_aarch64_gives_the_same_bits(tmp_path, shared_folder):
-    library = shared_library(shared_folder, CROSS, "aarch64")
+    library = cross_library(shared_folder)
     program = compiled(tmp_path, "product", CROSS, library, ("-Werror",))
     for number, name in enumerate(FORMATS):
         inputs = 576 if step(name) < 256 else 512

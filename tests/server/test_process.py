@@ -15,6 +15,7 @@ import pytest
 
 from forerun import cli
 from tests.support import commands
+from tests.support.local import LOCAL
 from tests.support.processes import health, started, until_said
 from tests.support.serving import models, until
 from tests.support.toys import save_models
@@ -28,7 +29,7 @@ def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
     with started("--target", str(folder), "--method", "suffix", *options) as (process, url):
         seen = set()
         until(lambda: seen.add(health(url)) or 200 in seen, 250)
-        assert httpx.get(url + "/v1/models", trust_env=False).json()["data"][0]["id"] == "named"
+        assert httpx.get(url + "/v1/models", **LOCAL).json()["data"][0]["id"] == "named"
         other = commands.run("serve", "--port", url.rpartition(":")[2], "--target", str(folder))
         assert other.returncode == 2 and "cannot listen on 127.0.0.1" in other.stderr
         assert other.stderr.count("\n") == 1
@@ -50,7 +51,7 @@ def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
 
         def read() -> None:
             with httpx.stream(
-                "POST", url + "/v1/completions", json=body, timeout=200, trust_env=False
+                "POST", url + "/v1/completions", json=body, timeout=200, **LOCAL
             ) as response:
                 for line in response.iter_lines():
                     lines.append(line)
@@ -96,7 +97,7 @@ def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
         there = sorted(tmp_path.iterdir())
         with (
             httpx.stream(
-                "POST", url + "/v1/completions", json=body, timeout=100, trust_env=False
+                "POST", url + "/v1/completions", json=body, timeout=100, **LOCAL
             ) as response,
             pytest.raises(httpx.RemoteProtocolError),  # no chunk of length 0, which would be an end
         ):
@@ -112,11 +113,11 @@ def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
             assert again == url
             until(lambda: other.poll() is not None or health(url) == 200, 250)
             asked = body | {"stream": False, "n": 1, "max_tokens": 5}
-            found = httpx.post(url + "/v1/completions", json=asked, timeout=100, trust_env=False)
+            found = httpx.post(url + "/v1/completions", json=asked, timeout=100, **LOCAL)
             assert found.status_code == 200 and found.json()["usage"]["completion_tokens"] == 5
             assert sorted(tmp_path.iterdir()) == there == []
             with httpx.stream(
-                "POST", url + "/v1/completions", json=body, timeout=100, trust_env=False
+                "POST", url + "/v1/completions", json=body, timeout=100, **LOCAL
             ) as response:
                 rest = response.iter_lines()
                 next(rest)

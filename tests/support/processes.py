@@ -12,6 +12,8 @@ from pathlib import Path
 
 import httpx
 
+from tests.support.local import LOCAL
+
 COMMAND = [sys.executable, "-m", "forerun", "serve"]
 
 
@@ -47,6 +49,6 @@ def until_said(process: subprocess.Popen[str], words: str) -> None:
 
 def health(url: str) -> int | None:
     try:
-        return httpx.get(url + "/health", timeout=60, trust_env=False).status_code
+        return httpx.get(url + "/health", timeout=60, **LOCAL).status_code
     except httpx.HTTPError:
         return None

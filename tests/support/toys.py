@@ -505,9 +505,14 @@ def joint_distribution(
 def decode(
     target: Any, drafter: Drafter, requests: Iterable[Request], **options: Any
 ) -> list[list[Step]]:
-    """Runs all requests on an engine of their own to the end; the steps of each."""
+    """Runs all requests on an engine of their own to the end; the steps of each.
+
+    It has a row for each of them, but not more than 100, because to admit the n-th row takes time
+    that grows with n.
+    """
     requests = list(requests)
-    engine = Engine(target, drafter, **{"max_rows": max(1, len(requests))} | options)
+    rows = min(max(1, len(requests)), 100)
+    engine = Engine(target, drafter, **{"max_rows": rows} | options)
     ids = [engine.add(request) for request in requests]
     steps = drain(engine)
     return [steps[id] for id in ids]
