@@ -16,7 +16,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define FORERUN_ABI 8
+#define FORERUN_ABI 9
 #define FR_PANEL 16       /* outputs of a panel */
 #define FR_SUPERBLOCK 256 /* inputs of a superblock, the unit that fr_quantise counts in */
 #define FR_ROW_GROUP 8    /* rows whose records lie side by side */
