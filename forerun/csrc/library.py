@@ -16,7 +16,7 @@ from typing import Any
 
 from forerun.csrc.build import HERE, LIBRARY, build_of, sources_id
 
-ABI = 8  # FORERUN_ABI of forerun.h, for which the structures below are written
+ABI = 9  # FORERUN_ABI of forerun.h, for which the structures below are written
 VARIABLE = "FORERUN_KERNELS"  # the environment variable that names the instruction set
 VARIANTS = ("plain", "avx2", "avxvnni", "avx512vnni", "neon", "i8mm")
 _LOG = logging.getLogger("forerun")

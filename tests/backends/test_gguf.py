@@ -23,6 +23,7 @@ from forerun.backends.panels import PackedMatrix, RawMatrix
 from forerun.backends.stored import STORED_TYPES, StoredEmbedding, StoredLinear, bytes_by_format
 from forerun.cli.info import _shown, file_facts
 from forerun.zoo import gguf_file
+from forerun.zoo.formats import WIDENED
 from forerun.zoo.gguf_file import open_gguf
 from forerun.zoo.source import ModelSource, gguf_in
 from tests.support import ggufs
@@ -87,15 +88,39 @@ def test_forwards_of_a_file_are_those_of_its_values(
             assert torch.equal(getattr(model.get_submodule(owner), part), parameter)
 
 
-def test_formats_that_the_library_does_not_know_are_stored_anew(tmp_path: Path) -> None:
+def test_formats_that_the_library_does_not_know_are_stored_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forerun.backends.gguf.model.WIDENED", {})
     original = ggufs.small(num_hidden_layers=1, hidden_size=256, intermediate_size=256)
     path = ggufs.write(tmp_path / "a.gguf", original, "IQ3_XXS")
     model, note = load_gguf(path)
-    assert note == "a.gguf: 9 IQ3_XXS matrices stored anew in 8 bits"
+    line = "9 IQ3_XXS matrices stored anew in 8 bits (0.6 MB, 0.2 MB in the file)"
+    assert note == f"a.gguf: {line}"
     assert model.lm_head.stored.type == Type.Q8_0
     for name, linear in linears(load_gguf(path, "float32")[0]).items():
         wanted = RawMatrix.quantised(linear.weight, Type.Q8_0).floats()
         assert torch.equal(model.get_submodule(name).stored.floats(), wanted)
+
+
+@pytest.mark.parametrize("kind", [kind.name for kind in WIDENED])
+def test_formats_of_groups_are_widened_without_rounding(tmp_path: Path, kind: str) -> None:
+    original = ggufs.small(num_hidden_layers=1, hidden_size=256, intermediate_size=256)
+    path = ggufs.write(tmp_path / "a.gguf", original, kind)
+    model, note = load_gguf(path)
+    assert note is not None
+    assert note.startswith(f"a.gguf: 9 {kind} matrices widened without rounding (0.3 MB, 0.")
+    plain = load_gguf(path, "float32")[0]
+    for name, linear in linears(plain).items():
+        stored = model.get_submodule(name).stored
+        assert isinstance(stored, PackedMatrix) and stored.type == WIDENED[Type[kind]]
+        assert torch.equal(stored.floats(), linear.weight)
+    tokens = torch.arange(ggufs.VOCAB)
+    assert torch.equal(model.model.embed_tokens(tokens), plain.model.embed_tokens(tokens))
+    # The forward in C looks rows of the embedding up by itself.
+    expected = logits(plain)
+    distance = float((logits(model) - expected).norm() / expected.norm())
+    assert distance < 0.045
 
 
 @pytest.mark.parametrize("weights", [None, "int4"])
@@ -465,6 +490,8 @@ def test_what_a_file_needs_is_shown_without_torch(tmp_path: Path) -> None:
         ("IQ4_NL", "llama", {"tie_word_embeddings": False}),
         ("IQ4_XS", "llama", {"hidden_size": 256, "intermediate_size": 256}),
         ("Q2_K", "llama", {"hidden_size": 256, "intermediate_size": 256}),
+        ("IQ2_S", "llama", {"hidden_size": 256, "intermediate_size": 256}),
+        ("TQ1_0", "llama", {"hidden_size": 256, "intermediate_size": 256}),
         ("MXFP4", "qwen3moe", {}),
     ],
 )
