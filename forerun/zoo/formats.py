@@ -81,6 +81,14 @@ def row_bytes(type: WeightType, inputs: int) -> int:
     return inputs // block_inputs * block_bytes
 
 
+def packed_bytes(type: WeightType, outputs: int, inputs: int) -> int:
+    """Return the bytes of a matrix that is packed for C, or 0 if it cannot be packed."""
+    functions = library()
+    if functions is None:
+        return 0
+    return int(functions.fr_panel_bytes(format_number(type), outputs, inputs, None))
+
+
 def product_bytes(type: WeightType, outputs: int, inputs: int, is_head: bool = False) -> int:
     """Return the bytes of a matrix for products: packed for C, or in the floats of torch.
 
@@ -90,9 +98,6 @@ def product_bytes(type: WeightType, outputs: int, inputs: int, is_head: bool = F
         inputs: their number.
         is_head: whether it is an LM head, which torch computes in float32.
     """
-    functions = library()
-    packed = 0
-    if functions is not None:
-        packed = int(functions.fr_panel_bytes(format_number(type), outputs, inputs, None))
+    packed = packed_bytes(type, outputs, inputs)
     is_float32 = is_head or type == Type.F32
     return packed or outputs * inputs * (4 if is_float32 else 2)

@@ -1,10 +1,7 @@
 """Models from GGUF files: values, forwards, tokenizers, and files that are damaged."""
 
-import ast
 import copy
 import math
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,8 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel
 
 from forerun.api.loading import load_model, translation_for
+from forerun.backends import prepare
+from forerun.backends.facts import facts_of
 from forerun.backends.gguf.model import gguf_config, load_gguf
 from forerun.backends.gguf.tokenizer import gguf_tokenizer
 from forerun.backends.panels import PackedMatrix, RawMatrix
@@ -117,10 +116,12 @@ def test_formats_of_groups_are_widened_without_rounding(tmp_path: Path, kind: st
         assert torch.equal(stored.floats(), linear.weight)
     tokens = torch.arange(ggufs.VOCAB)
     assert torch.equal(model.model.embed_tokens(tokens), plain.model.embed_tokens(tokens))
-    # The forward in C looks rows of the embedding up by itself.
-    expected = logits(plain)
-    distance = float((logits(model) - expected).norm() / expected.norm())
-    assert distance < 0.045
+    quick = prepare(model)  # which looks rows of the embedding up in C
+    assert quick.exact == "bitwise"
+    quick.add(0, IDS.shape[1])
+    found = quick.extend([0], [IDS[0].tolist()])[0]
+    expected = logits(plain)[0]
+    assert float((found - expected).norm() / expected.norm()) < 0.045
 
 
 @pytest.mark.parametrize("weights", [None, "int4"])
@@ -444,17 +445,12 @@ def test_a_header_is_read_once_until_the_file_changes(
     assert open_gguf(path).value("tokenizer.ggml.pre", str) == "qwen2"
 
 
-def test_what_a_file_needs_is_shown_without_torch(tmp_path: Path) -> None:
+def test_what_a_file_needs_is_shown(tmp_path: Path) -> None:
     path = ggufs.write(
         tmp_path / "a.gguf", ggufs.small(), "Q4_1", types={"token_embd.weight": "Q8_0"}
     )
-    code = (
-        "import sys; from forerun.cli.info import file_facts; "
-        f"print([file_facts({str(path)!r}), 'torch' in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    facts, has_torch = ast.literal_eval(done.stdout)
-    assert not has_torch
+    facts = file_facts(str(path))
+    assert facts["kernel"] == facts_of(prepare(load_gguf(path)[0]))["kernel"]
     assert facts["weights"] == open_gguf(path).bytes_by_type and list(facts["weights"]) == [
         "Q4_1",
         "Q8_0",
@@ -513,6 +509,46 @@ def test_the_memory_of_a_file_is_what_its_model_takes(
     path = ggufs.write(tmp_path / "a.gguf", model, kind, metadata=metadata)
     taken = bytes_by_format(load_gguf(path)[0])
     assert open_gguf(path).memory == sum(taken.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("F16", {}),
+        ("Q8_0", {}),
+        ("Q8_0", {"hidden_size": 96, "head_dim": 16, "intermediate_size": 96}),
+        ("F16", {"hidden_size": 60, "head_dim": 16, "intermediate_size": 60}),
+        ("F32", {"hidden_act": "sigmoid"}),
+    ],
+)
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_the_kernel_that_a_file_shows_is_the_one_that_runs_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    changes: dict[str, Any],
+    has_kernels: bool,
+) -> None:
+    if not has_kernels:
+        monkeypatch.setenv("FORERUN_KERNELS", "none")
+    path = ggufs.write(tmp_path / "a.gguf", ggufs.small(**changes), kind)
+    shown = file_facts(str(path))["kernel"]
+    runs = facts_of(prepare(load_gguf(path)[0]))["kernel"]
+    assert shown == runs or (shown.startswith("torch: ") and runs.endswith(" products in torch"))
+
+
+def test_a_file_that_is_refused_shows_why(tmp_path: Path) -> None:
+    model = ggufs.small()
+    for changes, options, words in (
+        ({"general.architecture": "falcon"}, {}, "its architecture is 'falcon'; known are llama"),
+        ({"llama.attention.clamp_kqv": 2.0}, {}, "it has llama.attention.clamp_kqv"),
+        ({}, {"tokenizer": False}, "tokenizer"),
+        ({}, {"pre": "unheard"}, "unheard"),
+    ):
+        path = ggufs.write(tmp_path / "a.gguf", model, "Q8_0", metadata=changes, **options)
+        facts = file_facts(str(path))
+        assert facts["kernel"].startswith("none: cannot load ") and words in facts["kernel"]
+        assert facts["weights"] and "bytes_at_full_context" not in facts
 
 
 def test_what_a_files_draft_needs_is_shown_too(

@@ -91,6 +91,31 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
         ValueError: `open_gguf` or `gguf_config` raises it, or a tensor is missing, unknown, of
             another size or of a type that `gguf` cannot read.
     """
+    filling = _checked_filling(path)
+    file = filling.file
+    model = filling.model
+    note = None
+    if kind == "float32" or (kind is None and file.is_float):
+        _fill_plain(filling)
+    else:
+        note = _fill(filling, kind)
+    model.generation_config = GenerationConfig(**special_ids(file))
+    model.config.name_or_path = str(path)
+    return model.eval(), note
+
+
+def model_without_weights(path: str | Path) -> PreTrainedModel:
+    """Return the model of a GGUF file as `load_gguf` would, but with weights on no device.
+
+    Raises:
+        ValueError: `load_gguf` would raise it.
+    """
+    model: PreTrainedModel = _checked_filling(path).model
+    return model
+
+
+def _checked_filling(path: str | Path) -> _Filling:
+    """Return a file with its model, which has no weights yet. Raises ValueError as `load_gguf`."""
     file = open_gguf(path)
     config = gguf_config(file)
     architecture = _architecture(file)
@@ -104,16 +129,9 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
         _experts_by_names(model, architecture),
     )
     _check(filling)
-    note = None
-    if kind == "float32" or (kind is None and file.is_float):
-        _fill_plain(filling)
-    else:
-        note = _fill(filling, kind)
     base = model.model
     base.rotary_emb = _rotary(file, base.rotary_emb, config)
-    model.generation_config = GenerationConfig(**special_ids(file))
-    config.name_or_path = str(path)
-    return model.eval(), note
+    return filling
 
 
 @dataclass(frozen=True)
@@ -250,7 +268,8 @@ def _check(filling: _Filling) -> None:
     """Check that the file has the model's tensors, in the model's shapes, and no others.
 
     Raises:
-        ValueError: a tensor is missing, unknown or of another shape.
+        ValueError: a tensor is missing, unknown, of another shape or of a type that `gguf` cannot
+            read.
     """
     file = filling.file
     wanted = {}
@@ -273,6 +292,7 @@ def _check(filling: _Filling) -> None:
         # A matrix of one output is a vector in a file.
         if stored != shape and [1, *stored] != shape:
             raise file.error(f"{name} is {stored}; the sizes in the metadata need {shape}")
+        file.check_type(name)
     unknown = sorted(file.tensors.keys() - wanted.keys())
     if unknown:
         raise file.error(
