@@ -493,6 +493,24 @@ def test_the_error_of_a_step_is_raised_to_its_cause_alone() -> None:
     assert made.generate(PROMPTS[0], max_new_tokens=30).tokens == wanted
 
 
+def test_an_error_of_a_drafter_has_its_traceback_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller's exception has it, so the log has one line about the first try."""
+
+    def propose(seqs: abc.Sequence[Any]) -> Any:
+        raise ZeroDivisionError("of the user\nand more")
+
+    made = opened("ar")
+    monkeypatch.setattr(made.engine.drafter, "propose", propose)
+    with caplog.at_level("INFO"), pytest.raises(ZeroDivisionError):
+        made.generate(PROMPTS[0], max_new_tokens=5)
+    (record,) = caplog.records
+    line = record.getMessage()
+    assert record.exc_info is None and "\n" not in line
+    assert "(ZeroDivisionError: of the user, test_engine.py:" in line
+
+
 def test_what_progress_raises_is_raised_once() -> None:
     made = opened("sd")
     reports = []
