@@ -106,7 +106,7 @@ def fresh(
     model: CausalLM, count: int, options: EngineOptions, folder: PromptFolder | None
 ) -> list[CausalLM]:
     """Return `count` copies of a model, each with its own caches, which keep texts in a folder."""
-    copies = [model.fresh(options.prefix_bytes) for _ in range(count)]
+    copies = [model.fresh(options.prefix_limit) for _ in range(count)]
     if folder is None:
         return copies
     digest = identity(model)

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from forerun.backends.panels import PackedMatrix
 from forerun.backends.quantised import QuantisedForward
-from forerun.backends.stored import StoredLinear, bytes_by_format, is_stored
+from forerun.backends.stored import StoredLinear, bytes_by_format
 from forerun.csrc.library import variant
 from forerun.model.causal_lm import CausalLM
 
@@ -39,15 +38,6 @@ def facts_of(model: CausalLM) -> dict[str, Any]:
         "device": str(model.device),
         "threads": torch.get_num_threads() if model.device.type == "cpu" else 0,
     }
-
-
-def weight_memory(model: CausalLM) -> int:
-    """Return the bytes that a model's weights take in memory, with the copies of its forward."""
-    size = sum(bytes_by_format(model.model).values())
-    if isinstance(model.backend, QuantisedForward) and not is_stored(model.model):
-        linears = [module for module in model.model.modules() if isinstance(module, nn.Linear)]
-        size += sum(linear.weight.nbytes for linear in linears)  # which are packed as well
-    return size
 
 
 def processor() -> str:
