@@ -100,12 +100,16 @@ def _drafts(
     """
     if parts.draft is None:
         return []
-    share = parts.draft.position_bytes / max(1, parts.target.position_bytes)
-    prefix_bytes = round(share * options.prefix_bytes)
+    prefix_bytes = round(draft_share(parts.target, parts.draft) * options.prefix_limit)
     drafts = fresh(parts.draft, count, replace(options, prefix_bytes=prefix_bytes), folder)
     for other in drafts[1:]:
         other.share_texts(drafts[0])
     return drafts
+
+
+def draft_share(target: CausalLM, draft: CausalLM) -> float:
+    """Return the bytes of a position in a draft model over those in its target."""
+    return draft.position_bytes / max(1, target.position_bytes)
 
 
 def folder_of(options: EngineOptions) -> PromptFolder | None:
@@ -124,7 +128,7 @@ def fresh(
     model: CausalLM, count: int, options: EngineOptions, folder: PromptFolder | None
 ) -> list[CausalLM]:
     """Return `count` copies of a model, each with its own caches, which keep texts in a folder."""
-    copies = [model.fresh(options.prefix_bytes) for _ in range(count)]
+    copies = [model.fresh(options.prefix_limit) for _ in range(count)]
     if folder is None:
         return copies
     digest = identity(model)

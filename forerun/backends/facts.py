@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from gguf.gguf_reader import ReaderTensor
-from torch import nn
 from transformers import PreTrainedModel
 
 from forerun.backends import architectures
@@ -17,7 +16,7 @@ from forerun.backends.gguf.model import model_without_weights
 from forerun.backends.gguf.tokenizer import gguf_tokenizer
 from forerun.backends.panels import PackedMatrix
 from forerun.backends.quantised import MAX_COPIED_PARAMETERS, QuantisedForward
-from forerun.backends.stored import StoredLinear, bytes_by_format, is_stored
+from forerun.backends.stored import StoredLinear, bytes_by_format
 from forerun.csrc.library import library, missing, variant
 from forerun.model.causal_lm import CausalLM
 from forerun.zoo.formats import loaded_type, packed_bytes
@@ -80,15 +79,6 @@ def _is_packed(tensor: ReaderTensor) -> bool:
     """Return whether a matrix of a file, or experts' matrices, would be packed for C."""
     inputs, outputs, *_ = tensor.shape.tolist()
     return packed_bytes(loaded_type(tensor.tensor_type), outputs, inputs) > 0
-
-
-def weight_memory(model: CausalLM) -> int:
-    """Return the bytes that a model's weights take in memory, with the copies of its forward."""
-    size = sum(bytes_by_format(model.model).values())
-    if isinstance(model.backend, QuantisedForward) and not is_stored(model.model):
-        linears = [module for module in model.model.modules() if isinstance(module, nn.Linear)]
-        size += sum(linear.weight.nbytes for linear in linears)  # which are packed as well
-    return size
 
 
 def processor() -> str:

@@ -55,10 +55,10 @@ class Protocol(H11Protocol):
     clients that have stopped reading.
 
     A client that has ended its own side may wait for its answers, or may have left. Only something
-    that is sent to it shows which: an interim response before the answer, and a comment in a
-    stream. If it has left, its machine resets the connection. If not, all requests that came whole
-    are answered, also those that were sent before the first answer (RFC 9112, section 9.3.2), and
-    then the connection is closed.
+    that is sent to it shows which: an interim response before the answer, and a part without
+    content in a stream. If it has left, its machine resets the connection. If not, all requests
+    that came whole are answered, also those that were sent before the first answer (RFC 9112,
+    section 9.3.2), and then the connection is closed.
     """
 
     _timer: asyncio.TimerHandle | None = None
@@ -129,12 +129,12 @@ class Protocol(H11Protocol):
 
     def _probe(self) -> None:
         """Send something that means nothing, which a client that has left refuses."""
-        comment = self.cycle.scope["state"].get("comment")
+        idle_event = self.cycle.scope["state"].get("idle_event")
         if self.conn.our_state is h11.SEND_RESPONSE and self.conn.their_http_version == b"1.1":
             interim = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
             self.transport.write(self.conn.send(interim) or b"")
-        elif self.conn.our_state is h11.SEND_BODY and comment is not None:
-            self.transport.write(self.conn.send(h11.Data(data=comment)) or b"")
+        elif self.conn.our_state is h11.SEND_BODY and idle_event is not None:
+            self.transport.write(self.conn.send(h11.Data(data=idle_event)) or b"")
 
     def _look_after(self, seconds: float) -> None:
         """Look after some seconds, and then again and again, whether the client has left."""

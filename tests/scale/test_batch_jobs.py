@@ -189,7 +189,9 @@ LOADED = worker.loaded
 
 def breaking(*how: Any) -> Decoder:
     """One whose engine fails in each step while it has a prompt of 100 times "!"."""
-    decoder = LOADED(*how).replace(kv_memory=2**28)  # else a worker would replace it
+    decoder = LOADED(*how).replace(
+        kv_memory=2**28, prefix_bytes=2**28
+    )  # else a worker would replace it
     engine = decoder.engine
     fatal = set[int]()
     add = engine.add
