@@ -10,9 +10,9 @@
    For each output and row, f = 0 at first. Then, for one block of 32 inputs after the other:
 
      dot = the sum of q x code (DM, K), or of q x (code less 8, 16, 32 or 128), an exact integer,
-           where the code is a number of the table if the layout has one (NL, XS, FP4);
-           with scales of 16 (S, SM) it is (first 16) x sc[0] + (last 16) x sc[1]
-     f   = fma(float(dot) x scale of the inputs, d, (d x sc) or 2^(e - 128), f)
+           where the code is a number of the table if the layout has one (NL, XS, FP4, W);
+           with scales of 16 (S, SM, W) it is (first 16) x sc[0] + (last 16) x sc[1]
+     f   = fma(float(dot) x scale of the inputs, d, (d x sc), d / 8 or 2^(e - 128), f)
      and then, if the layout has minimums, where `half` is that of the record:
      f   = fma(sum of the inputs, m or (-m x mn), f)                                      DM, K
      f   = fma(float(half[0] x mn[0] + half[1] x mn[1]) x scale of the inputs, m / 32, f)    SM
@@ -229,6 +229,7 @@ FR_INLINE ints start(int bits, int scales, const fr_record *x, int half) {
     return bits == 5 ? (ints)_mm256_add_epi16((__m256i)pairs, (__m256i)pairs) : pairs;
 #else /* shifts divide exactly */
     if (bits == 6) return broadcast(&x->half[half]);
+    if (fr_has_halves(scales)) return broadcast(&x->half[half]) << 2;
     return broadcast(&x->whole) >> (bits == 4 ? 4 : bits == 5 ? 3 : 0);
 #endif
 }
@@ -315,14 +316,17 @@ FR_INLINE ints sums_of(const pair_sums *a, int row) {
    less 16, or 8 of 5 bits or of 6 bits less 32. Sums that start from an offset may overflow on
    their way, as they are right modulo 2^16. */
 FR_INLINE int is_halved(int bits, int scales) {
-    return bits == 6 || (IS_AVX2 && bits == 5 && scales != D);
+    return fr_has_halves(scales) || (IS_AVX2 && bits == 5 && scales != D);
 }
 
-/* The dot of a block as floats, from its sums. */
+/* The dot of a block as floats, from its sums. With scales of halves it is below 2^24, also for the
+   widest numbers: 2 x 16 x 127 x 124 x 31 = 15,622,016. */
 FR_INLINE reals dot(int bits, int scales, const ints sum[2], const ints sc[2]) {
-    (void)scales;
 #if IS_AVX2
-    if (bits == 8) return to_reals(sum[0]);
+    if (bits == 8) {
+        int is_one = !fr_has_halves(scales);
+        return to_reals(is_one ? sum[0] : sum[0] * sc[0] + sum[1] * sc[1]);
+    }
     const ints ones = (ints){} + 0x10001;
     ints total = {};
     for (int h = 0; h < (is_halved(bits, scales) ? 2 : 1); h++) {
@@ -330,17 +334,19 @@ FR_INLINE reals dot(int bits, int scales, const ints sum[2], const ints sc[2]) {
         total += (ints)_mm256_madd_epi16((__m256i)sum[h], (__m256i)factor);
     }
     return to_reals(total);
-#elif HAS_VNNI /* for 6 bits the dot is below 2^24, so floats are exact, in fewer steps */
-    if (bits != 6) return to_reals(sum[0]);
+#elif HAS_VNNI /* floats are exact, in fewer steps */
+    (void)bits;
+    if (!fr_has_halves(scales)) return to_reals(sum[0]);
     return fused(to_reals(sum[1]), to_reals(sc[1]), to_reals(sum[0]) * to_reals(sc[0]));
 #else
-    return to_reals(bits == 6 ? sum[0] * sc[0] + sum[1] * sc[1] : sum[0]);
+    (void)bits;
+    return to_reals(fr_has_halves(scales) ? sum[0] * sc[0] + sum[1] * sc[1] : sum[0]);
 #endif
 }
 
 typedef struct {
     reals d, m;        /* times those of the block, for K */
-    ints sc[2], mn[2]; /* S, SM: of 16 weights; sc as multipliers() has it */
+    ints sc[2], mn[2]; /* of 16 weights; sc of S and SM as multipliers() has it */
 } block_scales;
 
 /* Signed bytes, in each lane one; for AVX2 twice, as int16 for both of the lane's sums. */
@@ -370,8 +376,9 @@ FR_INLINE block_scales read_scales(int scales, const uint8_t *block, reals d, re
         s.d = to_reals(unsigned_bytes(block)) * d;
         s.m = to_reals(unsigned_bytes(block + 16)) * m;
     }
-    for (int h = 0; (scales == S || scales == SM) && h < 2; h++) {
-        s.sc[h] = multipliers(block + 16 * h);
+    for (int h = 0; fr_has_halves(scales) && h < 2; h++) {
+        const uint8_t *at = block + 16 * h;
+        s.sc[h] = fr_is_wide(scales) ? signed_bytes(at) : multipliers(at);
         if (scales == SM) s.mn[h] = unsigned_bytes(block + 32 + 16 * h);
     }
     return s;
@@ -501,6 +508,7 @@ FR_INLINE void tile(shape l, int n, code_source from, const uint8_t *group, int 
     for (int i = 0; i < SIDE; i++) {
         int first = LANES * (part + i); /* output */
         if (l.group_bytes) d[i] = float16_reals(group_scales + 2 * first);
+        if (fr_is_wide(l.scales)) d[i] = d[i] * 0x1p-3f;
         if (l.scales == K) m[i] = -float16_reals(group_scales + 32 + 2 * first);
         if (l.scales == SM) m[i] = float16_reals(group_scales + 32 + 2 * first) * 0x1p-5f;
         UNROLL
