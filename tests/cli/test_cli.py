@@ -240,10 +240,9 @@ def test_a_command_without_options_loads_what_load_does() -> None:
     assert found.info() == forerun.load("embedded").info()
 
 
-def test_a_thread_that_computes_does_not_abort_the_end() -> None:
-    """As that of the engine does when `forerun batch` ends with an error."""
-    done = run(
-        program="""
+# What a command does while a thread computes, as that of the engine does when `forerun batch` ends.
+COMPUTING = """
+import importlib
 import threading
 import torch
 from forerun import cli
@@ -253,16 +252,59 @@ def compute():
     while True:
         numbers @ numbers
 
-threading.Thread(target=compute, daemon=True).start()
-cli._run = lambda: print("said") or 2
+def command(**options):
+    print("said")
+    threading.Thread(target=compute, daemon=True).start()
+    {ending}
+
+importlib.import_module("forerun.cli.commands").app = command
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "error"),
+    [
+        ("return 3", 3, ""),
+        ("raise ValueError('a mistake')", 2, "forerun: a mistake"),
+        ("raise RuntimeError('a bug')", 1, "RuntimeError: a bug"),
+        (
+            "raise OSError(28, 'No space left on device', 'out/x')",
+            2,
+            "forerun: cannot write to out/x: No space left on device",
+        ),
+    ],
+)
+def test_a_thread_that_computes_does_not_abort_the_end(
+    ending: str, status: int, error: str
+) -> None:
+    done = run(program=COMPUTING.format(ending=ending))
+    assert done.returncode == status
+    assert "said" in done.stdout or status == 2
+    *trace, last = done.stderr.splitlines() or [""]
+    assert last == error
+    assert bool(trace) == (status == 1)
+
+
+def test_output_on_a_full_disk_is_one_line() -> None:
+    done = run(
+        program="""
+import sys
+from forerun import cli
+
+sys.stdout = open("/dev/full", "w")
+sys.argv = ["forerun", "--help"]
 cli.main()
 """
     )
-    assert (done.returncode, done.stdout, done.stderr) == (2, "said\n", "")
+    error = "forerun: cannot write to the output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, error)
 
 
-def test_sigterm_is_one_line() -> None:
+@pytest.mark.parametrize(("command", "status"), [("batch", 143), ("serve", 0)])
+def test_sigterm_is_one_line(command: str, status: int) -> None:
     done = run(
+        command,
         program="""
 import os
 import signal
@@ -271,9 +313,9 @@ from forerun import cli
 
 cli._run = lambda: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(100)
 cli.main()
-"""
+""",
     )
-    assert (done.returncode, done.stderr) == (143, "forerun: terminated\n")
+    assert (done.returncode, done.stderr) == (status, "forerun: terminated\n")
 
 
 def test_sizes_have_units() -> None:

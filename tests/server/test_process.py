@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -15,7 +16,7 @@ import pytest
 from forerun import cli
 from tests.support import commands
 from tests.support.local import LOCAL
-from tests.support.processes import health, started
+from tests.support.processes import health, started, until_said
 from tests.support.serving import models, until
 from tests.support.toys import save_models
 
@@ -126,6 +127,68 @@ def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
                 json.loads(error[6:])["error"]["code"] == "shutting_down" and done == "data: [DONE]"
             )
             assert other.wait(100) == 0
+
+
+# A server that stays for ever where it calls a function.
+STAYING = """
+import sys
+import threading
+from forerun.server import {module}
+from forerun.cli import main
+
+def stay(*args):
+    print("IT STAYS", file=sys.stderr, flush=True)
+    threading.Event().wait()
+
+{module}.{name} = stay
+main()
+"""
+ONE = ("--target", "embedded")
+SEVERAL = ("--model", "one=embedded", "--model", "other=embedded")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "name", "sent", "options"),
+    [
+        ("listening", "listen", signal.SIGTERM, ONE),
+        ("worker", "loaded", signal.SIGTERM, ONE),
+        ("worker", "loaded", signal.SIGINT, SEVERAL),
+    ],
+)
+def test_a_server_that_is_not_ready_ends_with_status_0(
+    module: str, name: str, sent: signal.Signals, options: tuple[str, ...]
+) -> None:
+    with started(*options, program=STAYING.format(module=module, name=name)) as (process, _):
+        until_said(process, "IT STAYS")
+        process.send_signal(sent)
+        assert process.wait(100) == 0
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "sent"), [(SEVERAL[:2], signal.SIGTERM), (ONE, signal.SIGINT)])
+def test_a_second_signal_ends_running_answers_with_one_line(
+    options: tuple[str, ...], sent: signal.Signals
+) -> None:
+    body = {"prompt": "the cat", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 32}
+    limits = ("--max-rows", "1", "--drain", "1000")
+    with started(*options, *limits) as (process, url), ExitStack() as answers:
+        until_said(process, "ready in")
+        for _ in range(3):
+            answers.enter_context(
+                httpx.stream(
+                    "POST", url + "/v1/completions", json=body, timeout=100, trust_env=False
+                )
+            )
+        process.send_signal(sent)
+        until_said(process, "shutting down")
+        process.send_signal(sent)
+        assert process.wait(100) == 0
+        assert process.stderr is not None
+        (line,) = process.stderr.read().splitlines()
+        assert line.endswith(" WARNING ended at once by a second signal")
 
 
 @pytest.mark.parametrize(

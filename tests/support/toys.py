@@ -362,6 +362,7 @@ class TableLM:
     fused_draft = prompt_hidden = None
     keeps_prefixes = False
     prefilled = 0
+    position_bytes = 1
     clock = staticmethod(perf_counter)
 
     def __init__(self, table: Tensor) -> None:
@@ -380,6 +381,9 @@ class TableLM:
 
     def fresh(self, prefix_bytes: int = 0) -> TableLM:
         return TableLM(self.table)
+
+    def share_texts(self, other: TableLM) -> None:
+        pass
 
     def __contains__(self, id: int) -> bool:
         return id in self.rows
