@@ -67,7 +67,7 @@ def build_engine(
     """
     folder = folder_of(options)
     (target,) = fresh(parts.target, 1, options, folder)
-    drafts = fresh(parts.draft, len(methods), options, folder) if parts.draft is not None else []
+    drafts = _drafts(parts, len(methods), options, folder)
     clock = parts.target.clock
     is_guarded = options.guard is not False
     drafters = []
@@ -88,6 +88,24 @@ def build_engine(
         max_queue=options.max_queue,
         kv_memory=options.kv_memory,
     )
+
+
+def _drafts(
+    parts: Parts, count: int, options: EngineOptions, folder: PromptFolder | None
+) -> list[CausalLM]:
+    """Return `count` copies of the draft model, if there is one.
+
+    They keep earlier texts together, and as many positions as the target, because a prompt whose
+    beginning the target has to run takes its time there.
+    """
+    if parts.draft is None:
+        return []
+    share = parts.draft.position_bytes / max(1, parts.target.position_bytes)
+    prefix_bytes = round(share * options.prefix_limit)
+    drafts = fresh(parts.draft, count, replace(options, prefix_bytes=prefix_bytes), folder)
+    for other in drafts[1:]:
+        other.share_texts(drafts[0])
+    return drafts
 
 
 def folder_of(options: EngineOptions) -> PromptFolder | None:

@@ -69,9 +69,10 @@ class EngineOptions:
         max_rows: the sequences that are decoded at once; others wait.
         max_queue: the sequences that may wait, None for any number.
         kv_memory: the bytes for keys and values of the target, None for no bound.
-        prefix_bytes: the bytes, for each model, of keys and values of earlier prompts, so that the
-            part that a new prompt shares with one of them is not computed again. 0 for none.
-            Default: 256 MiB; `forerun serve` derives it from the model and the free memory.
+        prefix_bytes: the bytes of keys and values of earlier prompts, so that the part that a new
+            prompt shares with one of them is not computed again. 0 for none. A draft model takes
+            bytes of its own for as many positions. Default: 256 MiB; `forerun serve` derives it
+            from the model and the free memory.
         guard: leave drafts out while they do not pay (see forerun/planning/guard.py), unless it is
             False. Which steps draft then depends on measured times. So do tokens that are sampled
             without a seed.

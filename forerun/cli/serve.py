@@ -99,8 +99,8 @@ class ServerOptions:
             parser=byte_size_or_0,
             metavar="SIZE",
             help=(
-                "Most bytes of keys and values of earlier texts, for each model, for example 1GiB; "
-                "0 for none. A prompt that begins like one of them is read from there on. Default: "
+                "Most bytes of the target's keys and values of earlier texts, for example 1GiB; 0 "
+                "for none. A prompt that begins like one of them is read from there on. Default: "
                 "room for a whole context, within a quarter of the free memory."
             ),
         ),
@@ -240,10 +240,9 @@ def serve(serving: ServingOptions, options: ServerOptions) -> None:
     check_packages("forerun serve", "serve", "fastapi", "uvicorn", "prometheus_client")
     options.check()
     models = served_models(serving, options)
-    from forerun.server.listening import end_on_sigterm, listen, set_up_log
+    from forerun.server.listening import listen, set_up_log
 
     listening = listen(options.host, options.port)
-    end_on_sigterm()
     port = listening.getsockname()[1]
     set_up_log(options.log_level)
     first = models[0].options

@@ -190,11 +190,17 @@ FR_INLINE f8 float16s(const void *p) {
 #endif
 }
 
-/* 8 numbers of bfloat16, from any address. */
+/* 8 numbers of bfloat16, from any address. GCC would convert them in parts, with which a product
+   with one row takes twice the time. */
 FR_INLINE f8 bfloat16s(const void *p) {
+#if defined(__AVX2__)
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return (f8)_mm256_slli_epi32(wide, 16);
+#else
     h8 h;
     memcpy(&h, p, 16);
     return (f8)(__builtin_convertvector(h, u8) << 16);
+#endif
 }
 
 #endif

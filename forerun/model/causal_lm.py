@@ -97,6 +97,10 @@ class CausalLM(Rows):
             other.hot = self.hot.fresh()
         return other
 
+    def share_texts(self, other: CausalLM) -> None:
+        """Use the prefix store of another copy of the same model in place of one's own."""
+        self.prompts.store = other.prompts.store
+
     def keep_in(self, folder: PromptFolder, identity: str) -> None:
         """Keep texts in a folder too, and find texts there.
 

@@ -13,6 +13,7 @@ from time import perf_counter
 
 import torch
 
+from forerun.heap import give_back
 from forerun.server.errors import ApiError
 from forerun.server.model import Model, State
 
@@ -161,6 +162,7 @@ class Loader:
         await model.worker.unload()
         model.state = State.UNLOADED
         gc.collect()  # parts of a model refer to each other
+        give_back()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 

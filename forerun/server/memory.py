@@ -40,33 +40,30 @@ def weight_memory(decoder: Decoder) -> int:
 
 
 def prefix_memory(decoder: Decoder) -> int:
-    """Return the bytes that the earlier texts of a decoder's models may take."""
-    return decoder.options.prefix_limit * _store_count(decoder)
+    """Return the bytes that the earlier texts of a decoder's target and draft may take."""
+    return int(decoder.options.prefix_limit * _draft_factor(decoder))
 
 
-def _store_count(decoder: Decoder) -> int:
-    """Return how many models keep earlier texts. Each method has a copy of the draft."""
+def _draft_factor(decoder: Decoder) -> float:
+    """Return how many times the target's bytes target and draft take for the same texts."""
     if decoder.draft is None:
-        return 1
-    return 2 if decoder.sampling_method is None else 3
+        return 1.0
+    return 1 + decoder.draft.position_bytes / decoder.target.position_bytes
 
 
 def default_prefix_bytes(decoder: Decoder, share: MemoryShare) -> int:
-    """Return the bytes for the earlier texts of each of a decoder's models, which are loaded."""
+    """Return the bytes for the earlier texts of a decoder's target, whose models are loaded."""
     target = decoder.target
     tokens = min(target.context or PREFIX_TOKENS, PREFIX_TOKENS)
     free = free_memory(target.device)
     if free is None:
         return DEFAULT_PREFIX_BYTES
-    count = _store_count(decoder)
-    bounds = [
-        max(DEFAULT_PREFIX_BYTES, tokens * target.position_bytes),
-        int(PREFIX_SHARE * share.part * free) // count,
-    ]
+    bound = PREFIX_SHARE * share.part * free
     if share.limit is not None:
         left = max(0, share.limit - weight_memory(decoder))
-        bounds.append(min(left, int(PREFIX_SHARE * share.part * share.limit)) // count)
-    return min(bounds)
+        bound = min(bound, left, PREFIX_SHARE * share.part * share.limit)
+    wanted = max(DEFAULT_PREFIX_BYTES, tokens * target.position_bytes)
+    return min(wanted, int(bound / _draft_factor(decoder)))
 
 
 def default_kv_memory(device: torch.device, share: float = 1.0) -> int | None:

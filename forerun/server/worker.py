@@ -243,7 +243,7 @@ class Worker:
         options = decoder.options
         if options.kv_memory is not None:
             _LOG.info("keys and values may take %.2f GiB", options.kv_memory / 2**30)
-        _LOG.info("those of earlier texts may take %.2f GiB a model", options.prefix_limit / 2**30)
+        _LOG.info("those of earlier texts may take %.2f GiB", options.prefix_limit / 2**30)
         return decoder
 
 

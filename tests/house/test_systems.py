@@ -18,6 +18,7 @@ def test_all_of_it_is_imported_and_used_without_posix(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.without_posix", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout == "done\n", done.stderr
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "private" / "text").read_text() == "whole"
     assert list((tmp_path / "private" / "prompts").glob("*/*"))  # a text was kept
 

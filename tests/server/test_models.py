@@ -30,6 +30,7 @@ from forerun.server.dispatch import create_models_app
 from forerun.server.memory import MemoryShare, weight_memory
 from forerun.server.model import Model, State
 from forerun.server.models import Models
+from tests.support.local import LOCAL
 from tests.support.processes import health, started
 from tests.support.serving import (
     PLAIN,
@@ -38,6 +39,7 @@ from tests.support.serving import (
     client_of,
     get,
     held,
+    leave,
     make_decoder,
     post,
     refusal,
@@ -122,7 +124,7 @@ def test_a_model_is_loaded_when_a_request_names_it(pair: Several) -> None:
 
 def test_what_is_no_request_is_refused_as_by_one_model(pair: Several) -> None:
     for content in (b"{", b"[]", b'{"model": 5}', b"[" * 100_000, b'{"model": null}', b"\xff"):
-        response = httpx.post(pair.url + PLAIN, content=content, timeout=60, trust_env=False)
+        response = httpx.post(pair.url + PLAIN, content=content, timeout=60, **LOCAL)
         assert refusal(response)
     assert post(pair, "/v1/nothing", {}).status_code == 404
     assert get(pair, PLAIN).status_code == 405
@@ -229,10 +231,21 @@ def test_who_waits_too_long_gets_503_and_nobody_suffers() -> None:
             until(lambda: a.users)
             late = server.ask("b")
             assert refusal(late, 503)["code"] == "loading" and late.headers["Retry-After"]
-            with pytest.raises(httpx.ReadTimeout):  # and one that leaves
-                httpx.post(
-                    server.url + PLAIN, json=BODY | {"model": "b"}, timeout=0.1, trust_env=False
-                )
+            until(lambda: not b.tickets and not a.is_leaving)
+            step.set()
+        assert '"finish_reason":"length"' in stream.result().text
+        assert b.loads == 0 and a.loads == 1 and a.state is State.LOADED
+
+
+def test_who_leaves_while_a_model_is_waited_for_costs_nobody_anything() -> None:
+    size = weight_memory(make_decoder())
+    makes = {"a": make_decoder, "b": make_other}
+    with several(makes, size, file_bytes=size) as server, ThreadPoolExecutor(1) as go:
+        a, b = server.models.all
+        with held(a.worker.engine) as step:
+            stream = go.submit(server.ask, "a", LONG)
+            until(lambda: a.users)
+            leave(server, PLAIN, BODY | {"model": "b"}, lambda: b.tickets and a.is_leaving)
             until(lambda: not b.tickets and not a.is_leaving)
             step.set()
         assert '"finish_reason":"length"' in stream.result().text
@@ -335,7 +348,7 @@ def test_streams_are_kept_alive_while_their_model_is_loaded(
                 ).result(60)
             body = bodies[index] | {"model": "b"}
             with httpx.stream(
-                "POST", server.url + PLAIN, json=body, timeout=120, trust_env=False
+                "POST", server.url + PLAIN, json=body, timeout=120, **LOCAL
             ) as response:
                 lines = response.iter_lines()
                 assert response.status_code == 200 and next(lines) == ": keep-alive"
@@ -431,12 +444,10 @@ def test_a_process_with_two_models_drains_both(tmp_path: Path) -> None:
         body = LONG | {"forerun_method": "ar"}
 
         def ask(model: str) -> str:
-            return httpx.post(
-                url + PLAIN, json=body | {"model": model}, timeout=200, trust_env=False
-            ).text
+            return httpx.post(url + PLAIN, json=body | {"model": model}, timeout=200, **LOCAL).text
 
         def running() -> list[float]:
-            text = httpx.get(url + "/metrics", timeout=60, trust_env=False).text
+            text = httpx.get(url + "/metrics", timeout=60, **LOCAL).text
             name = "forerun:num_requests_running{"
             return [float(line.split()[-1]) for line in text.splitlines() if line.startswith(name)]
 

@@ -15,6 +15,7 @@ from tokenizers import AddedToken
 from forerun.api.decoder import Decoder
 from forerun.server import answers
 from forerun.server.ollama_messages import conversation
+from tests.support.local import LOCAL
 from tests.support.serving import (
     CHAT,
     HELLO,
@@ -70,7 +71,7 @@ thinking = served(thinker)
 
 
 def client_of(server: Live, **options: Any) -> ollama.Client:
-    return ollama.Client(host=server.url, trust_env=False, **options)
+    return ollama.Client(host=server.url, **LOCAL, **options)
 
 
 @pytest.fixture(scope="module")
@@ -537,7 +538,7 @@ def test_a_record_without_text_keeps_a_connection_open(
     body = {"messages": HELLO, "options": GREEDY}
     with (
         held(server.worker.engine) as go,
-        httpx.stream("POST", server.url + API_CHAT, json=body, trust_env=False) as response,
+        httpx.stream("POST", server.url + API_CHAT, json=body, **LOCAL) as response,
     ):
         lines = response.iter_lines()
         first = json.loads(next(lines))
@@ -660,8 +661,8 @@ def test_a_body_needs_no_content_type(server: Live) -> None:
     body = json.dumps({"messages": HELLO, "options": GREEDY, "stream": False}).encode()
     form = {"content-type": "application/x-www-form-urlencoded"}
     for headers in (form, {}, {"content-type": "text/plain"}):
-        found = httpx.post(server.url + API_CHAT, content=body, headers=headers, trust_env=False)
+        found = httpx.post(server.url + API_CHAT, content=body, headers=headers, **LOCAL)
         assert found.status_code == 200 and found.json()["eval_count"] == 12
         headers = headers | {"origin": "http://elsewhere"}
-        found = httpx.post(server.url + API_CHAT, content=body, headers=headers, trust_env=False)
+        found = httpx.post(server.url + API_CHAT, content=body, headers=headers, **LOCAL)
         assert failed(found)

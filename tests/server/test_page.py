@@ -33,7 +33,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ROOT = Path(__file__).parents[2]
 AXE = Path(os.environ.get("AXE_CORE", ROOT / "node_modules" / "axe-core" / "axe.min.js"))
 FOLDER = STATIC / "vendor"
-TIMEOUT = 20_000  # milliseconds; for a machine with much else to do
+TIMEOUT = 60_000  # milliseconds; for a machine with much else to do
 ORIGINS = ("draft", "lookup", "phrase", "window", "reused", "correction", "bonus")
 
 pytestmark = pytest.mark.skipif(
