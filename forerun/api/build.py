@@ -100,12 +100,16 @@ def _drafts(
     """
     if parts.draft is None:
         return []
-    share = parts.draft.position_bytes / max(1, parts.target.position_bytes)
-    prefix_bytes = round(share * options.prefix_limit)
+    prefix_bytes = round(draft_share(parts.target, parts.draft) * options.prefix_limit)
     drafts = fresh(parts.draft, count, replace(options, prefix_bytes=prefix_bytes), folder)
     for other in drafts[1:]:
         other.share_texts(drafts[0])
     return drafts
+
+
+def draft_share(target: CausalLM, draft: CausalLM) -> float:
+    """Return the bytes of a position in a draft model over those in its target."""
+    return draft.position_bytes / max(1, target.position_bytes)
 
 
 def folder_of(options: EngineOptions) -> PromptFolder | None:

@@ -99,9 +99,10 @@ class ServerOptions:
             parser=byte_size_or_0,
             metavar="SIZE",
             help=(
-                "Most bytes of the target's keys and values of earlier texts, for example 1GiB; 0 "
-                "for none. A prompt that begins like one of them is read from there on. Default: "
-                "room for a whole context, within a quarter of the free memory."
+                "Most bytes of keys and values of a model's earlier texts, for example 1GiB; 0 for "
+                "none. A prompt that begins like one of them is read from there on. Its draft "
+                "model takes its own for as many tokens. Default: room for a whole context, within "
+                "a quarter of the free memory."
             ),
         ),
     ] = None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from forerun.api.build import draft_share
 from forerun.api.decoder import Decoder
 from forerun.api.options import DEFAULT_PREFIX_BYTES
 from forerun.backends.held import held_bytes
@@ -40,15 +41,15 @@ def weight_memory(decoder: Decoder) -> int:
 
 
 def prefix_memory(decoder: Decoder) -> int:
-    """Return the bytes that the earlier texts of a decoder's target and draft may take."""
-    return int(decoder.options.prefix_limit * _draft_factor(decoder))
+    """Return the bytes that the earlier texts of a decoder's models may take."""
+    return round(_models_share(decoder) * decoder.options.prefix_limit)
 
 
-def _draft_factor(decoder: Decoder) -> float:
-    """Return how many times the target's bytes target and draft take for the same texts."""
+def _models_share(decoder: Decoder) -> float:
+    """Return the bytes of a position in all models that keep earlier texts, over the target's."""
     if decoder.draft is None:
         return 1.0
-    return 1 + decoder.draft.position_bytes / decoder.target.position_bytes
+    return 1.0 + draft_share(decoder.target, decoder.draft)
 
 
 def default_prefix_bytes(decoder: Decoder, share: MemoryShare) -> int:
@@ -58,12 +59,15 @@ def default_prefix_bytes(decoder: Decoder, share: MemoryShare) -> int:
     free = free_memory(target.device)
     if free is None:
         return DEFAULT_PREFIX_BYTES
-    bound = PREFIX_SHARE * share.part * free
+    models = _models_share(decoder)
+    bounds = [
+        max(DEFAULT_PREFIX_BYTES, tokens * target.position_bytes),
+        int(PREFIX_SHARE * share.part * free / models),
+    ]
     if share.limit is not None:
         left = max(0, share.limit - weight_memory(decoder))
-        bound = min(bound, left, PREFIX_SHARE * share.part * share.limit)
-    wanted = max(DEFAULT_PREFIX_BYTES, tokens * target.position_bytes)
-    return min(wanted, int(bound / _draft_factor(decoder)))
+        bounds.append(int(min(left, PREFIX_SHARE * share.part * share.limit) / models))
+    return min(bounds)
 
 
 def default_kv_memory(device: torch.device, share: float = 1.0) -> int | None:
