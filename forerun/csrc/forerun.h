@@ -25,7 +25,8 @@
 extern "C" {
 #endif
 
-/* Formats of weights, as they are in GGUF files. */
+/* Formats of weights, as they are in GGUF files, and of wide rows (packing.c), which stand for the
+   IQ1, IQ2 and IQ3 formats. */
 enum fr_format {
     FR_Q4_K,
     FR_Q5_K,
@@ -43,6 +44,9 @@ enum fr_format {
     FR_IQ4_NL,
     FR_IQ4_XS,
     FR_MXFP4,
+    FR_IQ12_WIDE,
+    FR_IQ3_XXS_WIDE,
+    FR_IQ3_S_WIDE,
     FR_FORMATS
 };
 

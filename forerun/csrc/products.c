@@ -10,9 +10,9 @@
    For each output and row, f = 0 at first. Then, for one block of 32 inputs after the other:
 
      dot = the sum of q x code (DM, K), or of q x (code less 8, 16, 32 or 128), an exact integer,
-           where the code is a number of the table if the layout has one (NL, XS, FP4);
-           with scales of 16 (S, SM) it is (first 16) x sc[0] + (last 16) x sc[1]
-     f   = fma(float(dot) x scale of the inputs, d, (d x sc) or 2^(e - 128), f)
+           where the code is a number of the table if the layout has one (NL, XS, FP4, W);
+           with scales of 16 (S, SM, W) it is (first 16) x sc[0] + (last 16) x sc[1]
+     f   = fma(float(dot) x scale of the inputs, d, (d x sc), d / 8 or 2^(e - 128), f)
      and then, if the layout has minimums, where `half` is that of the record:
      f   = fma(sum of the inputs, m or (-m x mn), f)                                      DM, K
      f   = fma(float(half[0] x mn[0] + half[1] x mn[1]) x scale of the inputs, m / 32, f)    SM
@@ -199,6 +199,7 @@ FR_INLINE ints start(int bits, int scales, const fr_record *x, int half) {
     return bits == 5 ? (ints)_mm256_srai_epi16((__m256i)pairs, 1) : pairs;
 #else
     if (bits == 6) return broadcast(&x->half[half]);
+    if (fr_has_halves(scales)) return broadcast(&x->half[half]) << 2;
     return broadcast(&x->whole) >> (bits == 4 ? 4 : bits == 5 ? 3 : 0);
 #endif
 }
@@ -284,31 +285,39 @@ FR_INLINE ints sums_of(const pair_sums *a, int row) {
 /* Whether the halves of a block are summed apart, because each has its scale, or because int16
    would overflow: 16 products of 4 bits fill it (15 x 127 x 16 = 30480), and so do 8 products of 5
    bits, or of 6 bits less 32. */
-FR_INLINE int is_halved(int bits) { return bits == 6 || (IS_AVX2 && bits == 5); }
+FR_INLINE int is_halved(int bits, int scales) {
+    return fr_has_halves(scales) || (IS_AVX2 && bits == 5);
+}
 
-/* The dot of a block as floats, from its sums. */
-FR_INLINE reals dot(int bits, const ints sum[2], const ints sc[2]) {
+/* The dot of a block as floats, from its sums. With scales of halves it is below 2^24, also for the
+   widest numbers: 2 x 16 x 127 x 124 x 31 = 15,622,016. */
+FR_INLINE reals dot(int bits, int scales, const ints sum[2], const ints sc[2]) {
 #if IS_AVX2
-    if (bits == 8) return to_reals(sum[0]);
+    if (bits == 8) {
+        int is_one = !fr_has_halves(scales);
+        return to_reals(is_one ? sum[0] : sum[0] * sc[0] + sum[1] * sc[1]);
+    }
     const ints ones = (ints){} + 0x10001;
     ints total = {};
-    for (int h = 0; h < (is_halved(bits) ? 2 : 1); h++) {
+    for (int h = 0; h < (is_halved(bits, scales) ? 2 : 1); h++) {
         /* The scale, for both pairs of a lane. */
         ints factor = bits == 6 ? (sc[h] & 0xffff) | sc[h] << 16 : ones;
         total += (ints)_mm256_madd_epi16((__m256i)sum[h], (__m256i)factor);
     }
     return to_reals(total);
-#elif HAS_AVX512 /* for 6 bits the dot is below 2^24, so floats are exact, in fewer steps */
-    if (bits != 6) return to_reals(sum[0]);
+#elif HAS_AVX512 /* floats are exact, in fewer steps */
+    (void)bits;
+    if (!fr_has_halves(scales)) return to_reals(sum[0]);
     return fused(to_reals(sum[1]), to_reals(sc[1]), to_reals(sum[0]) * to_reals(sc[0]));
 #else
-    return to_reals(bits == 6 ? sum[0] * sc[0] + sum[1] * sc[1] : sum[0]);
+    (void)bits;
+    return to_reals(fr_has_halves(scales) ? sum[0] * sc[0] + sum[1] * sc[1] : sum[0]);
 #endif
 }
 
 typedef struct {
     reals d, m;        /* times those of the block, for K */
-    ints sc[2], mn[2]; /* S, SM: of 16 weights */
+    ints sc[2], mn[2]; /* of 16 weights */
 } block_scales;
 
 /* Reads the scales of a block; d and m are those of its group. */
@@ -328,7 +337,7 @@ FR_INLINE block_scales read_scales(int scales, const uint8_t *block, reals d, re
         s.d = to_reals(unsigned_bytes(block)) * d;
         s.m = to_reals(unsigned_bytes(block + 16)) * m;
     }
-    for (int h = 0; (scales == S || scales == SM) && h < 2; h++) {
+    for (int h = 0; fr_has_halves(scales) && h < 2; h++) {
         s.sc[h] = signed_bytes(block + 16 * h);
         if (scales == SM) s.mn[h] = unsigned_bytes(block + 32 + 16 * h);
     }
@@ -339,7 +348,7 @@ FR_INLINE block_scales read_scales(int scales, const uint8_t *block, reals d, re
 FR_INLINE reals add_block(int bits, int scales, const ints sum[2], const block_scales *s,
                           const fr_record *x, reals f) {
     reals scale = everywhere(x->scale);
-    f = fused(dot(bits, sum, s->sc) * scale, s->d, f);
+    f = fused(dot(bits, scales, sum, s->sc) * scale, s->d, f);
     if (scales == K || scales == DM) f = fused(everywhere(x->sum), s->m, f);
     if (scales == SM) { /* integers below 2^24, so floats are exact */
         reals minimums = to_reals(broadcast(&x->half[0])) * to_reals(s->mn[0]);
@@ -377,7 +386,7 @@ FR_INLINE void sum_block(shape l, int n, const uint8_t *block, const codes *near
     int bits = code_bits(l.bits, l.scales);
     UNROLL
     for (int t = 0; t < 8; t++) {
-        int half = is_halved(bits) ? t / 4 : 0;
+        int half = is_halved(bits, l.scales) ? t / 4 : 0;
         codes w = near ? near[t] : unpacked(l.bits, l.scales, block, t, &vectors);
         UNROLL
         for (int r = 0; r < n; r++) {
@@ -396,7 +405,7 @@ FR_INLINE void sum_pairs(shape l, int n, const uint8_t *block, const codes *near
     memset(pairs, 0, sizeof pairs);
     UNROLL
     for (int t = 0; t < 8; t += 2) {
-        int half = is_halved(l.bits) ? t / 4 : 0;
+        int half = is_halved(l.bits, l.scales) ? t / 4 : 0;
         codes first = near ? near[t] : unpacked(l.bits, l.scales, block, t, &vectors);
         codes last = near ? near[t + 1] : unpacked(l.bits, l.scales, block, t + 1, &vectors);
         UNROLL
@@ -426,6 +435,7 @@ FR_INLINE void tile(shape l, int n, const uint8_t *group, int count, int part, c
     reals m = {};
     int first = LANES * part; /* output */
     if (l.group_bytes) d = float16_reals(group_scales + 2 * first);
+    if (fr_is_wide(l.scales)) d = d * 0x1p-3f;
     if (l.scales == K) m = -float16_reals(group_scales + 32 + 2 * first);
     if (l.scales == SM) m = float16_reals(group_scales + 32 + 2 * first) * 0x1p-5f;
     UNROLL

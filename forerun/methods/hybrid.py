@@ -58,7 +58,8 @@ class Hybrid(Suffix):
         names = [known for known in METHODS if known not in NEVER_OTHER]
         if name not in names and ":" not in name:
             raise ValueError(
-                f"other must be auto, {', '.join(names[:-1])} or {names[-1]}, not {name!r}"
+                f"other must be auto, {', '.join(names)} or of the form package.module:Class, "
+                f"not {name!r}"
             )
         settings: dict[str, int | float | bool | str | None] = {}
         for text in given:

@@ -284,8 +284,7 @@ class GuardedDrafter(Drafter):
         ]
         if of_drafter:
             self.drafter.observe(of_drafter, memo.inner if memo is not None else None)
-        # A row whose scores are not numbers is left out here, because it is decoded again alone.
-        if memo is None or len(outcomes) < memo.rows:
+        if memo is None or not _is_complete(outcomes, memo):
             return
         if memo.time is not None and self._costs is not None:
             target_ms = 1000 * (self.guards[True].clock() - memo.proposed_at)
@@ -358,6 +357,17 @@ class GuardedDrafter(Drafter):
             for _ in self.drafter.admit(seq, None, len(seq.tokens)):
                 pass
             self._inside[seq.id] = True
+
+
+def _is_complete(outcomes: abc.Sequence[RowOutcome], memo: GuardMemo) -> bool:
+    """Return whether all rows of a step were given tokens, so that it is a measurement.
+
+    A row whose scores are not numbers is left out if it had a draft, because it is decoded again
+    alone. A row that ends with an error was given none, and a plain step would have given it none.
+    """
+    if len(outcomes) < memo.rows:
+        return False
+    return all(outcome.sequence.error is None for outcome in outcomes)
 
 
 def _time_of_drafts(seqs: list[Sequence], proposal: Proposal, seconds: float) -> StepTime:

@@ -12,6 +12,7 @@ from anthropic.types import Message
 from tokenizers import AddedToken
 
 from forerun.api.decoder import Decoder
+from tests.support.local import LOCAL
 from tests.support.serving import (
     CHAT,
     HELLO,
@@ -74,7 +75,7 @@ thinker = served(make_thinker)
 
 def client_of(server: Live, **options: Any) -> anthropic.Anthropic:
     """Anthropic's client of a server, which closes its connections at the end of a `with`."""
-    http = httpx2.Client(trust_env=False)
+    http = httpx2.Client(**LOCAL)
     options = {"api_key": "none"} | options
     return anthropic.Anthropic(base_url=server.url, http_client=http, max_retries=0, **options)
 

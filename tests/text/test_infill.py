@@ -11,6 +11,7 @@ from tokenizers import AddedToken
 from forerun import Decoder
 from forerun.text import infill
 from forerun.text.infill import infill_form
+from tests.support.local import LOCAL
 from tests.support.serving import (
     FILLERS,
     NAME,
@@ -163,7 +164,7 @@ def test_an_editor_cancels_at_each_key_stroke(editor: Live) -> None:
                     came.set()
 
     async def type_all() -> None:
-        async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=120, **LOCAL) as client:
             for at in range(200):
                 came = asyncio.Event()
                 asked = asyncio.create_task(ask(client, at, came))
