@@ -14,9 +14,11 @@
    The four bytes belong to four adjacent inputs, 4 t to 4 t + 3, where t goes from 0 to 7:
 
      4 bits  4 vectors: t = 2 i in the low half of vector i's bytes, t = 2 i + 1 in the high half
-     5 bits  as 4 bits, then one vector: bit t of a byte is the highest bit for t
-     6 bits  as 4 bits, then two vectors, for t = 0 to 3 and for t = 4 to 7: the two highest bits
-             for t are bits 2 (t % 4) and 2 (t % 4) + 1 of a byte
+     5 bits  5 vectors: the low bits hold t = 0 to 4. The top three bits hold t = 5 in vectors 0
+             (its three high bits) and 1 (bits 6 and 7), t = 6 in vectors 2 and 3 likewise, and
+             t = 7 in vectors 4 (its three high bits), 1 and 3 (bit 5)
+     6 bits  6 vectors: the low bits of vectors 0 to 2 hold t = 0 to 2, and the top two bits hold
+             t = 3, the highest first; vectors 3 to 5 hold t = 4 to 7 likewise
      8 bits  8 vectors, one for each t
 
    Codes are unsigned, because the instructions of x86 multiply unsigned bytes by signed ones. The

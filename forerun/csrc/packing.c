@@ -229,56 +229,55 @@ static block_place find_block(const fr_layout *l, uint8_t *panel, size_t blocks,
    codes, one in each byte. */
 static void put_codes(int bits, uint8_t *at, const uint8_t values[32]) {
     uint32_t q[8];
+    uint32_t words[8];
     memcpy(q, values, 32);
-    if (bits == 8) {
-        for (int t = 0; t < 8; t++)
-            memcpy(at + 64 * t, &q[t], 4);
-        return;
-    }
-    for (int i = 0; i < 4; i++) {
-        uint32_t low = (q[2 * i] & 0x0f0f0f0f) | (q[2 * i + 1] & 0x0f0f0f0f) << 4;
-        memcpy(at + 64 * i, &low, 4);
+    for (int i = 0; i < bits; i++) {
+        switch (bits) {
+        case 4: words[i] = q[2 * i] | q[2 * i + 1] << 4; break;
+        case 6: {
+            uint32_t last = q[i / 3 * 4 + 3];
+            words[i] = q[i / 3 * 4 + i % 3] | (last >> (4 - 2 * (i % 3)) & 0x03030303) << 6;
+            break;
+        }
+        default: words[i] = q[i]; break;
+        }
     }
     if (bits == 5) {
-        uint32_t high = 0;
-        for (int t = 0; t < 8; t++)
-            high |= (q[t] >> 4 & 0x01010101) << t;
-        memcpy(at + 256, &high, 4);
+        words[0] |= (q[5] >> 2 & 0x07070707) << 5;
+        words[1] |= (q[5] & 0x03030303) << 6 | (q[7] >> 1 & 0x01010101) << 5;
+        words[2] |= (q[6] >> 2 & 0x07070707) << 5;
+        words[3] |= (q[6] & 0x03030303) << 6 | (q[7] & 0x01010101) << 5;
+        words[4] |= (q[7] >> 2 & 0x07070707) << 5;
     }
-    for (int h = 0; bits == 6 && h < 2; h++) {
-        uint32_t high = 0;
-        for (int k = 0; k < 4; k++)
-            high |= (q[4 * h + k] >> 4 & 0x03030303) << 2 * k;
-        memcpy(at + 256 + 64 * h, &high, 4);
-    }
+    for (int i = 0; i < bits; i++)
+        memcpy(at + 64 * i, &words[i], 4);
 }
 
 /* Reads what put_codes wrote. */
 static void get_codes(int bits, const uint8_t *at, uint8_t values[32]) {
-    uint32_t q[8];
-    if (bits == 8) {
-        for (int t = 0; t < 8; t++)
-            memcpy(&q[t], at + 64 * t, 4);
-        memcpy(values, q, 32);
-        return;
-    }
-    for (int i = 0; i < 4; i++) {
-        uint32_t low;
-        memcpy(&low, at + 64 * i, 4);
-        q[2 * i] = low & 0x0f0f0f0f;
-        q[2 * i + 1] = low >> 4 & 0x0f0f0f0f;
+    uint32_t q[8] = {0};
+    uint32_t words[8];
+    for (int i = 0; i < bits; i++)
+        memcpy(&words[i], at + 64 * i, 4);
+    for (int i = 0; i < bits; i++) {
+        switch (bits) {
+        case 4:
+            q[2 * i] = words[i] & 0x0f0f0f0f;
+            q[2 * i + 1] = words[i] >> 4 & 0x0f0f0f0f;
+            break;
+        case 5: q[i] = words[i] & 0x1f1f1f1f; break;
+        case 6:
+            q[i / 3 * 4 + i % 3] = words[i] & 0x3f3f3f3f;
+            q[i / 3 * 4 + 3] |= (words[i] >> 6 & 0x03030303) << (4 - 2 * (i % 3));
+            break;
+        default: q[i] = words[i]; break;
+        }
     }
     if (bits == 5) {
-        uint32_t high;
-        memcpy(&high, at + 256, 4);
-        for (int t = 0; t < 8; t++)
-            q[t] |= (high >> t & 0x01010101) << 4;
-    }
-    for (int h = 0; bits == 6 && h < 2; h++) {
-        uint32_t high;
-        memcpy(&high, at + 256 + 64 * h, 4);
-        for (int k = 0; k < 4; k++)
-            q[4 * h + k] |= (high >> 2 * k & 0x03030303) << 4;
+        q[5] = (words[0] >> 3 & 0x1c1c1c1c) | (words[1] >> 6 & 0x03030303);
+        q[6] = (words[2] >> 3 & 0x1c1c1c1c) | (words[3] >> 6 & 0x03030303);
+        q[7] = (words[4] >> 3 & 0x1c1c1c1c) | (words[1] >> 4 & 0x02020202);
+        q[7] |= words[3] >> 5 & 0x01010101;
     }
     memcpy(values, q, 32);
 }
