@@ -256,7 +256,8 @@ FR_INLINE ints add_products(int bits, ints a, codes w, ints x) {
     __asm__("" : "+x"(a));
     return a;
 #elif HAS_NEON
-    int8x16_t c[2], b[2];
+    int8x16_t c[2];
+    int8x16_t b[2];
     int32x4_t s[2];
     memcpy(c, &w, 32);
     memcpy(b, &x, 32);
@@ -283,7 +284,8 @@ typedef struct {
 /* Adds the products of two rows with the codes for 8 inputs, which two vectors hold by fours. */
 FR_INLINE void add_matrices(pair_sums *a, codes first, codes last, const int8_t *q,
                             const int8_t *r) {
-    int32x4_t x[2], y[2];
+    int32x4_t x[2];
+    int32x4_t y[2];
     int8x16_t inputs = vcombine_s8(vld1_s8(q), vld1_s8(r));
     memcpy(x, &first, 32);
     memcpy(y, &last, 32);
