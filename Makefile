@@ -50,6 +50,7 @@ quality: $(INSTALLED)-dev
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 	$(BIN)/python .ci/tidy $(BIN)/clang-tidy
 	$(BIN)/hadolint deploy/Dockerfile
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 format: $(INSTALLED)-dev
 	$(BIN)/ruff check --fix .

@@ -77,7 +77,9 @@ def build_engine(
         drafters.append(method.build(replace(parts, draft=draft, guarded=guarded)))
     drafter = drafters[0] if len(drafters) == 1 else Split(*drafters)
     if is_guarded and not all(isinstance(method, AR) for method in methods):
-        # Two guards, because sampling differs from greedy decoding in costs and acceptance.
+        # Two guards, because sampling differs from greedy decoding in costs and acceptance. Each
+        # has its own account, because what one mode loses is no reason to pause the other. What
+        # the guards inside of a drafter try is booked here too, so these accounts bound it.
         keys = (methods[0], True), (methods[-1], False)
         guards = [trackers.setdefault(key, Guard(clock)) for key in keys]
         drafter = GuardedDrafter(drafter, guards[0], guards[1], parts.corrected)

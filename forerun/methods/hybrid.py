@@ -40,10 +40,11 @@ class Hybrid(Suffix):
 
     @property
     def needs_costs(self) -> bool:
-        """Return whether the threshold, or the other method, uses costs."""
-        if self.other == "auto":
-            return False
-        return self.threshold is None or self.other_method().needs_costs
+        """Return whether costs tell where drafts pay. Suffixes alone do without.
+
+        They do so with a fixed threshold too, because it says nothing about batches.
+        """
+        return self.other != "auto"
 
     @property
     def any_tokenizer(self) -> bool:

@@ -19,7 +19,7 @@ from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
 from forerun.planning.corrected_costs import CorrectedCosts, StepTime
 from forerun.planning.cost_model import mean_context
-from forerun.planning.forecast import StepSituation, forecast
+from forerun.planning.forecast import PlannedDrafter, StepSituation, forecast
 from forerun.planning.loss_account import LossAccount
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class GuardMemo:
         return self.judge is not None and not self.asked
 
 
-class GuardedDrafter(Drafter):
+class GuardedDrafter(PlannedDrafter):
     """Wrap any drafter, and call it only while its drafts pay.
 
     In other steps the drafter is not called, and sees later that sequences have grown. It admits a
@@ -202,6 +202,7 @@ class GuardedDrafter(Drafter):
         self.drafter = drafter
         self.guards = {True: guard, False: sampled if sampled is not None else Guard(guard.clock)}
         self._costs = costs
+        self.planner = drafter.planner if isinstance(drafter, PlannedDrafter) else None
         self.wants_hidden = drafter.wants_hidden
         self.extra_nodes = drafter.extra_nodes
         self.reads = drafter.reads
@@ -335,15 +336,14 @@ class GuardedDrafter(Drafter):
         of_modes = {}
         for greedy in sorted({seq.greedy for seq in seqs}):
             of_modes[greedy] = forecast(self.drafter, StepSituation(rows, context, greedy))
-        paying = []
-        for seq in seqs:
-            if self._inside[seq.id]:
-                pays = of_modes[seq.greedy].pays
-            else:
-                pays = self._forecasts_gain(seq, rows)
-            if pays:
-                paying.append(seq)
-        return paying
+        # Where a step does not pay, texts that must be read first are not asked about one by one,
+        # because that would take time in every step.
+        return [
+            seq
+            for seq in seqs
+            if of_modes[seq.greedy].pays
+            and (self._inside[seq.id] or self._forecasts_gain(seq, rows))
+        ]
 
     def _forecasts_gain(self, seq: Sequence, rows: int) -> bool:
         """Return whether drafts pay for a sequence whose text is yet to be read."""

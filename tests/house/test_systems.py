@@ -9,8 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from forerun import files
+from forerun.csrc.build import PLATFORMS
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -89,3 +93,12 @@ def test_a_reader_of_windows_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
     refusals[:] = [PermissionError()]
     with pytest.raises(PermissionError):  # here it says that the folder is another user's
         files.replace(tmp_path / "old", new)
+
+
+def test_the_workflow_names_wheels_and_tests_that_there_are() -> None:
+    text = (ROOT / ".github" / "workflows" / "systems.yml").read_text()
+    jobs = yaml.safe_load(text)["jobs"]["systems"]["strategy"]["matrix"]["include"]
+    assert {job["wheel"] for job in jobs} <= PLATFORMS.keys()
+    assert {PLATFORMS[job["wheel"]].system for job in jobs} == {"linux", "darwin", "win32"}
+    for job in jobs:
+        assert all((ROOT / folder).is_dir() for folder in job["tests"].split())

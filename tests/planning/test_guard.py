@@ -207,6 +207,31 @@ def test_a_batch_in_which_drafts_cannot_pay_runs_no_draft() -> None:
     assert sum(step.drafted > 0 for step in alone) > 3 and bench.draft.prompts == 1
 
 
+def test_a_batch_in_which_nothing_pays_asks_neither_suffixes_nor_the_model() -> None:
+    """`hybrid` with a fixed threshold, which says nothing about batches. One row drafts."""
+
+    class Suffixes(SuffixDrafter):
+        asked = 0
+
+        def find(self, seq: Sequence, rows: int) -> tuple[Draft, float]:
+            self.asked += 1
+            return super().find(seq, rows)
+
+    bench = Bench(TARGET)
+    costs = Costs({1: 10.0, 2: 11.0, 4: 14.0, 64: 650.0}, {1: 1.0, 64: 64.0})
+    model = ChainDrafter(bench.draft, FixedLength(2), costs=costs)
+    suffixes = Suffixes(Suffix(), None, costs)
+    hybrid = HybridDrafter(suffixes, GuardedDrafter(model, bench.pace), 3.0)
+    drafter = GuardedDrafter(hybrid, Guard(bench.clock))
+    together = decode(bench.target, drafter, [Request(prompt, 30) for prompt in PROMPTS[:4]])
+    assert not any(step.drafted for steps in together for step in steps)
+    assert not bench.draft.prompts and not suffixes.asked
+    # Nothing was lost, so nothing is paused, and one row drafts after a few looks.
+    (alone,) = decode(bench.target, drafter, [Request(PROMPTS[0], 30)])
+    assert sum(step.drafted > 0 for step in alone) > 3
+    assert bench.draft.prompts == 1 and suffixes.asked
+
+
 def by_number(rows: Iterable[abc.Sequence[Step]]) -> list[list[Step]]:
     steps = sorted((step for steps in rows for step in steps), key=lambda step: step.number)
     return [list(shared) for _, shared in groupby(steps, lambda step: step.number)]

@@ -288,7 +288,7 @@ def test_the_best_answers_are_the_most_probable_ones(server: Live, decoder: Deco
     prompts = ["the cat", "low"]
     sampling = {"temperature": 2.0, "seed": 4}
     body = {"prompt": prompts, "max_tokens": 10, "ignore_eos": True} | sampling
-    found = post(server, PLAIN, body | {"n": 2, "best_of": 5}).json()
+    answer = post(server, PLAIN, body | {"n": 2, "best_of": 5}).json()
     rows = [prompt for prompt in prompts for _ in range(5)]
     outcomes = decoder.generate(rows, max_new_tokens=10, ignore_eos=True, **sampling)
     wanted = []
@@ -298,10 +298,10 @@ def test_the_best_answers_are_the_most_probable_ones(server: Live, decoder: Deco
             for outcome in outcomes[5 * place : 5 * place + 5]
         }
         wanted += [texts[score] for score in sorted(texts, reverse=True)[:2]]
-    assert [choice["text"] for choice in found["choices"]] == wanted
-    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3]
-    assert all(choice["logprobs"] is None for choice in found["choices"])
-    assert found["usage"]["completion_tokens"] == 2 * 5 * 10
+    assert [choice["text"] for choice in answer["choices"]] == wanted
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    assert answer["usage"]["completion_tokens"] == 2 * 5 * 10
     error = refusal(post(server, PLAIN, body | {"n": 3, "best_of": 2}))
     assert error["param"] == "best_of"
     error = refusal(post(server, PLAIN, body | {"best_of": 2, "stream": True}))

@@ -162,10 +162,10 @@ def test_a_full_queue_answers_at_once() -> None:
             http.stream("POST", url, json=body, timeout=120) as one,
             http.stream("POST", url, json=body) as other,
         ):
-            found = post(server, PLAIN, {"prompt": "a"})
+            response = post(server, PLAIN, {"prompt": "a"})
             assert (
-                refusal(found, 503)["code"] == "queue_full"
-                and int(found.headers["Retry-After"]) > 0
+                refusal(response, 503)["code"] == "queue_full"
+                and int(response.headers["Retry-After"]) > 0
             )
             assert refusal(post(server, PLAIN, {"prompt": "a", "n": 5}))["param"] == "n"
             go.set()
@@ -210,12 +210,12 @@ def test_too_much_for_the_memory_is_refused_and_less_waits() -> None:
             refusal(post(server, PLAIN, {"prompt": "a", "max_tokens": 500}))["param"]
             == "max_tokens"
         )
-        found = post(
+        response = post(
             server,
             PLAIN,
             {"prompt": "a", "max_tokens": 100, "n": 8, "ignore_eos": True, "temperature": 0},
         )
-        assert len({each["text"] for each in found.json()["choices"]}) == 1
+        assert len({each["text"] for each in response.json()["choices"]}) == 1
 
 
 MARK = 299  # a token that only the culprit's prompt has
@@ -315,20 +315,20 @@ def test_a_key_is_needed_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> 
             b"secret",
         ):
             headers = {b"authorization": given} if given else {}
-            found = post(server, PLAIN, {"prompt": "a"}, headers=headers)
-            assert refusal(found, 401)["code"] == "invalid_api_key"
+            response = post(server, PLAIN, {"prompt": "a"}, headers=headers)
+            assert refusal(response, 401)["code"] == "invalid_api_key"
         assert compare.call_count == 6
         right = {"authorization": "Bearer secret", "origin": "http://a.example"}
-        found = post(server, PLAIN, {"prompt": "a", "max_tokens": 1}, headers=right)
+        response = post(server, PLAIN, {"prompt": "a", "max_tokens": 1}, headers=right)
         assert (
-            found.status_code == 200
-            and found.headers["access-control-allow-origin"] == "http://a.example"
+            response.status_code == 200
+            and response.headers["access-control-allow-origin"] == "http://a.example"
         )
         assert get(server, "/health").status_code == 200
         assert get(server, "/metrics").status_code == 401
         asked = {"origin": "http://b.example", "access-control-request-method": "POST"}
-        found = httpx.options(server.url + PLAIN, headers=asked, **LOCAL)
-        assert "access-control-allow-origin" not in found.headers
+        response = httpx.options(server.url + PLAIN, headers=asked, **LOCAL)
+        assert "access-control-allow-origin" not in response.headers
 
 
 @pytest.mark.parametrize(("limit", "seconds", "status"), [(1000, 0.1, 408), (3, 10, 413)])

@@ -68,13 +68,13 @@ def test_a_body_that_takes_long_to_read_holds_up_no_other(server: Live, reading:
     with ThreadPoolExecutor(READERS) as pool:
         heavy = [pool.submit(post, server, PLAIN, HEAVY) for _ in range(READERS - 1)]
         until(lambda: reading.read.count("heavy") == READERS - 1)
-        found = httpx.post(
+        response = httpx.post(
             server.url + PLAIN,
             json={"prompt": "light", "max_tokens": 2},
             timeout=60,
             **LOCAL,
         )
-        assert found.status_code == 200 and not any(each.done() for each in heavy)
+        assert response.status_code == 200 and not any(each.done() for each in heavy)
         heavy.append(pool.submit(post, server, PLAIN, HEAVY))
         until(lambda: reading.read.count("heavy") == READERS)
         for path in (PLAIN, "/tokenize"):  # what nobody waits for any more is not read

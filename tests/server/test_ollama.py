@@ -661,8 +661,8 @@ def test_a_body_needs_no_content_type(server: Live) -> None:
     body = json.dumps({"messages": HELLO, "options": GREEDY, "stream": False}).encode()
     form = {"content-type": "application/x-www-form-urlencoded"}
     for headers in (form, {}, {"content-type": "text/plain"}):
-        found = httpx.post(server.url + API_CHAT, content=body, headers=headers, **LOCAL)
-        assert found.status_code == 200 and found.json()["eval_count"] == 12
+        response = httpx.post(server.url + API_CHAT, content=body, headers=headers, **LOCAL)
+        assert response.status_code == 200 and response.json()["eval_count"] == 12
         headers = headers | {"origin": "http://elsewhere"}
-        found = httpx.post(server.url + API_CHAT, content=body, headers=headers, **LOCAL)
-        assert failed(found)
+        response = httpx.post(server.url + API_CHAT, content=body, headers=headers, **LOCAL)
+        assert failed(response)
