@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from forerun.drafters.pools import SuffixMemory
     from forerun.engine.sequence import Sequence
+    from forerun.engine.target import ChunkSize
     from forerun.planning.cost_model import CostSource
 
 LONGEST_MATCH = 64  # in earlier outputs, in tokens
@@ -69,7 +70,7 @@ class SuffixDrafter(Drafter):
         self.rows: dict[int, _Text] = {}
         self._costs = costs
 
-    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: ChunkSize) -> Iterator[int]:
         """Read a prompt in parts, so that a long one does not hold up the next step."""
         row = self.rows[seq.id] = _Text()
         for end in range(PROMPT_PART, len(seq.tokens), PROMPT_PART):
