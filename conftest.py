@@ -6,22 +6,28 @@ read from or written to the user's home folder.
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import settings
 
 from forerun.csrc.library import library, missing
 
+# Python looks for garbage whenever this many objects more were made than freed. With the usual 700
+# that took a third of the time of tests that make many objects.
+gc.set_threshold(10_000)
 _home = tempfile.TemporaryDirectory(prefix="forerun-tests-")
 os.environ["FORERUN_HOME"] = _home.name
-# Tests run side by side, and what they start does too.
+# Where this is set, each process that a test starts would compile what it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# Tests run side by side, and what they start does too. Torch reads this when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
-torch.set_num_threads(1)
 _same_examples = {"deadline": None, "derandomize": True, "database": None}
 settings.register_profile("suite", **_same_examples, max_examples=60)
 settings.register_profile("fast", **_same_examples, max_examples=10)
@@ -59,6 +65,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if name.startswith("tests/house/") or first.setdefault(name, item) is item:
             kept.append(item)
     items[:] = kept
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Have Python look for no garbage among all that was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -73,7 +73,9 @@ def without_times(sdist: Path) -> None:
 def make_wheel(tag: str, sdist: Path, folder: Path) -> Path:
     """Return the wheel of a platform, built from the sdist."""
     with tempfile.TemporaryDirectory() as work, tarfile.open(sdist) as archive:
-        archive.extractall(work, filter="data")
+        # The call's argument is newer than Debian's Python, 3.11.2.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(work)
         (source,) = Path(work).iterdir()
         return built("wheel", source, folder, FORERUN_PLATFORM=tag)
 

@@ -33,8 +33,12 @@ def read_text(path: Path) -> str:
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all, because a reader must not see a half of it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # else it takes the last bytes of a full disk
+        raise
 
 
 def replace(new: Path, path: Path) -> None:

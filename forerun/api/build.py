@@ -68,7 +68,7 @@ def build_engine(
     """
     folder = folder_of(options)
     (target,) = fresh(parts.target, 1, options, folder)
-    drafts = fresh(parts.draft, len(methods), options, folder) if parts.draft is not None else []
+    drafts = _drafts(parts, len(methods), options, folder)
     clock = parts.target.clock
     is_guarded = options.guard is not False
     drafters = []
@@ -78,7 +78,9 @@ def build_engine(
         drafters.append(method.build(replace(parts, draft=draft, guarded=guarded)))
     drafter = drafters[0] if len(drafters) == 1 else Split(*drafters)
     if is_guarded and not all(isinstance(method, AR) for method in methods):
-        # Two guards, because sampling differs from greedy decoding in costs and acceptance.
+        # Two guards, because sampling differs from greedy decoding in costs and acceptance. Each
+        # has its own account, because what one mode loses is no reason to pause the other. What
+        # the guards inside of a drafter try is booked here too, so these accounts bound it.
         keys = (methods[0], True), (methods[-1], False)
         guards = [trackers.setdefault(key, Guard(clock)) for key in keys]
         drafter = GuardedDrafter(drafter, guards[0], guards[1], parts.corrected)
@@ -89,6 +91,28 @@ def build_engine(
         max_queue=options.max_queue,
         kv_memory=options.kv_memory,
     )
+
+
+def _drafts(
+    parts: Parts, count: int, options: EngineOptions, folder: PromptFolder | None
+) -> list[CausalLM]:
+    """Return `count` copies of the draft model, if there is one.
+
+    They keep earlier texts together, and as many positions as the target, because a prompt whose
+    beginning the target has to run takes its time there.
+    """
+    if parts.draft is None:
+        return []
+    prefix_bytes = round(draft_share(parts.target, parts.draft) * options.prefix_limit)
+    drafts = fresh(parts.draft, count, replace(options, prefix_bytes=prefix_bytes), folder)
+    for other in drafts[1:]:
+        other.share_texts(drafts[0])
+    return drafts
+
+
+def draft_share(target: CausalLM, draft: CausalLM) -> float:
+    """Return the bytes of a position in a draft model over those in its target."""
+    return draft.position_bytes / max(1, target.position_bytes)
 
 
 def folder_of(options: EngineOptions) -> PromptFolder | None:
@@ -107,7 +131,7 @@ def fresh(
     model: CausalLM, count: int, options: EngineOptions, folder: PromptFolder | None
 ) -> list[CausalLM]:
     """Return `count` copies of a model, each with its own caches, which keep texts in a folder."""
-    copies = [model.fresh(options.prefix_bytes) for _ in range(count)]
+    copies = [model.fresh(options.prefix_limit) for _ in range(count)]
     if folder is None:
         return copies
     digest = identity(model)

@@ -315,7 +315,10 @@ class Decoder:
             asked = [replace(request, progress=progress) for request in asked]
         texts: list[TextStream | None] = [None for _ in rows]
         if tokenizer is not None:
-            texts = [TextStream(tokenizer, row, params.stop, tools.shown) for row in rows]
+            texts = [
+                TextStream(tokenizer, row, params.stop, tools.shown, params.min_new_tokens)
+                for row in rows
+            ]
         streams = [tools.stream() for _ in rows]
         readers = [stream for stream in streams if stream is not None]
         return Call(asked, texts, single, started_at, readers)

@@ -15,6 +15,8 @@ from forerun.kinds import check_kind
 if TYPE_CHECKING:
     import torch
 
+DEFAULT_PREFIX_BYTES = 2**28
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -67,8 +69,10 @@ class EngineOptions:
         max_rows: the sequences that are decoded at once; others wait.
         max_queue: the sequences that may wait, None for any number.
         kv_memory: the bytes for keys and values of the target, None for no bound.
-        prefix_bytes: the bytes, for each model, of keys and values of earlier prompts, so that the
-            part that a new prompt shares with one of them is not computed again. 0 for none.
+        prefix_bytes: the bytes of keys and values of earlier prompts, so that the part that a new
+            prompt shares with one of them is not computed again. 0 for none. A draft model takes
+            bytes of its own for as many positions. Default: 256 MiB; `forerun serve` derives it
+            from the model and the free memory.
         guard: leave drafts out while they do not pay (see forerun/planning/guard.py), unless it is
             False. Which steps draft then depends on measured times. So do tokens that are sampled
             without a seed.
@@ -85,7 +89,7 @@ class EngineOptions:
     max_rows: int = 64
     max_queue: int | None = None
     kv_memory: int | None = None
-    prefix_bytes: int = 2**28
+    prefix_bytes: int | None = None
     guard: bool | None = None
     share_outputs: bool = True
     prompt_cache: str | Path | None = None
@@ -96,6 +100,13 @@ class EngineOptions:
             raise ValueError(
                 f"prompt_cache_bytes must be at least 1, not {self.prompt_cache_bytes}"
             )
+        if self.prefix_bytes is not None and self.prefix_bytes < 0:
+            raise ValueError(f"prefix_bytes must be at least 0, not {self.prefix_bytes}")
+
+    @property
+    def prefix_limit(self) -> int:
+        """The bytes of a model's earlier prompts, given or not."""
+        return DEFAULT_PREFIX_BYTES if self.prefix_bytes is None else self.prefix_bytes
 
 
 _Options = TypeVar("_Options", ModelOptions, EngineOptions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +21,13 @@ from transformers import (
 
 from forerun.engine.sequence import Request
 from forerun.model.causal_lm import CausalLM
-from forerun.sampling.grammar import compiled, end_of
+from forerun.sampling.grammar import Grammar, compiled, end_of
 from forerun.sampling.params import SamplingParams
 from forerun.sampling.response_format import form_of
 from forerun.sampling.sampler import Sampler, ThinkingBudget
 from forerun.sampling.thoughts import NO_MARKS, AnswerMarks
 from forerun.text.chat import turn_ends
-from forerun.text.stop_strings import StopStrings
+from forerun.text.stop_strings import LateStopStrings, StopStrings
 
 Prompt = str | Sequence[int]
 
@@ -143,13 +143,21 @@ def requests(
             max_new_tokens=params.max_new_tokens,
             sampler=sampler,
             eos=eos,
-            stop=stops if grammar is None else grammar.stop(stops),
+            stop=_stop(stops, len(row) + params.min_new_tokens, grammar),
             criteria=StoppingCriteriaList(criteria) if criteria else None,
             seed=params.seed,
             stream=number,
         )
         made.append(request)
     return made
+
+
+def _stop(
+    strings: StopStrings | None, first_length: int, grammar: Grammar | None
+) -> Callable[[Sequence[int]], bool] | None:
+    """Return what ends an output: a stop string beyond its first tokens, or its form."""
+    late = None if strings is None else LateStopStrings(strings, first_length)
+    return late if grammar is None else grammar.stop(late)
 
 
 def _no_end(

@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from gguf.gguf_reader import ReaderTensor
+from transformers import PreTrainedModel
 
+from forerun.backends import architectures
+from forerun.backends.gguf.model import model_without_weights
+from forerun.backends.gguf.tokenizer import gguf_tokenizer
 from forerun.backends.panels import PackedMatrix
-from forerun.backends.quantised import QuantisedForward
-from forerun.backends.stored import StoredLinear, bytes_by_format, is_stored
-from forerun.csrc.library import variant
+from forerun.backends.quantised import MAX_COPIED_PARAMETERS, QuantisedForward
+from forerun.backends.stored import StoredLinear, bytes_by_format
+from forerun.csrc.library import library, missing, variant
 from forerun.model.causal_lm import CausalLM
+from forerun.zoo.formats import loaded_type, packed_bytes
+from forerun.zoo.gguf_file import open_gguf
 
 
 def facts_of(model: CausalLM) -> dict[str, Any]:
@@ -41,13 +47,38 @@ def facts_of(model: CausalLM) -> dict[str, Any]:
     }
 
 
-def weight_memory(model: CausalLM) -> int:
-    """Return the bytes that a model's weights take in memory, with the copies of its forward."""
-    size = sum(bytes_by_format(model.model).values())
-    if isinstance(model.backend, QuantisedForward) and not is_stored(model.model):
-        linears = [module for module in model.model.modules() if isinstance(module, nn.Linear)]
-        size += sum(linear.weight.nbytes for linear in linears)  # which are packed as well
-    return size
+def kernel_of_file(path: Path) -> str:
+    """Return which code would run a GGUF file's model on a CPU. Reads no weights.
+
+    Raises:
+        ValueError: loading would refuse the file.
+    """
+    model = model_without_weights(path)
+    gguf_tokenizer(path)
+    if library() is None:
+        return f"torch: {missing()}"
+    if open_gguf(path).is_float:
+        return _kernel_of_floats(model)
+    matrices = [tensor for tensor in open_gguf(path).tensors.values() if len(tensor.shape) > 1]
+    if any(_is_packed(tensor) for tensor in matrices):
+        return f"C for {variant()}"
+    return "torch: blocks of the weight formats do not divide the sizes"
+
+
+def _kernel_of_floats(model: PreTrainedModel) -> str:
+    """Return which code would run a model in float32."""
+    if model.num_parameters() > MAX_COPIED_PARAMETERS:
+        return "torch: float32 weights of more than a billion parameters are not copied for C"
+    architecture = architectures.of_model(model)
+    if architecture is None or not architecture.table(model).is_in_c:
+        return "torch: the library has not all that the model needs"
+    return f"C for {variant()}"
+
+
+def _is_packed(tensor: ReaderTensor) -> bool:
+    """Return whether a matrix of a file, or experts' matrices, would be packed for C."""
+    inputs, outputs, *_ = tensor.shape.tolist()
+    return packed_bytes(loaded_type(tensor.tensor_type), outputs, inputs) > 0
 
 
 def processor() -> str:

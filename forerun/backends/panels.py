@@ -13,13 +13,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, quants
 from gguf import GGMLQuantizationType as Type
+from gguf import quants
 from torch import Tensor
 from torch.nn import functional
 
 from forerun.csrc.library import MatrixArgument, checked, library, run
-from forerun.zoo.formats import LIBRARY_FORMATS, format_number
+from forerun.zoo.formats import (
+    LIBRARY_FORMATS,
+    WeightType,
+    WideType,
+    block_sizes,
+    format_number,
+)
+from forerun.zoo.wide_rows import wide_values
 
 FLOAT_FORMATS = {torch.float32: Type.F32, torch.bfloat16: Type.BF16, torch.float16: Type.F16}
 BLOCK_INPUTS = 32  # inputs that share a scale, in the formats that float weights are rounded to
@@ -32,13 +39,13 @@ class RawMatrix:
     """A matrix as it is in a file, for looking up rows and not for products.
 
     Attributes:
-        rows: [outputs, bytes of a row] uint8, perhaps mapped from the file.
+        rows: [outputs, bytes of a row] uint8, perhaps mapped from the file, or wide rows.
         type: the weight format.
         out, inputs: the sizes.
     """
 
-    def __init__(self, rows: np.ndarray, type: Type) -> None:
-        block_inputs, block_bytes = GGML_QUANT_SIZES[type]
+    def __init__(self, rows: np.ndarray, type: WeightType) -> None:
+        block_inputs, block_bytes = block_sizes(type)
         self.rows = rows
         self.type = type
         self.out = len(rows)
@@ -72,6 +79,8 @@ class RawMatrix:
     def floats(self, outputs: Sequence[int] | None = None) -> Tensor:
         """Return the values [n, in] of these rows, or of all."""
         rows = self.rows if outputs is None else self.rows[np.asarray(outputs, dtype=np.int64)]
+        if isinstance(self.type, WideType):
+            return torch.from_numpy(wide_values(rows, self.type))
         return torch.from_numpy(quants.dequantize(np.ascontiguousarray(rows), self.type))
 
 
@@ -182,7 +191,8 @@ def pack(raw: RawMatrix, is_head: bool = False) -> PackedMatrix | Dense:
     In torch the weights of layers are bfloat16. Those of an LM head are float32, because logits in
     bfloat16 would have ties.
     """
-    functions = library() if raw.type in LIBRARY_FORMATS else None
+    is_known = isinstance(raw.type, WideType) or raw.type in LIBRARY_FORMATS
+    functions = library() if is_known else None
     if functions is not None:
         number = format_number(raw.type)
         if functions.fr_panel_bytes(number, raw.out, raw.inputs, None):

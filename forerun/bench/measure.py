@@ -404,7 +404,7 @@ class _DecoderRun:
             forget_phrases(self._decoder)
             self._seen.clear()
         self._seen.update(texts)
-        if self._decoder.options.prefix_bytes:
+        if self._decoder.options.prefix_limit:
             self._decoder.close()  # with all keys and values that it knows
 
     def _read(self, text: Sequence[int]) -> None:

@@ -7,11 +7,13 @@ during an import is also answered with one line.
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import os
 import signal
 import sys
 import threading
+import traceback
 from contextlib import suppress
 from io import TextIOWrapper
 from types import FrameType
@@ -19,6 +21,8 @@ from typing import NoReturn
 
 INTERRUPTED = 130  # the exit status that shells give for Ctrl-C
 TERMINATED = 143  # and for SIGTERM
+# Errors of writing to a disk, which a user can mend.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 # How often a thread of torch looks for new work, after each product, before it goes to sleep. With
 # the usual 300,000 the waiting threads keep their cores from other work.
 SPIN_COUNT = "100000"
@@ -32,7 +36,7 @@ def main() -> None:
 
     A user's mistake gives one line on stderr and the exit status 2. Ctrl-C, pressed once or many
     times, gives one line and the exit status 130. SIGTERM gives one line and the exit status 143,
-    unless the server handles it.
+    or 0 for the server, which is ended that way.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is loaded
     gc.set_threshold(GC_THRESHOLD)
@@ -40,21 +44,31 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, frame: _leave(TERMINATED, "terminated"))
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         status = _run()
         gc.freeze()  # Python looks for garbage once more when it ends
         if status == INTERRUPTED:  # typer caught the interrupt
             raise KeyboardInterrupt
-        if any(thread.daemon for thread in threading.enumerate()):
-            # It may be in a long step of the models, and Python would abort when that ends.
+        if _has_daemons():
             _leave(status)
         sys.exit(status)
     except BaseException as error:
         # An interrupt inside a library may come out as another error.
-        if not is_interrupt(error):
+        if is_interrupt(error):
+            _leave(INTERRUPTED, "interrupted")
+        if isinstance(error, SystemExit) or not _has_daemons():
             raise
-        _leave(INTERRUPTED, "interrupted")
+        traceback.print_exc()
+        _leave(1)
+
+
+def _has_daemons() -> bool:
+    """Return whether threads run that may be in a long step of the models.
+
+    Python would end under them, and the process abort when that step ends.
+    """
+    return any(thread.daemon for thread in threading.enumerate())
 
 
 def _print_what_consoles_lack() -> None:
@@ -75,6 +89,7 @@ def _run() -> int:
 
     try:
         status = app(standalone_mode=False)
+        sys.stdout.flush()  # a full disk is noticed here, and not when Python ends
         return status if isinstance(status, int) else 0
     except typer.Abort:
         return INTERRUPTED
@@ -89,8 +104,21 @@ def _run() -> int:
     except BrokenPipeError:  # the reader of our output has ended, for example `| head`
         sys.stderr.close()
         return 0
-    print(f"forerun: {' '.join(message.split())}", file=sys.stderr)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        message = f"cannot write to {error.filename or 'the output'}: {error.strerror}"
+        with suppress(OSError):
+            sys.stdout.close()  # else Python tries to write the rest when it ends
+    with suppress(OSError):  # where stderr is on the same disk
+        print(f"forerun: {' '.join(message.split())}", file=sys.stderr)
     return 2
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """End the process. While a server runs, it handles the signal itself."""
+    is_server = sys.argv[1:2] == ["serve"]
+    _leave(0 if is_server else TERMINATED, "terminated")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

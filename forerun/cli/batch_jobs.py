@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -144,10 +147,32 @@ def _answer(
     from forerun.scale import batch_local
 
     interval = TERMINAL_UPDATE if sys.stderr.isatty() else LOG_UPDATE
-    with tqdm(
-        total=total, initial=len(folder.done), unit=" lines", mininterval=interval
-    ) as progress:
+    with (
+        tqdm(
+            total=total, initial=len(folder.done), unit=" lines", mininterval=interval
+        ) as progress,
+        _before_sigterm(progress.close),  # so that its line ends
+    ):
         return asyncio.run(batch_local.run(make, name, max_rows, lines, folder, progress.update))
+
+
+@contextmanager
+def _before_sigterm(call: Callable[[], None]) -> Iterator[None]:
+    """Have a function called when SIGTERM comes, before the command's own handler."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if not callable(handler):
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        call()
+        handler(number, frame)
+
+    signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _show(summary: dict[str, Any], out: Path) -> None:

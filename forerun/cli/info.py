@@ -33,11 +33,8 @@ def info(
 
     With --json it shows the settings of all methods as well.
     """
-    if model is not None:
-        facts = file_facts(model)
-    else:
-        quiet()
-        facts = collect()
+    quiet()
+    facts = collect() if model is None else file_facts(model)
     if as_json:
         print(json.dumps(facts))
     else:
@@ -59,10 +56,13 @@ def _print_table(facts: dict[str, Any]) -> None:
 def file_facts(model: str) -> dict[str, Any]:
     """Return what a GGUF file holds, which code runs it, and how many bytes it needs.
 
-    These are the bytes of weights, of keys and values, and of the keys and values of the draft that
-    is downloaded with the model. Needs no torch. Raises ValueError for other models.
+    The bytes are those of weights, of keys and values, and of keys and values of the draft that is
+    downloaded with the model. For a file that loading refuses, the kernel is "none", with the
+    reason, and only the bytes in the file are shown.
+
+    Raises ValueError for other models.
     """
-    from forerun.csrc.library import missing, variant
+    from forerun.backends.facts import kernel_of_file
     from forerun.zoo.gguf_file import open_gguf
 
     source = ModelSource.parse(model, "target")
@@ -70,15 +70,19 @@ def file_facts(model: str) -> dict[str, Any]:
     if source.gguf is None:
         raise ValueError(f"{model!r} is no GGUF file, and forerun info shows facts only of these")
     file = open_gguf(source.gguf)
-    kernel = variant()
     sizes = file.bytes_by_type
-    context = file.own("context_length", int)
-    return {
+    facts = {
         "file": str(source.gguf),
         "architecture": file.architecture,
         "weights": sizes,
         "bits_per_weight": round(8 * sum(sizes.values()) / file.weights, 2),
-        "kernel": f"C for {kernel}" if kernel is not None else f"torch: {missing()}",
+    }
+    try:
+        facts["kernel"] = kernel_of_file(source.gguf)
+    except ValueError as error:
+        return facts | {"kernel": f"none: {error}"}
+    context = file.own("context_length", int)
+    return facts | {
         "context": context,
         "weight_bytes": file.memory,
         "kv_bytes_per_token": file.kv_bytes,

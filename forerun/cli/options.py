@@ -28,20 +28,25 @@ _UNITS = ("K", "M", "G", "T")
 
 
 def byte_size(text: str | int) -> int:
-    """Return the bytes that a text says, such as 1000000, 256MiB or 1.5 GB.
+    """Return the bytes that a text says, such as 1000000, 256MiB or 1.5 GB, but not 0.
 
     Defaults of options come as numbers. Raises typer.BadParameter.
     """
+    size = byte_size_or_0(text)
+    if size < 1:
+        raise typer.BadParameter(f"{text!r} is less than a byte")
+    return size
+
+
+def byte_size_or_0(text: str | int) -> int:
+    """Return the bytes that a text says, as `byte_size` does, or 0."""
     pattern = r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?"
     match = re.fullmatch(pattern, str(text).strip(), re.IGNORECASE)
     if match is None:
         raise typer.BadParameter(f"{text!r} is no size, such as 1000000, 256MiB or 1.5GB")
     number, unit, binary = match.groups()
     power = _UNITS.index(unit.upper()) + 1 if unit else 0
-    size = int(float(number) * (1024 if binary else 1000) ** power)
-    if size < 1:
-        raise typer.BadParameter(f"{text!r} is less than a byte")
-    return size
+    return int(float(number) * (1024 if binary else 1000) ** power)
 
 
 TargetOption = Annotated[

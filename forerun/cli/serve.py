@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forerun.api.choose import resolve
+from forerun.api.options import ModelOptions
 from forerun.cli.common import quiet
 from forerun.cli.options import (
     MaxRowsOption,
     ServingOptions,
     byte_size,
+    byte_size_or_0,
     check_packages,
     grouped,
 )
@@ -84,8 +87,22 @@ class ServerOptions:
             parser=byte_size,
             metavar="SIZE",
             help=(
-                "Most bytes of weights of models that are loaded at once, for example 8GiB. Beyond "
-                "them the least recently used model is unloaded. Default: no limit."
+                "Most bytes of models that are loaded at once, for example 8GiB: weights, trained "
+                "layers and --prefix-bytes. Beyond them the least recently used model is unloaded. "
+                "Default: no limit."
+            ),
+        ),
+    ] = None
+    prefix_bytes: Annotated[
+        int | None,
+        typer.Option(
+            parser=byte_size_or_0,
+            metavar="SIZE",
+            help=(
+                "Most bytes of keys and values of a model's earlier texts, for example 1GiB; 0 for "
+                "none. A prompt that begins like one of them is read from there on. Its draft "
+                "model takes its own for as many tokens. Default: room for a whole context, within "
+                "a quarter of the free memory."
             ),
         ),
     ] = None
@@ -224,10 +241,9 @@ def serve(serving: ServingOptions, options: ServerOptions) -> None:
     check_packages("forerun serve", "serve", "fastapi", "uvicorn", "prometheus_client")
     options.check()
     models = served_models(serving, options)
-    from forerun.server.listening import end_on_sigterm, listen, set_up_log
+    from forerun.server.listening import listen, set_up_log
 
     listening = listen(options.host, options.port)
-    end_on_sigterm()
     port = listening.getsockname()[1]
     set_up_log(options.log_level)
     first = models[0].options
@@ -283,21 +299,37 @@ def serve(serving: ServingOptions, options: ServerOptions) -> None:
 
 def _models(models: list[ServedModel], options: ServerOptions, settings: Settings) -> Models:
     """Return several models, none of which is loaded yet."""
-    from forerun.server.models import Model, Models
+    from forerun.server.memory import MemoryShare
+    from forerun.server.model import Model
+    from forerun.server.models import Models
 
-    made = []
-    for served in models:
-        source = ModelSource.parse(served.options.model, "target")
-        draft = source.own_draft()
-        made.append(
-            Model(
-                _decoder_maker(served, options),
-                replace(settings, model=served.options.name),
-                source.file_bytes + (draft.file_bytes if draft is not None else 0),
-                1 / len(models),
-            )
+    share = MemoryShare(1 / len(models), options.models_memory)
+    made = [
+        Model(
+            _decoder_maker(served, options),
+            replace(settings, model=served.options.name),
+            _file_bytes(served),
+            share,
         )
+        for served in models
+    ]
     return Models(made, options.models_memory)
+
+
+def _file_bytes(served: ServedModel) -> int:
+    """Return the bytes of the files of a model, of its draft, and of its trained layers."""
+    serving = served.options
+    target = ModelSource.parse(serving.model, "target")
+    choice = resolve(
+        target,
+        serving.draft,
+        served.method,
+        pre_verifier=serving.pre_verifier,
+        head=serving.head,
+        models=ModelOptions(draft_vocabulary=serving.draft_vocabulary),
+    )
+    parts = (target, choice.draft, choice.pre_verifier, choice.head)
+    return sum(part.file_bytes for part in parts if part is not None)
 
 
 def _decoder_maker(served: ServedModel, options: ServerOptions) -> Callable[[], Decoder]:
@@ -305,7 +337,9 @@ def _decoder_maker(served: ServedModel, options: ServerOptions) -> Callable[[], 
     from forerun.server.worker import loaded
 
     serving = served.options
-    loading = serving.for_load() | {"max_rows": options.max_rows, "max_queue": options.max_queue}
+    loading = serving.for_load() | {
+        name: vars(options)[name] for name in ("max_rows", "max_queue", "prefix_bytes")
+    }
     # Outputs may show one client's words to another (EngineOptions), so they are shared only if the
     # user sets `warm`. A method whose `warm` is false shares nothing all the same.
     loading["share_outputs"] = any(

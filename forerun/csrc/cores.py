@@ -1,4 +1,6 @@
-"""How many cores there are, and how many threads compute when nobody says so. Needs no torch.
+"""How many cores there are, how many threads compute when nobody says so, and nodes of memory.
+
+Needs no torch.
 
 Linux tells of its cores in files. macOS and Windows are left to torch, which counts cores itself.
 """
@@ -53,6 +55,22 @@ def physical_cores(root: Path = ROOT) -> int | None:
     allowed = os.sched_getaffinity(0)
     cores = _fast({cpu: _siblings(cpu, root) for cpu in allowed}, root)
     return None if cores is None else _limited(len(cores), root)
+
+
+def memory_nodes(root: Path = ROOT) -> list[frozenset[int]]:
+    """Return the CPUs that this process may use of each node of memory, or [] if there is one.
+
+    It is also [] where nodes are unknown, and if some CPU is of none. `root` is where /sys is.
+    """
+    if sys.platform != "linux" or not hasattr(os, "sched_getaffinity"):
+        return []
+    allowed = os.sched_getaffinity(0)
+    folder = root / "sys/devices/system/node"
+    online = sorted(_cpus(_read(folder / "online")))
+    nodes = [_cpus(_read(folder / f"node{node}/cpulist")) & allowed for node in online]
+    used = [node for node in nodes if node]
+    is_known = sum(map(len, used)) == len(allowed) and frozenset().union(*used) == allowed
+    return used if is_known and len(used) > 1 else []
 
 
 def _limited(cores: int, root: Path) -> int:

@@ -16,7 +16,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define FORERUN_ABI 8
+#define FORERUN_ABI 9
 #define FR_PANEL 16       /* outputs of a panel */
 #define FR_SUPERBLOCK 256 /* inputs of a superblock, the unit that fr_quantise counts in */
 #define FR_ROW_GROUP 8    /* rows whose records lie side by side */
@@ -25,7 +25,8 @@
 extern "C" {
 #endif
 
-/* Formats of weights, as they are in GGUF files. */
+/* Formats of weights, as they are in GGUF files, and of wide rows (packing.c), which stand for the
+   IQ1, IQ2 and IQ3 formats. */
 enum fr_format {
     FR_Q4_K,
     FR_Q5_K,
@@ -43,6 +44,9 @@ enum fr_format {
     FR_IQ4_NL,
     FR_IQ4_XS,
     FR_MXFP4,
+    FR_IQ12_WIDE,
+    FR_IQ3_XXS_WIDE,
+    FR_IQ3_S_WIDE,
     FR_FORMATS
 };
 

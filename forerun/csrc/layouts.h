@@ -14,14 +14,16 @@
    The four bytes belong to four adjacent inputs, 4 t to 4 t + 3, where t goes from 0 to 7:
 
      4 bits  4 vectors: t = 2 i in the low half of vector i's bytes, t = 2 i + 1 in the high half
-     5 bits  as 4 bits, then one vector: bit t of a byte is the highest bit for t
-     6 bits  as 4 bits, then two vectors, for t = 0 to 3 and for t = 4 to 7: the two highest bits
-             for t are bits 2 (t % 4) and 2 (t % 4) + 1 of a byte
+     5 bits  5 vectors: the low bits hold t = 0 to 4. The top three bits hold t = 5 in vectors 0
+             (its three high bits) and 1 (bits 6 and 7), t = 6 in vectors 2 and 3 likewise, and
+             t = 7 in vectors 4 (its three high bits), 1 and 3 (bit 5)
+     6 bits  6 vectors: the low bits of vectors 0 to 2 hold t = 0 to 2, and the top two bits hold
+             t = 3, the highest first; vectors 3 to 5 hold t = 4 to 7 likewise
      8 bits  8 vectors, one for each t
 
    Codes are unsigned, because the instructions of x86 multiply unsigned bytes by signed ones. The
-   codes of NL, XS and FP4 are places in a table of 16 numbers (fr_numbers), which are 8-bit codes
-   as those of D are.
+   codes of NL, XS, FP4 and W are places in a table of 16 numbers (fr_numbers), which are 8-bit
+   codes as those of D are.
 
    There are 16 of each scale, one for each output. d and m are float16, the others bytes; e is an
    exponent, of 2^(e - 128):
@@ -37,6 +39,8 @@
      NL   d                                     d (number - 128)
      XS   sc                  d                 (d sc) (number - 128), where sc is signed
      FP4  e                                     2^(e - 128) (number - 128)
+     W    sc[0], sc[1]        d                 (d / 8 sc) (number - 128); W12, W3X and W3S differ
+                                                in their numbers alone
 
    sc[0] belongs to the first 16 inputs of a block, sc[1] to the last 16; mn likewise.
 
@@ -48,7 +52,7 @@
 #include "forerun.h"
 
 /* Kinds of scales. */
-enum { D, DM, K, S, SM, NL, XS, FP4, FLOATS };
+enum { D, DM, K, S, SM, NL, XS, FP4, W12, W3X, W3S, FLOATS };
 
 typedef struct {
     uint8_t bits;          /* of a code, or of a float */
@@ -78,20 +82,26 @@ typedef struct {
     X(FR_Q2_K, 6, SM, 64, 64, 84, 256, FR_Q2_K)                                                    \
     X(FR_IQ4_NL, 4, NL, 32, 0, 18, 32, FR_IQ4_NL)                                                  \
     X(FR_IQ4_XS, 4, XS, 16, 32, 136, 256, FR_IQ4_XS)                                               \
-    X(FR_MXFP4, 4, FP4, 16, 0, 17, 32, FR_MXFP4)
+    X(FR_MXFP4, 4, FP4, 16, 0, 17, 32, FR_MXFP4)                                                   \
+    X(FR_IQ12_WIDE, 4, W12, 32, 32, 146, 256, FR_IQ12_WIDE)                                        \
+    X(FR_IQ3_XXS_WIDE, 4, W3X, 32, 32, 146, 256, FR_IQ3_XXS_WIDE)                                  \
+    X(FR_IQ3_S_WIDE, 4, W3S, 32, 32, 146, 256, FR_IQ3_S_WIDE)
 
 extern const fr_layout fr_layouts[FR_FORMATS];
 
-/* The numbers of codes, more by 128: those of the IQ4 formats, and twice those of MXFP4. */
-enum { FR_IQ4_NUMBERS, FR_FP4_NUMBERS };
-extern const uint8_t fr_numbers[2][16];
+/* The numbers of codes, more by 128, from NL on: those of the IQ4 formats, twice, twice those of
+   MXFP4, and those of wide rows. */
+extern const uint8_t fr_numbers[6][16];
 
-static inline int fr_has_numbers(int scales) {
-    return scales == NL || scales == XS || scales == FP4;
-}
+static inline int fr_has_numbers(int scales) { return scales >= NL && scales <= W3S; }
 
-static inline const uint8_t *fr_numbers_of(int scales) {
-    return fr_numbers[scales == FP4 ? FR_FP4_NUMBERS : FR_IQ4_NUMBERS];
+static inline const uint8_t *fr_numbers_of(int scales) { return fr_numbers[scales - NL]; }
+
+static inline int fr_is_wide(int scales) { return scales >= W12 && scales <= W3S; }
+
+/* Whether each half of a block has its scale. */
+static inline int fr_has_halves(int scales) {
+    return scales == S || scales == SM || fr_is_wide(scales);
 }
 
 /* Whether weights are also fetched into the L1 cache ahead of their use. Processors of Intel gain

@@ -10,13 +10,15 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Iterable, Sequence
 from functools import cache
 from threading import Lock
 from typing import Any
 
 from forerun.csrc.build import HERE, LIBRARY, build_of, sources_id
+from forerun.csrc.cores import memory_nodes
 
-ABI = 8  # FORERUN_ABI of forerun.h, for which the structures below are written
+ABI = 9  # FORERUN_ABI of forerun.h, for which the structures below are written
 VARIABLE = "FORERUN_KERNELS"  # the environment variable that names the instruction set
 VARIANTS = ("plain", "avx2", "avxvnni", "avx512vnni", "neon", "i8mm")
 _LOG = logging.getLogger("forerun")
@@ -171,6 +173,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fr_values": (_INT, (_INT, _POINTER, _SIZE, _INT, _POINTER)),
     "fr_threads": (_INT, (_INT,)),
     "fr_active_threads": (_INT, ()),
+    "fr_nodes": (_INT, (_POINTER, _POINTER, _INT)),
     "fr_multiply": (_INT, (_POINTER, _POINTER, _INT, _POINTER)),
     "fr_forward": (_INT, (_POINTER, _POINTER, _POINTER)),
     "fr_chain": (_INT, (_POINTER, _POINTER, _POINTER)),
@@ -263,8 +266,22 @@ def _library(wanted: str) -> tuple[Any | None, str]:
             _check_process(functions, wanted)
         else:
             functions.fr_select(wanted.encode())
+            spread(functions, memory_nodes())
             _CHOSEN.append(functions.fr_variant().decode())
         return functions, ""
+
+
+def spread(functions: Any, nodes: Sequence[Iterable[int]]) -> None:
+    """Spread the library's threads over nodes of memory, given as the cores of each.
+
+    Weights then lie where the threads are that read them, because these pack them. With fewer than
+    two nodes nothing changes.
+    """
+    if len(nodes) < 2:
+        return
+    cores = [core for node in nodes for core in sorted(node)]
+    numbers = [number for number, node in enumerate(nodes) for _ in node]
+    functions.fr_nodes((_INT * len(cores))(*cores), (_INT * len(cores))(*numbers), len(cores))
 
 
 @cache

@@ -3,7 +3,10 @@
    The parts of a job are panels: those of the first matrix, then those of the second, and so on.
 
      part    0 ... 55          56 ... 63   64 ... 71
-     panel   0 ... 55 of q     0 ... 7 of k  0 ... 7 of v */
+     panel   0 ... 55 of q     0 ... 7 of k  0 ... 7 of v
+
+   On a machine with several nodes of memory (fr_nodes) a part is a slice of each matrix instead,
+   because a thread has packed a slice of each, which lies in the memory of its node. */
 #include "multiply.h"
 
 #include <stddef.h>
@@ -14,6 +17,21 @@
 
 #define MULTIPLY_ROWS 256 /* rows that fr_multiply quantises together */
 
+static void multiply_panels(const fr_products *p, int matrix, int64_t first, int64_t end) {
+    if (first >= end) return;
+    fr_product(p->matrix[matrix], p->x, (int)p->stride, p->records, p->rows, p->out[matrix],
+               (int)p->out_stride[matrix], (int)first, (int)end);
+}
+
+static void slices_job(void *argument, int64_t first, int64_t last, int thread) {
+    const fr_products *p = argument;
+    (void)thread;
+    for (int i = 0; i < p->count; i++) {
+        int64_t panels = fr_panels(p->matrix[i]);
+        multiply_panels(p, i, panels * first / p->slices, panels * last / p->slices);
+    }
+}
+
 static void products_job(void *argument, int64_t first, int64_t last, int thread) {
     const fr_products *p = argument;
     (void)thread;
@@ -21,11 +39,7 @@ static void products_job(void *argument, int64_t first, int64_t last, int thread
     for (int i = 0; i < p->count; i++) {
         int64_t panels = fr_panels(p->matrix[i]);
         int64_t from = first > start ? first - start : 0;
-        int64_t end = fr_min(last - start, panels);
-        if (from < end) {
-            fr_product(p->matrix[i], p->x, (int)p->stride, p->records, p->rows, p->out[i],
-                       (int)p->out_stride[i], (int)from, (int)end);
-        }
+        multiply_panels(p, i, from, fr_min(last - start, panels));
         start += panels;
     }
 }
@@ -51,7 +65,14 @@ void fr_run_products(const fr_products *p, int is_quantised) {
     if (needs_records && !is_quantised) {
         fr_run(quantise_job, (void *)p, fr_superblocks(inputs), (int64_t)inputs * p->rows);
     }
-    fr_parallel(products_job, (void *)p, panels, 0);
+    int64_t slices = p->count > 1 ? fr_slices() : 0;
+    if (slices) {
+        fr_products sliced = *p;
+        sliced.slices = slices;
+        fr_parallel(slices_job, &sliced, slices, 1);
+    } else {
+        fr_parallel(products_job, (void *)p, panels, 0);
+    }
 }
 
 typedef struct {

@@ -19,7 +19,8 @@ typedef struct {
     const float *x;
     int64_t stride;
     int rows;
-    void *records; /* room for the quantised rows */
+    void *records;  /* room for the quantised rows */
+    int64_t slices; /* of each matrix, if the parts of the job are slices */
 } fr_products;
 
 static inline int fr_panels(const fr_matrix *m) { return (m->outputs + FR_PANEL - 1) / FR_PANEL; }

@@ -16,6 +16,10 @@
      Q3_K  high bits 32 | codes 64 | scales 12 | d 2
      Q2_K  scales 16 | codes 64 | d 2 | m 2
      IQ4_XS  d 2 | high bits of scales 2 | low bits of scales 4 | codes 128
+     wide rows  d 2 | scales 16 | codes 128
+
+   In wide rows, which are ours (wide_rows.py), the halves of code byte i belong to the inputs 2 i
+   and 2 i + 1.
 
    layouts.h shows the panels. */
 #include "layouts.h"
@@ -34,9 +38,14 @@
 const fr_layout fr_layouts[FR_FORMATS] = {FR_LAYOUTS(X)};
 #undef X
 
-const uint8_t fr_numbers[2][16] = {
-    {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241},
+#define IQ4_NUMBERS {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241}
+const uint8_t fr_numbers[6][16] = {
+    IQ4_NUMBERS,
+    IQ4_NUMBERS,
     {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116},
+    {136, 153, 171, 128, 121, 129, 137, 128, 120, 103, 85, 128, 119, 127, 135, 128},
+    {136, 152, 168, 184, 200, 216, 232, 252, 120, 104, 88, 72, 56, 40, 24, 4},
+    {136, 152, 168, 184, 200, 216, 232, 248, 120, 104, 88, 72, 56, 40, 24, 8},
 };
 
 /* 32 weights: their codes as panels hold them, scales and minimums of each 16 (K formats), and d
@@ -154,6 +163,14 @@ static void read_iq4_xs(const uint8_t *p, int j, block32 *out) {
     read_halves(p + 8 + 16 * j, out);
 }
 
+static void read_wide(const uint8_t *p, int j, block32 *out) {
+    const uint8_t *codes = p + 18 + 16 * j;
+    for (int i = 0; i < 32; i++)
+        out->q[i] = codes[i / 2] >> 4 * (i % 2) & 15;
+    memcpy(out->sc, p + 2 + 2 * j, 2);
+    out->d = half_at(p);
+}
+
 /* Reads block b, of 32 inputs, of a row in the file, with its codes as the panels hold them. */
 static void read_block(int format, const uint8_t *row, size_t b, block32 *out) {
     const fr_layout *l = &fr_layouts[format];
@@ -176,6 +193,9 @@ static void read_block(int format, const uint8_t *row, size_t b, block32 *out) {
     case FR_Q6_K: read_q6_k(p, j, out); break;
     case FR_Q3_K: read_q3_k(p, j, out); break;
     case FR_Q2_K: read_q2_k(p, j, out); break;
+    case FR_IQ12_WIDE:
+    case FR_IQ3_XXS_WIDE:
+    case FR_IQ3_S_WIDE: read_wide(p, j, out); break;
     default: break;
     }
 }
@@ -209,56 +229,55 @@ static block_place find_block(const fr_layout *l, uint8_t *panel, size_t blocks,
    codes, one in each byte. */
 static void put_codes(int bits, uint8_t *at, const uint8_t values[32]) {
     uint32_t q[8];
+    uint32_t words[8];
     memcpy(q, values, 32);
-    if (bits == 8) {
-        for (int t = 0; t < 8; t++)
-            memcpy(at + 64 * t, &q[t], 4);
-        return;
-    }
-    for (int i = 0; i < 4; i++) {
-        uint32_t low = (q[2 * i] & 0x0f0f0f0f) | (q[2 * i + 1] & 0x0f0f0f0f) << 4;
-        memcpy(at + 64 * i, &low, 4);
+    for (int i = 0; i < bits; i++) {
+        switch (bits) {
+        case 4: words[i] = q[2 * i] | q[2 * i + 1] << 4; break;
+        case 6: {
+            uint32_t last = q[i / 3 * 4 + 3];
+            words[i] = q[i / 3 * 4 + i % 3] | (last >> (4 - 2 * (i % 3)) & 0x03030303) << 6;
+            break;
+        }
+        default: words[i] = q[i]; break;
+        }
     }
     if (bits == 5) {
-        uint32_t high = 0;
-        for (int t = 0; t < 8; t++)
-            high |= (q[t] >> 4 & 0x01010101) << t;
-        memcpy(at + 256, &high, 4);
+        words[0] |= (q[5] >> 2 & 0x07070707) << 5;
+        words[1] |= (q[5] & 0x03030303) << 6 | (q[7] >> 1 & 0x01010101) << 5;
+        words[2] |= (q[6] >> 2 & 0x07070707) << 5;
+        words[3] |= (q[6] & 0x03030303) << 6 | (q[7] & 0x01010101) << 5;
+        words[4] |= (q[7] >> 2 & 0x07070707) << 5;
     }
-    for (int h = 0; bits == 6 && h < 2; h++) {
-        uint32_t high = 0;
-        for (int k = 0; k < 4; k++)
-            high |= (q[4 * h + k] >> 4 & 0x03030303) << 2 * k;
-        memcpy(at + 256 + 64 * h, &high, 4);
-    }
+    for (int i = 0; i < bits; i++)
+        memcpy(at + 64 * i, &words[i], 4);
 }
 
 /* Reads what put_codes wrote. */
 static void get_codes(int bits, const uint8_t *at, uint8_t values[32]) {
-    uint32_t q[8];
-    if (bits == 8) {
-        for (int t = 0; t < 8; t++)
-            memcpy(&q[t], at + 64 * t, 4);
-        memcpy(values, q, 32);
-        return;
-    }
-    for (int i = 0; i < 4; i++) {
-        uint32_t low;
-        memcpy(&low, at + 64 * i, 4);
-        q[2 * i] = low & 0x0f0f0f0f;
-        q[2 * i + 1] = low >> 4 & 0x0f0f0f0f;
+    uint32_t q[8] = {0};
+    uint32_t words[8];
+    for (int i = 0; i < bits; i++)
+        memcpy(&words[i], at + 64 * i, 4);
+    for (int i = 0; i < bits; i++) {
+        switch (bits) {
+        case 4:
+            q[2 * i] = words[i] & 0x0f0f0f0f;
+            q[2 * i + 1] = words[i] >> 4 & 0x0f0f0f0f;
+            break;
+        case 5: q[i] = words[i] & 0x1f1f1f1f; break;
+        case 6:
+            q[i / 3 * 4 + i % 3] = words[i] & 0x3f3f3f3f;
+            q[i / 3 * 4 + 3] |= (words[i] >> 6 & 0x03030303) << (4 - 2 * (i % 3));
+            break;
+        default: q[i] = words[i]; break;
+        }
     }
     if (bits == 5) {
-        uint32_t high;
-        memcpy(&high, at + 256, 4);
-        for (int t = 0; t < 8; t++)
-            q[t] |= (high >> t & 0x01010101) << 4;
-    }
-    for (int h = 0; bits == 6 && h < 2; h++) {
-        uint32_t high;
-        memcpy(&high, at + 256 + 64 * h, 4);
-        for (int k = 0; k < 4; k++)
-            q[4 * h + k] |= (high >> 2 * k & 0x03030303) << 4;
+        q[5] = (words[0] >> 3 & 0x1c1c1c1c) | (words[1] >> 6 & 0x03030303);
+        q[6] = (words[2] >> 3 & 0x1c1c1c1c) | (words[3] >> 6 & 0x03030303);
+        q[7] = (words[4] >> 3 & 0x1c1c1c1c) | (words[1] >> 4 & 0x02020202);
+        q[7] |= words[3] >> 5 & 0x01010101;
     }
     memcpy(values, q, 32);
 }
@@ -272,7 +291,7 @@ typedef struct {
 static scale_places find_scales(int scales, const block_place *block, int lane) {
     int is_of_block = scales == D || scales == DM || scales == NL; /* else of the group */
     int has_minimums = scales == DM || scales == K || scales == SM;
-    int halves = scales == S || scales == SM ? 2 : 1;
+    int halves = fr_has_halves(scales) ? 2 : 1;
     uint8_t *halves_at = is_of_block ? block->scales : block->group;
     scale_places found = {0};
     if (scales != FP4) found.d = halves_at + 2 * lane;
@@ -320,7 +339,7 @@ static void block_values(const fr_layout *l, const block32 *block, float *values
     float m = float16(block->m);
     if (l->scales == FP4) d = power_of_two(block->sc[0]);
     for (int i = 0; i < 32; i++) {
-        int h = l->scales == S || l->scales == SM ? i / 16 : 0;
+        int h = fr_has_halves(l->scales) ? i / 16 : 0;
         int q = fr_has_numbers(l->scales) ? fr_numbers_of(l->scales)[block->q[i]] : block->q[i];
         float sc = (float)block->sc[h];
         float mn = (float)block->mn[h];
@@ -334,6 +353,9 @@ static void block_values(const fr_layout *l, const block32 *block, float *values
         case NL:
         case FP4: value = d * (float)(q - 128); break;
         case XS: value = d * (float)(int8_t)block->sc[0] * (float)(q - 128); break;
+        case W12:
+        case W3X:
+        case W3S: value = d * 0.125f * sc * (float)(q - 128); break;
         default: break;
         }
         values[i] = value;

@@ -10,9 +10,9 @@
    For each output and row, f = 0 at first. Then, for one block of 32 inputs after the other:
 
      dot = the sum of q x code (DM, K), or of q x (code less 8, 16, 32 or 128), an exact integer,
-           where the code is a number of the table if the layout has one (NL, XS, FP4);
-           with scales of 16 (S, SM) it is (first 16) x sc[0] + (last 16) x sc[1]
-     f   = fma(float(dot) x scale of the inputs, d, (d x sc) or 2^(e - 128), f)
+           where the code is a number of the table if the layout has one (NL, XS, FP4, W);
+           with scales of 16 (S, SM, W) it is (first 16) x sc[0] + (last 16) x sc[1]
+     f   = fma(float(dot) x scale of the inputs, d, (d x sc), d / 8 or 2^(e - 128), f)
      and then, if the layout has minimums, where `half` is that of the record:
      f   = fma(sum of the inputs, m or (-m x mn), f)                                      DM, K
      f   = fma(float(half[0] x mn[0] + half[1] x mn[1]) x scale of the inputs, m / 32, f)    SM
@@ -29,9 +29,11 @@
 #define IS_SIGNED (IS_PLAIN || HAS_NEON) /* products are of two signed bytes */
 
 #define LANES (HAS_AVX512 ? 16 : 8)
-#define PARTS (FR_PANEL / LANES)                 /* of a panel, one after the other */
-#define TILE (HAS_VNNI ? 8 : (IS_PLAIN ? 1 : 4)) /* rows whose sums stay in registers */
-#define PANEL_ROWS 32                            /* for which a panel is read at once */
+#define PARTS (FR_PANEL / LANES) /* of a panel */
+/* Parts that share the broadcasts of inputs, because two loads a cycle would bound the others. */
+#define SIDE (IS_AVX2 || FR_ISA == FR_AVXVNNI ? 2 : 1)
+#define TILE (HAS_AVX512 ? 8 : (IS_PLAIN ? 1 : 4)) /* rows whose sums stay in registers */
+#define PANEL_ROWS 32                              /* for which a panel is read at once */
 #define NEAR_BYTES (384 * 1024) /* of records that stay in the L2 cache while panels pass */
 #define L2_AHEAD 8192           /* bytes to prefetch ahead into the L2 cache */
 #define L1_AHEAD 4096           /* and into the L1 cache, if fr_fetches_near */
@@ -121,13 +123,11 @@ FR_INLINE int offset(int bits, int scales) {
     return bits == 6 ? 32 : 0;
 }
 
-/* v shifted to the left, or to the right if `left` is negative. */
-FR_INLINE words shifted(words v, int left) { return left > 0 ? v << left : v >> -left; }
-
-/* Vectors of a block that several t share: four low bits, and the highest ones. */
+/* What vectors of a block hold for later t: a vector of 4 bits, or the codes of 5 and 6 bits that
+   have no vector of their own. */
 typedef struct {
-    words low, high;
-} shared_codes;
+    words of[3];
+} rest_codes;
 
 /* Reads a vector once, because compilers would read it for each use, and a single row is bound by
    loads. */
@@ -161,26 +161,56 @@ FR_INLINE codes numbers_at(const uint8_t *table, codes w) {
 #endif
 }
 
+/* The bits of a mask in each byte of v, which is shifted to the right first. */
+FR_INLINE words bits_of(words v, int right, int mask) {
+    return v >> right & (uint16_t)(mask * 0x101);
+}
+
+FR_INLINE codes unpacked4(const uint8_t *block, int t, rest_codes *rest) {
+    if (t % 2) return (codes)bits_of(rest->of[0], 4, 15);
+    rest->of[0] = read_once(block + 32 * t);
+    return (codes)bits_of(rest->of[0], 0, 15);
+}
+
+/* t = 5 to 7 are put together from the top bits of the vectors of the others (layouts.h). */
+FR_INLINE codes unpacked5(const uint8_t *block, int t, rest_codes *rest) {
+    if (t > 4) return (codes)rest->of[t - 5];
+    words v = read_once(block + 64 * t);
+    switch (t) {
+    case 0: rest->of[0] = bits_of(v, 3, 28); break;
+    case 1:
+        rest->of[0] |= bits_of(v, 6, 3);
+        rest->of[2] = bits_of(v, 4, 2);
+        break;
+    case 2: rest->of[1] = bits_of(v, 3, 28); break;
+    case 3:
+        rest->of[1] |= bits_of(v, 6, 3);
+        rest->of[2] |= bits_of(v, 5, 1);
+        break;
+    default: rest->of[2] |= bits_of(v, 3, 28); break;
+    }
+    return (codes)bits_of(v, 0, 31);
+}
+
+/* So is the last one of four. */
+FR_INLINE codes unpacked6(const uint8_t *block, int t, rest_codes *rest) {
+    int i = t % 4;
+    if (i == 3) return (codes)rest->of[0];
+    words v = read_once(block + 64 * (t / 4 * 3 + i));
+    words part = bits_of(v, 2 + 2 * i, 48 >> 2 * i);
+    rest->of[0] = i ? rest->of[0] | part : part;
+    return (codes)bits_of(v, 0, 63);
+}
+
 /* The codes for the inputs 4 t to 4 t + 3. It is called for one t after the other. If products are
    of signed bytes, the offset is subtracted. */
-FR_INLINE codes unpacked(int bits, int scales, const uint8_t *block, int t, shared_codes *at) {
-    const words low = (words){} + 0x0f0f;
-    const words fifth = (words){} + 0x1010;
-    const words top = (words){} + 0x3030;
+FR_INLINE codes unpacked(int bits, int scales, const uint8_t *block, int t, rest_codes *rest) {
     codes w;
-    if (bits == 8) {
-        w = codes_at(block + 64 * t);
-    } else {
-        if (t % 2 == 0) at->low = read_once(block + 64 * (t / 2));
-        w = (codes)((t % 2 ? at->low >> 4 : at->low) & low);
-    }
-    if (bits == 5) {
-        if (t == 0) at->high = read_once(block + 256);
-        w |= (codes)(shifted(at->high, 4 - t) & fifth);
-    }
-    if (bits == 6) {
-        if (t % 4 == 0) at->high = read_once(block + 256 + 64 * (t / 4));
-        w |= (codes)(shifted(at->high, 4 - 2 * (t % 4)) & top);
+    switch (bits) {
+    case 4: w = unpacked4(block, t, rest); break;
+    case 5: w = unpacked5(block, t, rest); break;
+    case 6: w = unpacked6(block, t, rest); break;
+    default: w = codes_at(block + 64 * t); break;
     }
     if (fr_has_numbers(scales)) w = numbers_at(fr_numbers_of(scales), w);
     int bits_of_code = code_bits(bits, scales);
@@ -192,20 +222,20 @@ FR_INLINE codes unpacked(int bits, int scales, const uint8_t *block, int t, shar
    subtracted from the codes. */
 FR_INLINE ints start(int bits, int scales, const fr_record *x, int half) {
     if (IS_SIGNED || !offset(bits, scales)) return (ints){};
-#if IS_AVX2 /* sums of int16; shifts divide exactly */
+#if IS_AVX2 /* sums of int16 */
     if (bits == 8) return (ints){};
-    if (bits == 4) return broadcast(x->pairs);
-    ints pairs = broadcast(x->half_pairs[half]);
-    return bits == 5 ? (ints)_mm256_srai_epi16((__m256i)pairs, 1) : pairs;
-#else
+    if (bits == 6) return broadcast(x->half_pairs[half]);
+    ints pairs = broadcast(x->pairs);
+    return bits == 5 ? (ints)_mm256_add_epi16((__m256i)pairs, (__m256i)pairs) : pairs;
+#else /* shifts divide exactly */
     if (bits == 6) return broadcast(&x->half[half]);
+    if (fr_has_halves(scales)) return broadcast(&x->half[half]) << 2;
     return broadcast(&x->whole) >> (bits == 4 ? 4 : bits == 5 ? 3 : 0);
 #endif
 }
 
 /* a + the products of four bytes in each lane. AVX2 without VNNI sums them in pairs of int16. */
-FR_INLINE ints add_products(int bits, ints a, codes w, const int8_t *q) {
-    ints x = broadcast(q);
+FR_INLINE ints add_products(int bits, ints a, codes w, ints x) {
     (void)bits;
 #if HAS_AVX512
     return (ints)_mm512_dpbusd_epi32((__m512i)a, (__m512i)w, (__m512i)x);
@@ -282,34 +312,52 @@ FR_INLINE ints sums_of(const pair_sums *a, int row) {
 #endif
 
 /* Whether the halves of a block are summed apart, because each has its scale, or because int16
-   would overflow: 16 products of 4 bits fill it (15 x 127 x 16 = 30480), and so do 8 products of 5
-   bits, or of 6 bits less 32. */
-FR_INLINE int is_halved(int bits) { return bits == 6 || (IS_AVX2 && bits == 5); }
+   would overflow. 16 products of 4 bits fill it (15 x 127 x 16 = 30480), and so do 16 of 5 bits
+   less 16, or 8 of 5 bits or of 6 bits less 32. Sums that start from an offset may overflow on
+   their way, as they are right modulo 2^16. */
+FR_INLINE int is_halved(int bits, int scales) {
+    return fr_has_halves(scales) || (IS_AVX2 && bits == 5 && scales != D);
+}
 
-/* The dot of a block as floats, from its sums. */
-FR_INLINE reals dot(int bits, const ints sum[2], const ints sc[2]) {
+/* The dot of a block as floats, from its sums. With scales of halves it is below 2^24, also for the
+   widest numbers: 2 x 16 x 127 x 124 x 31 = 15,622,016. */
+FR_INLINE reals dot(int bits, int scales, const ints sum[2], const ints sc[2]) {
 #if IS_AVX2
-    if (bits == 8) return to_reals(sum[0]);
+    if (bits == 8) {
+        int is_one = !fr_has_halves(scales);
+        return to_reals(is_one ? sum[0] : sum[0] * sc[0] + sum[1] * sc[1]);
+    }
     const ints ones = (ints){} + 0x10001;
     ints total = {};
-    for (int h = 0; h < (is_halved(bits) ? 2 : 1); h++) {
-        /* The scale, for both pairs of a lane. */
-        ints factor = bits == 6 ? (sc[h] & 0xffff) | sc[h] << 16 : ones;
+    for (int h = 0; h < (is_halved(bits, scales) ? 2 : 1); h++) {
+        ints factor = bits == 6 ? sc[h] : ones;
         total += (ints)_mm256_madd_epi16((__m256i)sum[h], (__m256i)factor);
     }
     return to_reals(total);
-#elif HAS_AVX512 /* for 6 bits the dot is below 2^24, so floats are exact, in fewer steps */
-    if (bits != 6) return to_reals(sum[0]);
+#elif HAS_VNNI /* floats are exact, in fewer steps */
+    (void)bits;
+    if (!fr_has_halves(scales)) return to_reals(sum[0]);
     return fused(to_reals(sum[1]), to_reals(sc[1]), to_reals(sum[0]) * to_reals(sc[0]));
 #else
-    return to_reals(bits == 6 ? sum[0] * sc[0] + sum[1] * sc[1] : sum[0]);
+    (void)bits;
+    return to_reals(fr_has_halves(scales) ? sum[0] * sc[0] + sum[1] * sc[1] : sum[0]);
 #endif
 }
 
 typedef struct {
     reals d, m;        /* times those of the block, for K */
-    ints sc[2], mn[2]; /* S, SM: of 16 weights */
+    ints sc[2], mn[2]; /* of 16 weights; sc of S and SM as multipliers() has it */
 } block_scales;
+
+/* Signed bytes, in each lane one; for AVX2 twice, as int16 for both of the lane's sums. */
+FR_INLINE ints multipliers(const uint8_t *p) {
+#if IS_AVX2
+    __m128i bytes = _mm_loadl_epi64((const __m128i *)p);
+    return (ints)_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(bytes, bytes));
+#else
+    return signed_bytes(p);
+#endif
+}
 
 /* Reads the scales of a block; d and m are those of its group. */
 FR_INLINE block_scales read_scales(int scales, const uint8_t *block, reals d, reals m) {
@@ -328,8 +376,9 @@ FR_INLINE block_scales read_scales(int scales, const uint8_t *block, reals d, re
         s.d = to_reals(unsigned_bytes(block)) * d;
         s.m = to_reals(unsigned_bytes(block + 16)) * m;
     }
-    for (int h = 0; (scales == S || scales == SM) && h < 2; h++) {
-        s.sc[h] = signed_bytes(block + 16 * h);
+    for (int h = 0; fr_has_halves(scales) && h < 2; h++) {
+        const uint8_t *at = block + 16 * h;
+        s.sc[h] = fr_is_wide(scales) ? signed_bytes(at) : multipliers(at);
         if (scales == SM) s.mn[h] = unsigned_bytes(block + 32 + 16 * h);
     }
     return s;
@@ -339,7 +388,7 @@ FR_INLINE block_scales read_scales(int scales, const uint8_t *block, reals d, re
 FR_INLINE reals add_block(int bits, int scales, const ints sum[2], const block_scales *s,
                           const fr_record *x, reals f) {
     reals scale = everywhere(x->scale);
-    f = fused(dot(bits, sum, s->sc) * scale, s->d, f);
+    f = fused(dot(bits, scales, sum, s->sc) * scale, s->d, f);
     if (scales == K || scales == DM) f = fused(everywhere(x->sum), s->m, f);
     if (scales == SM) { /* integers below 2^24, so floats are exact */
         reals minimums = to_reals(broadcast(&x->half[0])) * to_reals(s->mn[0]);
@@ -370,35 +419,66 @@ FR_INLINE void prefetch(const uint8_t *from, size_t bytes) {
         __builtin_prefetch(from + L1_AHEAD + i);
 }
 
-/* The sums of a block times n rows. `near` are its codes, or NULL. */
-FR_INLINE void sum_block(shape l, int n, const uint8_t *block, const codes *near,
-                         const fr_record *x, ints sum[TILE][2]) {
-    shared_codes vectors = {{0}, {0}};
+/* What is done about the codes of a group: they are unpacked, unpacked and kept for other rows, or
+   read as they were kept, [part][8 block + t]. */
+typedef struct {
+    enum { UNPACK, KEEP, READ } step;
+    codes (*kept)[64]; /* not for UNPACK */
+} code_source;
+
+/* The codes of a part of block b, which begins at `block`, for t. */
+FR_INLINE codes codes_of(shape l, code_source from, const uint8_t *block, int part, int b, int t,
+                         rest_codes *rest) {
+    if (from.step == READ) return from.kept[part][8 * b + t];
+    codes w = unpacked(l.bits, l.scales, block + 4 * LANES * part, t, rest);
+    if (from.step == KEEP) from.kept[part][8 * b + t] = w;
+    return w;
+}
+
+/* The sums of SIDE parts of block b of a group times n rows. */
+FR_INLINE void sum_block(shape l, int n, code_source from, const uint8_t *block, int part, int b,
+                         const fr_record *x, ints sum[TILE][SIDE][2]) {
+    rest_codes rest[SIDE] = {0};
+    codes w[SIDE];
     int bits = code_bits(l.bits, l.scales);
+    int halves = is_halved(bits, l.scales) ? 2 : 1;
     UNROLL
-    for (int t = 0; t < 8; t++) {
-        int half = is_halved(bits) ? t / 4 : 0;
-        codes w = near ? near[t] : unpacked(l.bits, l.scales, block, t, &vectors);
+    for (int half = 0; half < halves; half++) {
         UNROLL
         for (int r = 0; r < n; r++) {
-            ints before = t == 4 * half ? start(bits, l.scales, x + r, half) : sum[r][half];
-            sum[r][half] = add_products(bits, before, w, x[r].q + 4 * t);
+            ints first = start(bits, l.scales, x + r, half);
+            UNROLL
+            for (int i = 0; i < SIDE; i++)
+                sum[r][i][half] = first;
+        }
+        UNROLL
+        for (int t = 8 / halves * half; t < 8 / halves * (half + 1); t++) {
+            UNROLL
+            for (int i = 0; i < SIDE; i++)
+                w[i] = codes_of(l, from, block, part + i, b, t, &rest[i]);
+            UNROLL
+            for (int r = 0; r < n; r++) {
+                ints q = broadcast(x[r].q + 4 * t);
+                UNROLL
+                for (int i = 0; i < SIDE; i++)
+                    sum[r][i][half] = add_products(bits, sum[r][i][half], w[i], q);
+            }
         }
     }
 }
 
 #if HAS_I8MM
 /* The same for two rows or more, which are multiplied by pairs; a last odd one, by itself. */
-FR_INLINE void sum_pairs(shape l, int n, const uint8_t *block, const codes *near,
-                         const fr_record *x, ints sum[TILE][2]) {
-    shared_codes vectors = {{0}, {0}};
+FR_INLINE void sum_pairs(shape l, int n, code_source from, const uint8_t *block, int part, int b,
+                         const fr_record *x, ints sum[TILE][SIDE][2]) {
+    rest_codes rest = {0};
     pair_sums pairs[TILE / 2][2];
     memset(pairs, 0, sizeof pairs);
     UNROLL
     for (int t = 0; t < 8; t += 2) {
-        int half = is_halved(l.bits) ? t / 4 : 0;
-        codes first = near ? near[t] : unpacked(l.bits, l.scales, block, t, &vectors);
-        codes last = near ? near[t + 1] : unpacked(l.bits, l.scales, block, t + 1, &vectors);
+        int half = is_halved(l.bits, l.scales) ? t / 4 : 0;
+        codes first = codes_of(l, from, block, part, b, t, &rest);
+        codes last = codes_of(l, from, block, part, b, t + 1, &rest);
         UNROLL
         for (int r = 0; r < n; r += 2) {
             int other = r + 1 < n ? r + 1 : r;
@@ -407,64 +487,82 @@ FR_INLINE void sum_pairs(shape l, int n, const uint8_t *block, const codes *near
     }
     UNROLL
     for (int r = 0; r < n; r++) {
-        sum[r][0] = sums_of(&pairs[r / 2][0], r % 2);
-        sum[r][1] = sums_of(&pairs[r / 2][1], r % 2);
+        sum[r][0][0] = sums_of(&pairs[r / 2][0], r % 2);
+        sum[r][0][1] = sums_of(&pairs[r / 2][1], r % 2);
     }
 }
 #endif
 
-/* One part of a group of `count` blocks times n rows; n is a constant, so that f stays in
-   registers. `near` are codes of the part that are unpacked already, or NULL. x is the first row's
-   record, with `stride` records from one block to the next. `fetches` says whether later groups are
-   prefetched, which the first rows of a panel do for all. */
-FR_INLINE void tile(shape l, int n, const uint8_t *group, int count, int part, const codes *near,
+/* SIDE parts of a group of `count` blocks times n rows; n is a constant, so that f stays in
+   registers. x is the first row's record, with `stride` records from one block to the next.
+   `fetches` says whether later groups are prefetched, which the first rows of a panel do for all.
+ */
+FR_INLINE void tile(shape l, int n, code_source from, const uint8_t *group, int count, int part,
                     const fr_record *x, int stride, int fetches, float (*sums)[FR_PANEL]) {
     const uint8_t *scales = group + 64 * (size_t)(l.bits * count);
     const uint8_t *group_scales = group + unit_bytes(l) * (size_t)count;
-    reals f[TILE];
-    reals d = {};
-    reals m = {};
-    int first = LANES * part; /* output */
-    if (l.group_bytes) d = float16_reals(group_scales + 2 * first);
-    if (l.scales == K) m = -float16_reals(group_scales + 32 + 2 * first);
-    if (l.scales == SM) m = float16_reals(group_scales + 32 + 2 * first) * 0x1p-5f;
+    reals f[TILE][SIDE];
+    reals d[SIDE] = {};
+    reals m[SIDE] = {};
     UNROLL
-    for (int r = 0; r < n; r++)
-        f[r] = reals_at(sums[r] + first);
-    for (int b = 0; b < count; b++, x += stride) {
-        const uint8_t *block = group + 64 * (size_t)(l.bits * b) + 4 * first;
-        const uint8_t *at = scales + l.scale_bytes * (size_t)b;
-        size_t share = (unit_bytes(l) + l.group_bytes / 8) / PARTS;
-        ints sum[TILE][2];
-        const codes *own = near ? near + 8 * b : 0;
-        if (fetches) prefetch(group + share * (size_t)(count * part + b), share);
-        int scale_size = l.scales == D || l.scales == DM || l.scales == NL ? 2 : 1;
-        block_scales s = read_scales(l.scales, at + scale_size * first, d, m);
-#if HAS_I8MM
-        if (n > 1) {
-            sum_pairs(l, n, block, own, x, sum);
-        } else {
-            sum_block(l, n, block, own, x, sum);
-        }
-#else
-        sum_block(l, n, block, own, x, sum);
-#endif
+    for (int i = 0; i < SIDE; i++) {
+        int first = LANES * (part + i); /* output */
+        if (l.group_bytes) d[i] = float16_reals(group_scales + 2 * first);
+        if (fr_is_wide(l.scales)) d[i] = d[i] * 0x1p-3f;
+        if (l.scales == K) m[i] = -float16_reals(group_scales + 32 + 2 * first);
+        if (l.scales == SM) m[i] = float16_reals(group_scales + 32 + 2 * first) * 0x1p-5f;
         UNROLL
         for (int r = 0; r < n; r++)
-            f[r] = add_block(code_bits(l.bits, l.scales), l.scales, sum[r], &s, x + r, f[r]);
+            f[r][i] = reals_at(sums[r] + first);
+    }
+    for (int b = 0; b < count; b++, x += stride) {
+        const uint8_t *block = group + 64 * (size_t)(l.bits * b);
+        const uint8_t *at = scales + l.scale_bytes * (size_t)b;
+        size_t share = (unit_bytes(l) + l.group_bytes / 8) / (PARTS / SIDE);
+        ints sum[TILE][SIDE][2];
+        int bits = code_bits(l.bits, l.scales);
+        if (fetches) prefetch(group + share * (size_t)(count * part / SIDE + b), share);
+        int scale_size = l.scales == D || l.scales == DM || l.scales == NL ? 2 : 1;
+#if HAS_I8MM
+        if (n > 1) {
+            sum_pairs(l, n, from, block, part, b, x, sum);
+        } else {
+            sum_block(l, n, from, block, part, b, x, sum);
+        }
+#else
+        sum_block(l, n, from, block, part, b, x, sum);
+#endif
+        UNROLL
+        for (int i = 0; i < SIDE; i++) {
+            const uint8_t *own_scales = at + scale_size * LANES * (part + i);
+            block_scales s = read_scales(l.scales, own_scales, d[i], m[i]);
+            UNROLL
+            for (int r = 0; r < n; r++)
+                f[r][i] = add_block(bits, l.scales, sum[r][i], &s, x + r, f[r][i]);
+        }
     }
     UNROLL
-    for (int r = 0; r < n; r++)
-        memcpy(sums[r] + first, &f[r], sizeof f[r]);
+    for (int i = 0; i < SIDE; i++) {
+        UNROLL
+        for (int r = 0; r < n; r++)
+            memcpy(sums[r] + LANES * (part + i), &f[r][i], sizeof f[r][i]);
+    }
+}
+
+/* All parts of a group times n rows. */
+FR_INLINE void group_rows(shape l, int n, code_source from, const uint8_t *group, int count,
+                          const fr_record *x, int stride, int fetches, float (*sums)[FR_PANEL]) {
+    for (int part = 0; part < PARTS; part += SIDE)
+        tile(l, n, from, group, count, part, x, stride, fetches, sums);
 }
 
 /* All of a panel times n rows. */
 FR_INLINE void few_rows(shape l, int n, const uint8_t *panel, int blocks, const fr_record *x,
                         int stride, int fetches, float (*sums)[FR_PANEL]) {
+    code_source unpack = {UNPACK, 0};
     for (; blocks > 0; blocks -= 8, x += 8 * (size_t)stride) {
         int count = blocks < 8 ? blocks : 8;
-        for (int part = 0; part < PARTS; part++)
-            tile(l, n, panel, count, part, 0, x, stride, fetches, sums);
+        group_rows(l, n, unpack, panel, count, x, stride, fetches, sums);
         panel += 8 * unit_bytes(l) + l.group_bytes;
     }
 }
@@ -487,35 +585,38 @@ FR_INLINE const fr_record *record_of(const records *x, int row, int block) {
     return x->all + before + (size_t)(stride_of(x, row) * block + row % FR_ROW_GROUP);
 }
 
-/* Whether it is faster to read unpacked codes than to unpack them for each tile. Measured on an
+/* Whether it is faster to keep unpacked codes than to unpack them for each tile. Measured on an
    AMD EPYC (Zen 5). */
-FR_INLINE int pays_unpacking(int bits) {
-    if (HAS_AVX512) return bits == 5 || bits == 6;
-    return HAS_VNNI ? bits == 6 : bits < 8;
-}
+FR_INLINE int pays_keeping(int bits) { return HAS_VNNI ? bits == 6 : bits < 8; }
 
-/* All of a panel times n rows, a multiple of TILE: a group is unpacked once for all of them. */
+/* All of a panel times n rows, more than TILE: a group is unpacked once for all of them, beside
+   the products of the first ones. */
 FR_INLINE void many_rows(shape l, const uint8_t *panel, const records *x, int row, int n,
                          float (*sums)[FR_PANEL]) {
-    codes near[PARTS][64];
+    codes kept[PARTS][64];
+    code_source keep = {KEEP, kept};
+    code_source read = {READ, kept};
     for (int first = 0; first < x->blocks; first += 8) {
         int count = x->blocks - first < 8 ? x->blocks - first : 8;
-        for (int b = 0; b < count; b++) {
-            const uint8_t *block = panel + 64 * (size_t)(l.bits * b);
-            for (int part = 0; part < PARTS; part++) {
-                shared_codes vectors = {{0}, {0}};
-                UNROLL
-                for (int t = 0; t < 8; t++) {
-                    near[part][8 * b + t] =
-                        unpacked(l.bits, l.scales, block + 4 * LANES * part, t, &vectors);
-                }
-            }
-        }
         for (int r = 0; r < n; r += TILE) {
             const fr_record *at = record_of(x, row + r, first);
-            for (int part = 0; part < PARTS; part++) {
-                tile(l, TILE, panel, count, part, near[part], at, stride_of(x, row + r), r == 0,
-                     sums + r);
+            int stride = stride_of(x, row + r);
+            int rows = n - r < TILE ? n - r : TILE;
+            switch (r ? rows : 0) {
+            case 0: group_rows(l, TILE, keep, panel, count, at, stride, 1, sums); break;
+            case 1: group_rows(l, 1, read, panel, count, at, stride, 0, sums + r); break;
+#if TILE > 1
+            case 2: group_rows(l, 2, read, panel, count, at, stride, 0, sums + r); break;
+            case 3: group_rows(l, 3, read, panel, count, at, stride, 0, sums + r); break;
+            case 4: group_rows(l, 4, read, panel, count, at, stride, 0, sums + r); break;
+#endif
+#if TILE > 4
+            case 5: group_rows(l, 5, read, panel, count, at, stride, 0, sums + r); break;
+            case 6: group_rows(l, 6, read, panel, count, at, stride, 0, sums + r); break;
+            case 7: group_rows(l, 7, read, panel, count, at, stride, 0, sums + r); break;
+            case 8: group_rows(l, 8, read, panel, count, at, stride, 0, sums + r); break;
+#endif
+            default: break;
             }
         }
         panel += 8 * unit_bytes(l) + l.group_bytes;
@@ -525,9 +626,11 @@ FR_INLINE void many_rows(shape l, const uint8_t *panel, const records *x, int ro
 /* A panel times n rows from `row` on. The number of rows is a constant in each case. */
 FR_INLINE void few_bits(shape l, const uint8_t *panel, const records *x, int row, int n,
                         float (*sums)[FR_PANEL]) {
-    int done = n < 2 * TILE || !pays_unpacking(l.bits) ? 0 : n / TILE * TILE;
-    if (done) many_rows(l, panel, x, row, done, sums);
-    for (; done < n; done += TILE) {
+    if (n > TILE && pays_keeping(l.bits)) {
+        many_rows(l, panel, x, row, n, sums);
+        return;
+    }
+    for (int done = 0; done < n; done += TILE) {
         const fr_record *first = record_of(x, row + done, 0);
         int stride = stride_of(x, row + done);
         switch (n - done < TILE ? n - done : TILE) {

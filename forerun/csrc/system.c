@@ -199,6 +199,22 @@ int fr_usable_cores(void) {
     return count > 0 ? (int)count : 1;
 }
 
+int fr_stay_on(const int32_t *cores, int count) {
+#ifdef __linux__
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (int i = 0; i < count; i++) {
+        if (cores[i] < 0 || cores[i] >= CPU_SETSIZE) return -1;
+        CPU_SET(cores[i], &set);
+    }
+    return sched_setaffinity(0, sizeof set, &set);
+#else
+    (void)cores;
+    (void)count;
+    return -1;
+#endif
+}
+
 /* Memory. */
 
 void *fr_allocate(int64_t bytes) {

@@ -48,6 +48,9 @@ int fr_own_core(void);
 /* The number of cores that this process may use. */
 int fr_usable_cores(void);
 
+/* Keeps the calling thread on some cores, where the system can. 0: it will stay there. */
+int fr_stay_on(const int32_t *cores, int count);
+
 /* Memory aligned to 64 bytes, or NULL. */
 void *fr_allocate(int64_t bytes);
 void fr_release(void *memory);

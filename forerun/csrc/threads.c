@@ -16,6 +16,7 @@
 #include <stddef.h>
 
 #define MAX_THREADS 256
+#define MAX_CORES 1024
 #define PIECES_PER_THREAD 8
 #define SERIAL_NUMBERS 16384 /* fewer take less time than calling threads */
 
@@ -66,6 +67,13 @@ static struct {
     void *scratch;
     int64_t scratch_bytes;
 } pool;
+
+/* The nodes of the memory, and the cores of each: those of node i begin at first[i]. */
+static struct {
+    int count; /* 0 or 1: workers stay nowhere */
+    int32_t cores[MAX_CORES];
+    int first[MAX_CORES + 1];
+} nodes;
 
 /* How the number of active threads follows the load of the machine. Other work makes jobs lose time
    in two ways. In a stall, a worker has claimed a piece but is not run, because another process, or
@@ -170,7 +178,14 @@ static void spin(int thread, uint32_t seen) {
     }
 }
 
+/* Workers that are neighbours share a node, as their shares are adjacent in memory. */
+static void stay_on_node(int thread) {
+    int node = (int)((int64_t)thread * nodes.count / pool.wanted);
+    fr_stay_on(nodes.cores + nodes.first[node], nodes.first[node + 1] - nodes.first[node]);
+}
+
 static void run_worker(int thread) {
+    if (nodes.count > 1) stay_on_node(thread);
     for (;;) {
         /* Both are read before all checks, that of `ends` too, so that a later change ends the
            sleep. */
@@ -259,6 +274,23 @@ int fr_threads(int count) {
     fr_leave();
     return threads;
 }
+
+int fr_nodes(const int32_t *cores, const int32_t *node_of, int count) {
+    if (count < 1 || count > MAX_CORES) return 0;
+    fr_enter();
+    end_workers(); /* the next ones stay where these say */
+    nodes.count = 0;
+    for (int i = 0; i < count; i++) {
+        nodes.cores[i] = cores[i];
+        if (!i || node_of[i] != node_of[i - 1]) nodes.first[nodes.count++] = i;
+    }
+    nodes.first[nodes.count] = count;
+    int found = nodes.count;
+    fr_leave();
+    return found;
+}
+
+int64_t fr_slices(void) { return nodes.count > 1 ? (int64_t)fr_workers() * PIECES_PER_THREAD : 0; }
 
 int fr_active_threads(void) {
     fr_enter();

@@ -17,6 +17,13 @@ typedef void fr_work(void *argument, int64_t first, int64_t last, int thread);
 /* Sets the number of threads, including the calling one, and returns it. 0 only returns it. */
 int fr_threads(int count);
 
+/* Spreads the workers over the nodes of the machine's memory: nodes[i] is that of cores[i], and
+   nodes ascend from 0. A worker then stays on the cores of its node, and memory that it writes
+   first lies there. The caller's thread stays free, because it is not ours. Returns the number of
+   nodes, or 0 if there are too many cores; then nothing changes. Without a call there is one node.
+ */
+int fr_nodes(const int32_t *cores, const int32_t *nodes, int count);
+
 /* The number of threads that do the jobs now: all, or fewer on a machine with other work. */
 int fr_active_threads(void);
 
@@ -30,6 +37,10 @@ void fr_leave(void);
 
 /* The number of threads. */
 int fr_workers(void);
+
+/* The number of slices in which a job with several matrices divides each of them, so that a thread
+   reads the panels that it has packed. 0: memory is the same for all threads. */
+int64_t fr_slices(void);
 
 /* Runs a job, in pieces of `piece` parts (0: the pool chooses). */
 void fr_parallel(fr_work *work, void *argument, int64_t parts, int64_t piece);

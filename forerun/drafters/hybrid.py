@@ -14,7 +14,7 @@ from forerun.engine.step import Drafter, Proposal
 from forerun.engine.target import next_size
 from forerun.methods import Hybrid, Method, Parts
 from forerun.planning.cost_model import Forwards
-from forerun.planning.forecast import StepSituation
+from forerun.planning.forecast import Forecast, PlannedDrafter, StepSituation, forecast
 from forerun.planning.guard import GuardedDrafter, GuardMemo
 from forerun.planning.source_chooser import Choice, SourceChooser, SourceOutcome
 
@@ -66,7 +66,20 @@ class HybridMemo:
     inner: Any
 
 
-class HybridDrafter(Drafter):
+class HybridPlanner:
+    """The planner of two drafters of which either may draft a row."""
+
+    def __init__(self, suffixes: Drafter, other: Drafter) -> None:
+        self._drafters = suffixes, other
+
+    def forecast(self, situation: StepSituation) -> Forecast:
+        """Return the forecast of the first drafter whose drafts pay, or that of the last one."""
+        suffixes, other = self._drafters
+        of_suffixes = forecast(suffixes, situation)
+        return of_suffixes if of_suffixes.pays else forecast(other, situation)
+
+
+class HybridDrafter(PlannedDrafter):
     """Draft by suffixes, or call the other drafter where the chooser prefers it.
 
     Without a chooser the other drafter is called for rows whose suffix draft scores below
@@ -103,6 +116,7 @@ class HybridDrafter(Drafter):
         self.chooser = chooser
         self._draft = draft
         self._clock = draft.clock if draft is not None else perf_counter
+        self.planner = HybridPlanner(suffixes, other)
         self.wants_hidden = other.wants_hidden
         self.extra_nodes = other.extra_nodes
         self.reads = other.reads  # of the hidden states; suffixes need the tokens alone

@@ -69,8 +69,8 @@ class PhrasePool:
 class SuffixMemory:
     """The newest texts, of at most `most` tokens in all, and the automaton of their suffixes.
 
-    A text that is added again is kept once, as the newest. Readers of the automaton must hold
-    `lock`.
+    A text that is added again is kept once, as the newest. The automaton reads texts when it is
+    next asked for, because nobody may draft for a long time. Its readers must hold `lock`.
     """
 
     def __init__(self, most: int) -> None:
@@ -80,6 +80,7 @@ class SuffixMemory:
         self._texts: dict[tuple[int, ...], None] = {}
         # None during a change, which an exception may break off
         self._automaton: Automaton | None = Automaton()
+        self._unread: list[tuple[int, ...]] = []  # the texts that the automaton has not read
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -93,18 +94,28 @@ class SuffixMemory:
     def clear(self) -> None:
         """Forget all texts."""
         with self.lock:
-            self._automaton = Automaton()
+            self._automaton = None
             self._texts = {}
 
     @property
     def automaton(self) -> Automaton:
         """Return the automaton of all texts' suffixes."""
-        if self._automaton is None:
+        automaton = self._automaton
+        unread = self._unread
+        if automaton is None:
             automaton = Automaton()
-            for text in self._texts:
-                _read(automaton, text)
-            self._automaton = automaton
-        return self._automaton
+            unread = self.texts
+        self._automaton = None
+        for text in unread:
+            _read(automaton, text)
+        self._unread = []
+        self._automaton = automaton
+        return automaton
+
+    def read(self) -> None:
+        """Let the automaton read the texts that were added since it was last asked for."""
+        with self.lock:
+            _ = self.automaton
 
     def add(self, tokens: Sequence[int]) -> None:
         """Add the last `most` tokens of a text.
@@ -118,12 +129,12 @@ class SuffixMemory:
                 self._texts[text] = self._texts.pop(text)
             if not text or text in self._texts:
                 return
-            automaton = self.automaton
-            size = len(self) + len(text)
+            automaton = self._automaton
             self._automaton = None
             self._texts[text] = None
+            self._unread.append(text)
+            size = len(self)
             if size <= self.most:
-                _read(automaton, text)
                 self._automaton = automaton
                 return
             while size > self.most // 2 and len(self._texts) > 1:

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 
 from forerun.drafters.automaton import Automaton
 from forerun.engine.draft import Draft
-from forerun.engine.step import Drafter, Proposal
+from forerun.engine.step import Proposal
 from forerun.methods.suffix import Suffix
+from forerun.planning.forecast import PlannedDrafter, StepSituation
+from forerun.planning.suffix_plan import SuffixPlanner
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,9 +31,6 @@ LONGEST_MATCH = 64  # in earlier outputs, in tokens
 # The last tokens of a prompt, which are kept with its output so that the output's beginning can
 # match.
 LEAD = 8
-# Counts promise more than comes true: tokens predicted at 0.8 were accepted 68 to 83 % of the time.
-# So a token must be predicted at so many times what it needs to be worth its place.
-SURE = 1.5
 PROMPT_PART = 4096  # prompt tokens that are read at once, in a few milliseconds
 
 
@@ -58,7 +57,7 @@ class _Text:
         self.known = max(end, self.known)
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(PlannedDrafter):
     """Draft point masses by the settings of its method. Outputs go into `memory` at their end."""
 
     def __init__(
@@ -68,10 +67,15 @@ class SuffixDrafter(Drafter):
         self.settings = settings
         self.memory = memory
         self.rows: dict[int, _Text] = {}
-        self._costs = costs
+        self.planner = SuffixPlanner(costs, settings.least) if costs is not None else None
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: ChunkSize) -> Iterator[int]:
-        """Read a prompt in parts, so that a long one does not hold up the next step."""
+        """Read a prompt in parts, so that a long one does not hold up the next step.
+
+        Outputs that ended since the last admission are read here too. No step waits for them.
+        """
+        if self.memory is not None:
+            self.memory.read()
         row = self.rows[seq.id] = _Text()
         for end in range(PROMPT_PART, len(seq.tokens), PROMPT_PART):
             row.read(seq.tokens, end)
@@ -96,6 +100,8 @@ class SuffixDrafter(Drafter):
         row = self.rows[seq.id]
         tokens = seq.tokens
         least = self._least(seq.greedy, rows, len(tokens))
+        if least > 1:  # no token is so probable, and reading the text takes time
+            return Draft.root(tokens[-1]), 0.0
         row.read(tokens, len(tokens))
         # The link leads from the whole text to its longest suffix that has occurred before.
         state = row.automaton.links[row.last]
@@ -112,11 +118,9 @@ class SuffixDrafter(Drafter):
 
     def _least(self, greedy: bool, rows: int, context: int) -> float:
         """Return the least probability of a token that is drafted."""
-        if self._costs is None:
+        if self.planner is None:
             return self.settings.least
-        table = self._costs.table if greedy else self._costs.table.sampled
-        worth = table.at(context, rows).marginal(rows)
-        return max(self.settings.least, SURE * worth)
+        return self.planner.least(StepSituation(rows, context, greedy))
 
     def _grow(
         self, automaton: Automaton, state: int, match: int, least: float, seq: Sequence

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import traceback
+from pathlib import Path
 
 from forerun.engine.reporting import Reports
 from forerun.engine.retries import Retries
@@ -55,17 +57,28 @@ class Recovery:
     def blame(self, seqs: list[Sequence], error: BaseException) -> None:
         """End the sequence of a failed step or prefill if it ran alone and is to blame.
 
-        Otherwise the sequences, which are in the queue, are tried again one by one.
+        Otherwise the sequences, which are in the queue, are tried again one by one. The log has the
+        error in one line then, because the same error with its traceback is the caller's if it
+        recurs. At the level DEBUG the log has the traceback too.
         """
         if not self._retries.failed(seqs):
             _LOG.warning(
-                "a step failed; its requests (%d) are decoded again, each alone",
+                "a step failed (%s); its requests (%d) are decoded again, each alone",
+                _in_one_line(error),
                 len(seqs),
-                exc_info=error,
             )
+            _LOG.debug("the traceback of the failed step", exc_info=error)
             return
         seq = seqs[0]
         seq.error = error
         seq.phase = Phase.ENDED
         self._scheduler.waiting.remove(seq)
         self._reports.add_end(seq)
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Return an error's type, its first line of text and the line of code that raised it."""
+    text = str(error).strip() or "no reason given"
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f", {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {text.splitlines()[0]}{place}"

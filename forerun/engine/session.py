@@ -12,6 +12,7 @@ from weakref import ref
 from forerun.engine.engine import Engine, Step
 from forerun.engine.sequence import Request
 from forerun.failures import UNATTRIBUTABLE
+from forerun.heap import give_back
 
 _LOG = logging.getLogger("forerun.engine.session")
 
@@ -19,6 +20,8 @@ TURN_SECONDS = 0.01  # the longest wait for a turn before the box is read again
 # So many successive steps must fail, with no request to blame, before `drive` reports the error.
 FAILURES_TO_REPORT = 3
 PAUSE_SECONDS = 0.05  # before such a step is tried again
+# How long `drive` rests before it gives freed memory back. Until then the next request may use it.
+REST_SECONDS = 1.0
 SIDE_TURNS = 4  # side works that take turns; the others wait, because each may hold memory
 
 
@@ -206,7 +209,8 @@ class Session:
     ) -> None:
         """Step the engine whenever there is something to do, until `stop`.
 
-        Side works are advanced between the steps.
+        Side works are advanced between the steps. After REST_SECONDS without work, memory that was
+        freed goes back to the system.
 
         Args:
             on_steps: called with the result of each `advance`.
@@ -218,8 +222,7 @@ class Session:
             self._advance_side_work()
             if not self.engine.busy:
                 if not self._side_works:
-                    self._wake.wait()
-                    self._wake.clear()
+                    self._rest()
                 continue
             try:
                 with self._turn:
@@ -236,6 +239,13 @@ class Session:
                 continue
             failures = 0
             on_steps(steps)
+
+    def _rest(self) -> None:
+        """Wait until there is something to do."""
+        if not self._wake.wait(REST_SECONDS):
+            give_back()
+            self._wake.wait()
+        self._wake.clear()
 
     def stop(self) -> None:
         """End `drive` after its present step."""

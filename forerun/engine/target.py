@@ -37,6 +37,8 @@ class Memory:
         hits: prompt tokens that did not run, because their keys and values were known.
         read: the part of `hits` that came from the prompt folder.
         disk: bytes of the prompt folder.
+        kept: bytes of the prefix store.
+        kept_limit: most bytes of the prefix store.
     """
 
     used: int
@@ -44,6 +46,8 @@ class Memory:
     hits: int
     read: int = 0
     disk: int = 0
+    kept: int = 0
+    kept_limit: int = 0
 
 
 class Target(Protocol):

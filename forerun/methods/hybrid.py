@@ -40,10 +40,11 @@ class Hybrid(Suffix):
 
     @property
     def needs_costs(self) -> bool:
-        """Return whether the threshold, or the other method, uses costs."""
-        if self.other == "auto":
-            return False
-        return self.threshold is None or self.other_method().needs_costs
+        """Return whether costs tell where drafts pay. Suffixes alone do without.
+
+        They do so with a fixed threshold too, because it says nothing about batches.
+        """
+        return self.other != "auto"
 
     @property
     def any_tokenizer(self) -> bool:
@@ -58,7 +59,8 @@ class Hybrid(Suffix):
         names = [known for known in METHODS if known not in NEVER_OTHER]
         if name not in names and ":" not in name:
             raise ValueError(
-                f"other must be auto, {', '.join(names[:-1])} or {names[-1]}, not {name!r}"
+                f"other must be auto, {', '.join(names)} or of the form package.module:Class, "
+                f"not {name!r}"
             )
         settings: dict[str, int | float | bool | str | None] = {}
         for text in given:

@@ -97,6 +97,10 @@ class CausalLM(Rows):
             other.hot = self.hot.fresh()
         return other
 
+    def share_texts(self, other: CausalLM) -> None:
+        """Use the prefix store of another copy of the same model in place of one's own."""
+        self.prompts.store = other.prompts.store
+
     def keep_in(self, folder: PromptFolder, identity: str) -> None:
         """Keep texts in a folder too, and find texts there.
 
@@ -174,8 +178,15 @@ class CausalLM(Rows):
         hits = 0 if store is None else store.hit_tokens
         read = 0 if shelf is None else shelf.hit_tokens
         disk = 0 if shelf is None else shelf.folder.bytes
-        used = sum(self.cache.lengths) * (self.cache.position_bytes or 0)
-        return Memory(used, self.cache.allocated_bytes, hits + read, read, disk)
+        return Memory(
+            used=sum(self.cache.lengths) * (self.cache.position_bytes or 0),
+            allocated=self.cache.allocated_bytes,
+            hits=hits + read,
+            read=read,
+            disk=disk,
+            kept=0 if store is None else store.bytes,
+            kept_limit=0 if store is None else store.limit,
+        )
 
     # Prompts.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forerun.engine.target import Capture
 from forerun.model.kv_cache import Stored
+from forerun.sampling.threads import one_thread
 
 Tokens = NDArray[np.int64]  # [n]
 
@@ -151,8 +152,13 @@ class PrefixStore:
                 self._remove(entry)
         while self.bytes + size > self.limit:
             self._remove(self._entries[0])
-        copies = [None if pair is None else (pair[0].clone(), pair[1].clone()) for pair in stored]
-        hidden_copy = None if hidden is None else hidden.clone()
+        # One thread copies usual sizes, because torch's other threads would wait actively for the
+        # next layer's copy, on cores that the engine's next forward needs.
+        with one_thread(max((part.numel() for part in parts), default=0)):
+            copies = [
+                None if pair is None else (pair[0].clone(), pair[1].clone()) for pair in stored
+            ]
+            hidden_copy = None if hidden is None else hidden.clone()
         self._entries.append(Prefix(text, copies, hidden_copy, size, cache_salt, capture))
         self.bytes += size
 

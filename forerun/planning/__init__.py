@@ -25,6 +25,7 @@ ask for the present table each time (`CostSource`).
   `forerun.drafters`.
 
 A step of `hybrid` thus asks a guard, a source chooser and the planner of the other drafter.
-Suffix drafts only ask `Costs` what one more token costs.
+`SuffixPlanner` says how probable a token must be to be worth its place, and where none can be
+(`suffix_plan`). There no row is asked about and no text is read.
 Nothing here runs a model. `stop_rules` needs torch and `tree_plan` NumPy; the rest needs neither.
 """

@@ -17,6 +17,10 @@ Part = tuple[TableName, int]  # a table and a size: new tokens or rows of a forw
 LARGEST_SURPRISE = log(1.5)
 LOAD_RATE = 0.2  # the weight of a step's surprise in the load
 FACTOR_RATE = 0.05  # in a factor: one step changes it by 2 % at most
+# So many larger surprises of a part in a row, to one side, show that its factor is wrong. Then it
+# is corrected at this rate, by all of the surprise.
+WRONG_AFTER = 4
+WRONG_RATE = 0.3
 # The table is made anew when a factor has changed by this, so that planners can keep what they have
 # computed from it.
 CHANGE = log(1.05)
@@ -49,6 +53,25 @@ class StepTime:
     target_ms: float = 0.0
 
 
+@dataclass(frozen=True)
+class Surprise:
+    """By how much a part of a step took longer than expected.
+
+    Attributes:
+        size: the logarithm of measured to expected time; negative if it took less.
+        side: 1 if it took much longer, -1 if it took much less, else 0.
+        number: of the observation, counted over all parts.
+        first: the number of the first surprise of the part in a row to this side.
+        in_a_row: the surprises of that row.
+    """
+
+    size: float
+    side: int
+    number: int
+    first: int
+    in_a_row: int
+
+
 class CorrectedCosts(CostSource):
     """A measured table, with a factor for each of its entries that follows what steps take.
 
@@ -60,6 +83,9 @@ class CorrectedCosts(CostSource):
     What all parts take longer is the load of the machine. It is averaged apart and four times as
     fast, so that factors hardly take it up, because it changes no choice.
 
+    A part that surprises again and again while another one does not is corrected faster, because
+    each step by a table that is far off costs time.
+
     Times depend on the machine, so lengths of drafts do too. Greedy and seeded output does not.
     """
 
@@ -70,6 +96,8 @@ class CorrectedCosts(CostSource):
         self._tables: dict[str, Table] = tables
         self._load = 0.0  # a logarithm, as the factors
         self._factors: dict[Part, float] = {}
+        self._surprises: dict[Part, Surprise] = {}  # the last one of each part
+        self._observed = 0  # parts of steps
         self._applied: dict[Part, float] = {}
         self._table = measured
 
@@ -99,9 +127,40 @@ class CorrectedCosts(CostSource):
         entry = _nearest(self._tables[name], size)
         factor = self._factor(name, entry)
         surprise = log(ms / expected_ms) - factor - self._load
+        if self._is_wrong((name, entry), surprise):
+            self._factors[name, entry] = factor + WRONG_RATE * surprise
+            return
         surprise = min(max(surprise, -LARGEST_SURPRISE), LARGEST_SURPRISE)
         self._load += LOAD_RATE * surprise
         self._factors[name, entry] = factor + FACTOR_RATE * surprise
+
+    def _is_wrong(self, part: Part, size: float) -> bool:
+        """Record a surprise, and return whether it shows that the factor of its part is wrong.
+
+        It does if another part was not surprised to the same side since the first of the row. Else
+        it may be the load.
+        """
+        self._observed += 1
+        side = 0
+        if abs(size) > LARGEST_SURPRISE:
+            side = 1 if size > 0 else -1
+        last = self._surprises.get(part)
+        begins = last is None or side == 0 or last.side != side
+        surprise = Surprise(
+            size=size,
+            side=side,
+            number=self._observed,
+            first=self._observed if last is None or begins else last.first,
+            in_a_row=1 if last is None or begins else last.in_a_row + 1,
+        )
+        self._surprises[part] = surprise
+        if side == 0 or surprise.in_a_row < WRONG_AFTER:
+            return False
+        return any(
+            other.number > surprise.first and side * other.size < LARGEST_SURPRISE / 2
+            for other in self._surprises.values()
+            if other is not surprise
+        )
 
     def _factor(self, name: TableName, size: int) -> float:
         """Return the logarithm of the factor of a size, or of the nearest size that steps had."""

@@ -20,7 +20,7 @@ from forerun.engine.step import Drafter, Proposal
 from forerun.engine.target import next_size
 from forerun.planning.corrected_costs import CorrectedCosts, StepTime
 from forerun.planning.cost_model import mean_context
-from forerun.planning.forecast import StepSituation, forecast
+from forerun.planning.forecast import PlannedDrafter, StepSituation, forecast
 from forerun.planning.loss_account import LossAccount
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class GuardMemo:
         return self.judge is not None and not self.asked
 
 
-class GuardedDrafter(Drafter):
+class GuardedDrafter(PlannedDrafter):
     """Wrap any drafter, and call it only while its drafts pay.
 
     In other steps the drafter is not called, and sees later that sequences have grown. It admits a
@@ -204,6 +204,7 @@ class GuardedDrafter(Drafter):
         self.drafter = drafter
         self.guards = {True: guard, False: sampled if sampled is not None else Guard(guard.clock)}
         self._costs = costs
+        self.planner = drafter.planner if isinstance(drafter, PlannedDrafter) else None
         self.wants_hidden = drafter.wants_hidden
         self.extra_nodes = drafter.extra_nodes
         self.reads = drafter.reads
@@ -293,8 +294,7 @@ class GuardedDrafter(Drafter):
         ]
         if of_drafter:
             self.drafter.observe(of_drafter, memo.inner if memo is not None else None)
-        # A row whose scores are not numbers is left out here, because it is decoded again alone.
-        if memo is None or len(outcomes) < memo.rows:
+        if memo is None or not _is_complete(outcomes, memo):
             return
         if memo.time is not None and self._costs is not None:
             target_ms = 1000 * (self.guards[True].clock() - memo.proposed_at)
@@ -346,15 +346,14 @@ class GuardedDrafter(Drafter):
         of_modes = {}
         for greedy in sorted({seq.greedy for seq in seqs}):
             of_modes[greedy] = forecast(self.drafter, StepSituation(rows, context, greedy))
-        paying = []
-        for seq in seqs:
-            if self._inside[seq.id]:
-                pays = of_modes[seq.greedy].pays
-            else:
-                pays = self._forecasts_gain(seq, rows)
-            if pays:
-                paying.append(seq)
-        return paying
+        # Where a step does not pay, texts that must be read first are not asked about one by one,
+        # because that would take time in every step.
+        return [
+            seq
+            for seq in seqs
+            if of_modes[seq.greedy].pays
+            and (self._inside[seq.id] or self._forecasts_gain(seq, rows))
+        ]
 
     def _forecasts_gain(self, seq: Sequence, rows: int) -> bool:
         """Return whether drafts pay for a sequence whose text is yet to be read."""
@@ -376,6 +375,17 @@ class GuardedDrafter(Drafter):
                     return
             del self._late[seq.id]
             self._inside[seq.id] = True
+
+
+def _is_complete(outcomes: abc.Sequence[RowOutcome], memo: GuardMemo) -> bool:
+    """Return whether all rows of a step were given tokens, so that it is a measurement.
+
+    A row whose scores are not numbers is left out if it had a draft, because it is decoded again
+    alone. A row that ends with an error was given none, and a plain step would have given it none.
+    """
+    if len(outcomes) < memo.rows:
+        return False
+    return all(outcome.sequence.error is None for outcome in outcomes)
 
 
 def _time_of_drafts(seqs: list[Sequence], proposal: Proposal, seconds: float) -> StepTime:

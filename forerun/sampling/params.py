@@ -26,8 +26,8 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: the most tokens to generate. The model's context is a limit too.
-        min_new_tokens: before so many tokens no end token is generated, and none of
-            `stop_token_ids`. A stop string ends the text wherever it comes.
+        min_new_tokens: before so many tokens no end token is generated, none of `stop_token_ids`,
+            and no stop string ends the text: one that they complete stays in it, as in vLLM.
         temperature: 0 is greedy.
         top_k: sample from the k most probable tokens; 0 from all.
         top_p: sample from the smallest set of tokens with this probability.

@@ -21,6 +21,7 @@ from forerun.text.thinking import ThoughtStream
 from forerun.text.tool_calls import ToolCall, ToolForm, ToolStream
 
 KEEP_ALIVE = 15.0  # seconds without a chunk, after which a comment keeps the connection open
+COMMENT = b": keep-alive\n\n"
 
 
 class _Choice:
@@ -51,7 +52,9 @@ class _Choice:
         if prepared.thoughts is not None:
             shown |= prepared.thoughts.special
             self.thoughts = ThoughtStream(prepared.thoughts)
-        self.stream = TextStream(texts.tokenizer, request.tokens, body.stop, shown)
+        self.stream = TextStream(
+            texts.tokenizer, request.tokens, body.stop, shown, body.min_tokens or 0
+        )
         self.logprobs: LogprobsJson | None = None
         if isinstance(body, ChatBody) and body.logprobs:
             self.logprobs = LogprobsJson(texts, is_chat=True)
@@ -155,7 +158,7 @@ class Answer:
                 yield event
             async for steps in _steps(self.job, until):
                 if not steps:
-                    yield self._idle_event()
+                    yield self.idle_event()
                 for index, step, at in steps:
                     for event in await self._step_events(index, step, at):
                         yield event
@@ -168,9 +171,9 @@ class Answer:
         for event in ending:
             yield event
 
-    def _idle_event(self) -> bytes:
+    def idle_event(self) -> bytes:
         """Return what keeps the connection open while no step comes: a comment."""
-        return b": keep-alive\n\n"
+        return COMMENT
 
     def _first_events(self) -> list[bytes]:
         """Return the events before the first step."""

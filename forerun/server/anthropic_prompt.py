@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 from forerun.api.decoder import Decoder
@@ -24,6 +23,7 @@ from forerun.server.errors import ApiError
 from forerun.server.requests import Prepared, chat_tokens, prepare_chat, read_tools
 from forerun.server.schemas import ChatBody, Thinking
 from forerun.text.chat import renders_late_system
+from forerun.text.per_tokenizer import per_tokenizer
 
 # Fields that a chat's body has under the same name.
 _SHARED = (
@@ -40,7 +40,7 @@ _MODES = {"auto": "auto", "any": "required", "none": "none"}
 # that no later one would begin alike.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:.*\n*")
 
-_renders_late_system = lru_cache(1)(renders_late_system)
+_renders_late_system = per_tokenizer(renders_late_system)
 
 
 def prepare_message(body: MessagesBody, decoder: Decoder, parser: str | None = None) -> Prepared:
@@ -99,6 +99,7 @@ def _messages(body: PromptBody, decoder: Decoder) -> list[dict[str, Any]]:
     A system message inside the conversation, as Claude Code sends them, becomes the user's where
     the chat template takes none there.
     """
+    assert decoder.tokenizer is not None
     messages: list[dict[str, Any]] = []
     for part in body.system or []:
         text = _BILLING.sub("", part.text)

@@ -84,19 +84,20 @@ class Settings:
 class _Stream(StreamingResponse):
     """A stream that calls a function at its end, even if the stream never began.
 
-    `forerun.server.protocol` may send `comment` between two events.
+    `forerun.server.protocol` may send `idle_event` between two events.
     """
 
-    comment = b": keep-alive\n\n"
-
-    def __init__(self, content: AsyncIterator[bytes], at_end: Callable[[], None]) -> None:
+    def __init__(
+        self, content: AsyncIterator[bytes], at_end: Callable[[], None], idle_event: bytes
+    ) -> None:
         super().__init__(
             content, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
         self._at_end = at_end
+        self._idle_event = idle_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["state"]["comment"] = self.comment
+        scope["state"]["idle_event"] = self._idle_event
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -201,16 +202,16 @@ class Service:
         # This raises ApiError if the server has begun to shut down while the body was read.
         tokenizer = self.decoder().tokenizer
         assert tokenizer is not None
-        if self._texts is None:
+        if self._texts is None or self._texts.tokenizer is not tokenizer:  # loaded again
             self._texts = TokenTexts(tokenizer)
-        job = self.worker.submit(prepared.requests, request.state.arrived)
+        job = self.worker.submit(prepared.requests, request.state.arrived, prepared.limit_field)
         answer = kind(body, prepared, job, self._texts, self.settings.model)
         self.open += 1
         self.metrics.prompt_tokens.inc(answer.counts.prompt_tokens)
         at_end = partial(self._end, answer, request)
         until = self._until(request)
         if body.stream:
-            return _Stream(answer.chunks(until), at_end)
+            return _Stream(answer.chunks(until), at_end, answer.idle_event())
         try:
             content = await while_connected(request, answer.whole(until))
             return Response(content, media_type="application/json")
@@ -332,10 +333,12 @@ def _add_page(app: FastAPI) -> None:
         app.add_route(path, page_file, include_in_schema=False)
 
 
-def add_middleware(app: FastAPI, settings: Settings, on_status: Callable[[int], None]) -> None:
+def add_middleware(
+    app: FastAPI, settings: Settings, on_status: Callable[[Scope, int], None]
+) -> None:
     """Add the middleware; a request passes through the last one first.
 
-    `on_status` is called with the status of each response.
+    `on_status` is called with the scope of each request and the status of its response.
     """
     app.add_middleware(BasePaths)
     app.add_middleware(BodyLimit, limit=settings.max_body, seconds=settings.body_seconds)

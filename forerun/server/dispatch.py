@@ -6,10 +6,9 @@ the model would have alone, once the model is loaded.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import Any
 
@@ -18,18 +17,15 @@ from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
-from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from forerun import __version__
-from forerun.server.answers import KEEP_ALIVE
 from forerun.server.app import Settings, add_middleware, while_connected
+from forerun.server.early_streams import EarlyStream, stream_form
 from forerun.server.errors import OLLAMA_PATH, ApiError, add_handlers
 from forerun.server.metrics import with_models
-from forerun.server.models import Model, Models, State
-
-# Paths whose streams consist of server-sent events, so that comments may stand before an answer.
-EVENT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+from forerun.server.model import Model, State
+from forerun.server.models import Models
 
 
 def create_models_app(models: Models, settings: Settings) -> FastAPI:
@@ -55,12 +51,15 @@ def create_models_app(models: Models, settings: Settings) -> FastAPI:
     app.state.models = models
     registry = prometheus.CollectorRegistry()
     refused = prometheus.Counter(
-        "forerun:request_errors", "Requests answered with an error.", ["status"], registry=registry
+        "forerun:request_errors",
+        "Requests answered with an error, by model where they have one.",
+        ["model", "status"],
+        registry=registry,
     )
 
-    def count_status(status: int) -> None:
+    def count_status(scope: Scope, status: int) -> None:
         if status >= 400:
-            refused.labels(status=str(status)).inc()
+            refused.labels(model=scope["state"].get("model", ""), status=str(status)).inc()
 
     registry.register(_Collector(models.all))
     add_handlers(app)
@@ -116,13 +115,14 @@ def _facts(model: Model) -> dict[str, Any]:
         "owned_by": "forerun",
         "max_model_len": model.context,
         "state": model.state,
-        "weight_bytes": model.bytes,
+        "weight_bytes": model.weight_bytes,
+        "prefix_bytes": model.prefix_bytes,
     }
 
 
 def _listed(model: Model) -> dict[str, Any]:
     """Return a model as Ollama lists it. `POST /api/show` tells more, and loads it."""
-    return {"name": model.name, "model": model.name, "size": model.bytes, "details": {}}
+    return {"name": model.name, "model": model.name, "size": model.weight_bytes, "details": {}}
 
 
 class _Collector:
@@ -168,16 +168,17 @@ class Dispatcher:
         request = Request(scope, receive)
         if request.method != "POST":
             model = self._models.find(request.query_params.get("model"))
+            scope["state"]["model"] = model.name
             await model.app(scope, receive, send)
             return
         content = await request.body()
         body = _object(content)
         model = self._models.find(self._name(body, request.url.path))
-        answer = _Answer(send)
-        is_event_stream = body.get("stream") is True and request.url.path in EVENT_PATHS
+        scope["state"]["model"] = model.name
+        answer = EarlyStream(send, stream_form(request.url.path, body, model.name))
         seconds = request.state.arrived + self._max_seconds - perf_counter()
         try:
-            async with answer.kept_alive(is_event_stream):
+            async with answer.kept_alive():
                 await while_connected(request, self._models.acquire(model, seconds))
         except ApiError as error:
             if not answer.has_begun:
@@ -215,66 +216,3 @@ def _object(content: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return body if isinstance(body, dict) else {}
-
-
-class _Answer:
-    """The answer to a request, which may begin as a stream of events before its model is loaded.
-
-    Attributes:
-        has_begun: whether it has begun before.
-    """
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.has_begun = False
-        self._is_error = False
-        self._error = b""
-
-    @asynccontextmanager
-    async def kept_alive(self, is_event_stream: bool) -> AsyncIterator[None]:
-        """Send comments while something is waited for for long, if the answer is a stream."""
-        is_over = asyncio.Event()
-        task = asyncio.create_task(self._comment(is_over)) if is_event_stream else None
-        try:
-            yield
-        finally:
-            is_over.set()
-            if task is not None:
-                await task  # it is not cancelled, because it may have sent half of something
-
-    async def _comment(self, is_over: asyncio.Event) -> None:
-        """Send a comment now and then until something is over."""
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(KEEP_ALIVE):
-                    await is_over.wait()
-                    return
-            if not self.has_begun:
-                self.has_begun = True
-                headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            await self._send_part(b": keep-alive\n\n")
-
-    async def _send_part(self, content: bytes, has_more: bool = True) -> None:
-        await self._send({"type": "http.response.body", "body": content, "more_body": has_more})
-
-    async def end(self, error: bytes) -> None:
-        """End a stream that has begun with an error, which is JSON."""
-        await self._send_part(b"data: " + error + b"\n\ndata: [DONE]\n\n", has_more=False)
-
-    async def send(self, message: Message) -> None:
-        """Send a message of the model's app.
-
-        Where the stream has begun, an error cannot be the response, and becomes its last event.
-        """
-        if not self.has_begun:
-            await self._send(message)
-        elif message["type"] == "http.response.start":
-            kind = Headers(raw=message["headers"]).get("content-type", "")
-            self._is_error = not kind.startswith("text/event-stream")
-        elif self._is_error:
-            self._error += message.get("body", b"")
-            if not message.get("more_body", False):
-                await self.end(self._error)
-        else:
-            await self._send(message)

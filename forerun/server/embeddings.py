@@ -170,22 +170,31 @@ def _answer(body: EmbeddingsBody, vectors: Sequence[Tensor], model: str, tokens:
     return f'{head[:-1]},"usage":{usage},"data":[{",".join(items)}]}}'.encode()
 
 
+async def embed(
+    service: Service, request: Request, rows: list[list[int]], pooling: Pooling = DEFAULT
+) -> list[Tensor]:
+    """Return the vector [d] of each row of tokens of a request. Raises ApiError."""
+    started_at = perf_counter()
+    tokens = sum(map(len, rows))
+    service.metrics.prompt_tokens.inc(tokens)
+    worker = service.worker
+    target = service.decoder().target
+    work = pooled(target, rows, pooling, lambda: worker.engine.busy)
+    vectors = await service.compute(request, worker.between_steps(work))
+    id = request.state.request_id
+    took = 1000 * (perf_counter() - started_at)
+    _LOG.info("request=%r embeddings=%d prompt=%d total_ms=%.1f", id, len(rows), tokens, took)
+    return vectors
+
+
 def add_embeddings(app: FastAPI, service: Service) -> None:
     """Add the endpoint."""
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
         rows = await service.read(request, read_inputs, body)
-        tokens = sum(map(len, rows))
-        started_at = perf_counter()
-        service.metrics.prompt_tokens.inc(tokens)
-        worker = service.worker
-        target = service.decoder().target
-        work = pooled(target, rows, body.pooling or DEFAULT, lambda: worker.engine.busy)
-        vectors = await service.compute(request, worker.between_steps(work))
+        vectors = await embed(service, request, rows, body.pooling or DEFAULT)
         name = service.settings.model
+        tokens = sum(map(len, rows))
         content = await service.readers.call(_answer, body, vectors, name, tokens)
-        id = request.state.request_id
-        took = 1000 * (perf_counter() - started_at)
-        _LOG.info("request=%r embeddings=%d prompt=%d total_ms=%.1f", id, len(rows), tokens, took)
         return Response(content, media_type="application/json")

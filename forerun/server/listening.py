@@ -1,4 +1,4 @@
-"""The log, the socket and SIGTERM, before the server imports or loads anything slow.
+"""The log and the socket, before the server imports or loads anything slow.
 
 This module does not need torch.
 """
@@ -6,8 +6,6 @@ This module does not need torch.
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import socket
 
 
@@ -26,11 +24,6 @@ def listen(host: str, port: int) -> socket.socket:
         raise ValueError(f"cannot listen on {host}:{port}: {reason}") from None
     server.setblocking(False)
     return server
-
-
-def end_on_sigterm() -> None:
-    """Let SIGTERM end the process with status 0, until a server that runs handles it."""
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
 
 
 def set_up_log(level: str) -> None:

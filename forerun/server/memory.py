@@ -1,15 +1,73 @@
-"""The default memory for keys and values."""
+"""What an engine may take of the memory: for keys and values, and for those of earlier texts."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from forerun.api.build import draft_share
+from forerun.api.decoder import Decoder
+from forerun.api.options import DEFAULT_PREFIX_BYTES
+from forerun.backends.held import held_bytes
+
 # The other half is needed because old and new buffers exist together while a buffer grows, and for
 # all that is not keys and values of the target.
 KV_MEMORY_SHARE = 0.5  # of the free memory
+PREFIX_SHARE = 0.25  # of the free memory, at most
+# The earlier texts of a model have room for so many tokens, or for a text as long as the context if
+# that is shorter. Coding agents send prompts of 20,000 tokens with every request.
+PREFIX_TOKENS = 2**15
+
+
+@dataclass(frozen=True)
+class MemoryShare:
+    """What one engine of several may take.
+
+    Attributes:
+        part: its part of the free memory.
+        limit: bytes of which weights and earlier texts take that part; None for no limit.
+    """
+
+    part: float = 1.0
+    limit: int | None = None
+
+
+def weight_memory(decoder: Decoder) -> int:
+    """Return the bytes that the weights of a decoder's models and trained layers take."""
+    return held_bytes(decoder.target, decoder.draft, decoder.head, decoder.pre_verifier)
+
+
+def prefix_memory(decoder: Decoder) -> int:
+    """Return the bytes that the earlier texts of a decoder's models may take."""
+    return round(_models_share(decoder) * decoder.options.prefix_limit)
+
+
+def _models_share(decoder: Decoder) -> float:
+    """Return the bytes of a position in all models that keep earlier texts, over the target's."""
+    if decoder.draft is None:
+        return 1.0
+    return 1.0 + draft_share(decoder.target, decoder.draft)
+
+
+def default_prefix_bytes(decoder: Decoder, share: MemoryShare) -> int:
+    """Return the bytes for the earlier texts of a decoder's target, whose models are loaded."""
+    target = decoder.target
+    tokens = min(target.context or PREFIX_TOKENS, PREFIX_TOKENS)
+    free = free_memory(target.device)
+    if free is None:
+        return DEFAULT_PREFIX_BYTES
+    models = _models_share(decoder)
+    bounds = [
+        max(DEFAULT_PREFIX_BYTES, tokens * target.position_bytes),
+        int(PREFIX_SHARE * share.part * free / models),
+    ]
+    if share.limit is not None:
+        left = max(0, share.limit - weight_memory(decoder))
+        bounds.append(int(min(left, PREFIX_SHARE * share.part * share.limit) / models))
+    return min(bounds)
 
 
 def default_kv_memory(device: torch.device, share: float = 1.0) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
+from starlette.types import Scope
 
 from forerun.engine.engine import Step
 from forerun.engine.target import Memory
@@ -236,8 +237,8 @@ class Metrics:
         if step.rows:  # otherwise a request ended without a step of the target
             self._counts.count(step)
 
-    def count_status(self, status: int) -> None:
-        """Count a response by its status, if it is an error."""
+    def count_status(self, scope: Scope, status: int) -> None:
+        """Count the response to a request by its status, if it is an error."""
         if status >= 400:
             self._refused.labels(status=str(status)).inc()
 
@@ -286,6 +287,14 @@ class Metrics:
         )
         yield CounterMetricFamily(
             "forerun:prefix_cache_hits", "Prompt tokens that were not computed again.", memory.hits
+        )
+        yield GaugeMetricFamily(
+            "forerun:prefix_cache_bytes", "Bytes of the target's earlier texts.", memory.kept
+        )
+        yield GaugeMetricFamily(
+            "forerun:prefix_cache_limit_bytes",
+            "Most bytes of the target's earlier texts.",
+            memory.kept_limit,
         )
         yield CounterMetricFamily(
             "forerun:prompt_cache_hits",

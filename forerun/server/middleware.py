@@ -28,10 +28,10 @@ class RequestIds:
     """Gives each request an id, and notes when it came.
 
     The id is the client's x-request-id, or a new one. It comes back in the same header if `sends`.
-    `on_status` is called with the status of each response.
+    `on_status` is called with the scope of each request and the status of its response.
     """
 
-    def __init__(self, app: ASGIApp, on_status: Callable[[int], None], sends: bool) -> None:
+    def __init__(self, app: ASGIApp, on_status: Callable[[Scope, int], None], sends: bool) -> None:
         self.app = app
         self.on_status = on_status
         self.sends = sends
@@ -50,7 +50,7 @@ class RequestIds:
             if message["type"] == "http.response.start":
                 if self.sends:
                     MutableHeaders(scope=message)["x-request-id"] = request_id
-                self.on_status(message["status"])
+                self.on_status(scope, message["status"])
             await send(message)
 
         await self.app(scope, receive, send_with_id)

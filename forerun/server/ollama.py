@@ -14,8 +14,9 @@ from forerun.api.decoder import Decoder
 from forerun.server.errors import ApiError, blame
 from forerun.server.model_facts import ModelFacts
 from forerun.server.ollama_answers import OllamaAnswer, record, renamed
+from forerun.server.ollama_embeddings import add_embed
 from forerun.server.ollama_messages import check_images, conversation
-from forerun.server.ollama_models import add_models, use_own_name
+from forerun.server.ollama_models import add_models, check_context, use_own_name
 from forerun.server.ollama_schemas import (
     OllamaBody,
     OllamaChatBody,
@@ -31,6 +32,8 @@ from forerun.text.thinking import has_marks, thinking_switch
 if TYPE_CHECKING:
     from forerun.server.app import Service
 
+CHAT_PATH = "/api/chat"
+GENERATE_PATH = "/api/generate"
 RECORDS = "application/x-ndjson"
 # Ollama's defaults. Its penalty of 1.1 looks at the last 64 tokens only, so it is left out.
 _DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
@@ -107,10 +110,7 @@ def _sampling(body: OllamaBody, decoder: Decoder) -> dict[str, Any]:
     changes no answer.
     """
     options = body.options or Options()
-    context = decoder.target.context
-    if options.num_ctx is not None and context is not None and options.num_ctx > context:
-        message = f"num_ctx is {options.num_ctx}, but the model's context has {context} tokens"
-        raise ApiError(400, message, "num_ctx")
+    check_context(options, decoder)
     given = vars(options) | {"max_tokens": options.num_predict}
     fields = {name: value for name, value in given.items() if name in ChatBody.model_fields}
     for name, default in {**_DEFAULTS, "max_tokens": _NO_LIMIT}.items():
@@ -172,6 +172,7 @@ def add_ollama(app: FastAPI, service: Service) -> None:
     """Add the endpoints of Ollama's API to an app."""
     router = APIRouter(prefix="/api", route_class=_Route)
     _add_answers(router, service)
+    add_embed(router, service)
     add_models(router, service)
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": OllamaErrorBody},

@@ -52,8 +52,9 @@ class OllamaAnswer(Answer):
     def _whole_json(self) -> bytes:
         return self._record(self._new_content(), self._figures())
 
-    def _idle_event(self) -> bytes:
-        return self._record({})  # because records have no comments
+    def idle_event(self) -> bytes:
+        """Return a record without content, because records have no comments."""
+        return self._record({})
 
     async def _step_events(self, index: int, step: Step, at: float) -> list[bytes]:
         await self._take(index, step, at)

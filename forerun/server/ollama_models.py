@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 
 from forerun.api.decoder import Decoder
+from forerun.server.errors import ApiError
 from forerun.server.model_facts import ModelFacts
-from forerun.server.ollama_schemas import OllamaShowBody
+from forerun.server.ollama_schemas import OllamaShowBody, Options
 from forerun.server.schemas import Body
 
 if TYPE_CHECKING:
@@ -66,6 +67,14 @@ def use_own_name(body: Body, service: Service) -> None:
     name = service.settings.model
     if body.model in (f"{name}:latest", ""):
         body.model = name
+
+
+def check_context(options: Options, decoder: Decoder) -> None:
+    """Raise ApiError if a longer context is asked for than the model has."""
+    context = decoder.target.context
+    if options.num_ctx is not None and context is not None and options.num_ctx > context:
+        message = f"num_ctx is {options.num_ctx}, but the model's context has {context} tokens"
+        raise ApiError(400, message, "num_ctx")
 
 
 def _check_nothing(body: Body, decoder: Decoder) -> None:

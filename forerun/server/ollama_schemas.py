@@ -79,29 +79,36 @@ class Options(Fields):
     mirostat_tau: Any = None
 
 
-class OllamaBody(Body):
-    """The fields of all bodies that the model answers.
+class OptionsBody(Body):
+    """The fields of all bodies with options.
 
-    `keep_alive`, `truncate` and `shift` are accepted and not used: the model stays loaded, and no
-    conversation is cut.
+    `keep_alive` is accepted and not used, because the model stays loaded.
     """
 
     unsupported = _UNSUPPORTED_FIELDS
 
-    stream: bool | None = None
-    format: SkipValidation[Literal["", "json"] | dict[str, Any] | None] = None
-    think: SkipValidation[bool | str | None] = None
     options: Options | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     keep_alive: Any = None
-    truncate: bool | None = None
-    shift: bool | None = None
 
     def unknown(self) -> list[str]:
         """Return the names of unknown fields, and those of unknown options."""
         options = self.options.unknown() if self.options is not None else []
         return super().unknown() + [f"options.{name}" for name in options]
+
+
+class OllamaBody(OptionsBody):
+    """The fields of all bodies that the model answers.
+
+    `truncate` and `shift` are accepted and not used, because no conversation is cut.
+    """
+
+    stream: bool | None = None
+    format: SkipValidation[Literal["", "json"] | dict[str, Any] | None] = None
+    think: SkipValidation[bool | str | None] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    truncate: bool | None = None
+    shift: bool | None = None
 
 
 class OllamaMessage(BaseModel):
@@ -139,6 +146,20 @@ class OllamaGenerateBody(OllamaBody):
     images: SkipValidation[list[str] | None] = None
     system: str | None = None
     raw: bool | None = None
+
+
+class OllamaEmbedBody(OptionsBody):
+    """Texts to turn into vectors. Options are those of an answer; none changes a vector."""
+
+    input: str | list[str] | None = None
+    truncate: bool | None = None
+    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+
+
+class OllamaOldEmbedBody(OptionsBody):
+    """A text to turn into a vector, as older clients send it."""
+
+    prompt: str | None = None
 
 
 class OllamaShowBody(Body):

@@ -27,8 +27,6 @@ _SAME_NAME = (
     "ignore_eos",
     "response_format",
 )
-# What SamplingParams calls differently.
-_CLIENTS_NAMES = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
 
 
 def requests_for(
@@ -65,7 +63,7 @@ def requests_for(
     given |= _penalty(body) | _temperature(body)
     limit = limit_of(body)
     is_unlimited = limit is not None and limit < 0
-    capacity = _capacity(decoder) if is_unlimited else 0
+    capacity = _capacity(decoder, limit_field(body)) if is_unlimited else 0
     if limit is None or is_unlimited:
         limit = max(default_tokens, capacity)
     try:
@@ -120,14 +118,14 @@ def limit_of(body: SamplingBody) -> int | None:
     return limit
 
 
-def _capacity(decoder: Decoder) -> int:
+def _capacity(decoder: Decoder, field: str) -> int:
     """Return the tokens that a text alone may have: those of the context, if memory holds them.
 
-    Raises ApiError for a model without a context.
+    Raises ApiError, which names the field of the limit, for a model without a context.
     """
     context = decoder.target.context
     if context is None:
-        raise ApiError(400, "this model has no context, so max_tokens is needed", "max_tokens")
+        raise ApiError(400, f"this model has no context, so {field} is needed", field)
     kv_memory = decoder.options.kv_memory
     if kv_memory is None:
         return context
@@ -176,8 +174,8 @@ def _sampling_error(message: str, body: SamplingBody, tools: Tools) -> ApiError:
     if is_of_tools and "response_format" in message:
         message = message.replace("response_format.grammar", "the schemas")
         return ApiError(400, message.replace("response_format", "a schema"), "tools")
-    for name, clients_name in _CLIENTS_NAMES.items():
-        message = message.replace(name, clients_name)
+    message = message.replace("min_new_tokens", "min_tokens")
+    message = message.replace("max_new_tokens", limit_field(body))
     first_word = re.match(r"\w+", message)
     param = None
     if first_word and first_word[0] in SamplingBody.model_fields:

@@ -54,13 +54,16 @@ class Protocol(H11Protocol):
     These are connections without a request, connections whose headers do not end, and those of
     clients that have stopped reading.
 
-    A client that has ended its own side may wait for its answer, or may have left. Only something
-    that is sent to it shows which: an interim response before the answer, and a comment in a
-    stream. If it has left, its machine resets the connection.
+    A client that has ended its own side may wait for its answers, or may have left. Only something
+    that is sent to it shows which: an interim response before the answer, and a part without
+    content in a stream. If it has left, its machine resets the connection. If not, all requests
+    that came whole are answered, also those that were sent before the first answer (RFC 9112,
+    section 9.3.2), and then the connection is closed.
     """
 
     _timer: asyncio.TimerHandle | None = None
     _look: asyncio.TimerHandle | None = None
+    _has_ended = False  # the client's side
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -106,22 +109,32 @@ class Protocol(H11Protocol):
 
         It does while a request that came whole has no answer.
         """
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete or cycle.more_body:
+        if not self._is_answering():
             return False
-        cycle.keep_alive = False
+        self._has_ended = True
         self._probe()
         self._look_after(FIRST_LOOK_SECONDS)
         return True
 
+    def _is_answering(self) -> bool:
+        """Return whether a request that came whole has no answer yet."""
+        cycle = self.cycle
+        return cycle is not None and not cycle.response_complete and not cycle.more_body
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request that has come, or close if no other one will come."""
+        super().on_response_complete()
+        if self._has_ended and not self._is_answering():
+            self.transport.close()
+
     def _probe(self) -> None:
         """Send something that means nothing, which a client that has left refuses."""
-        comment = self.cycle.scope["state"].get("comment")
+        idle_event = self.cycle.scope["state"].get("idle_event")
         if self.conn.our_state is h11.SEND_RESPONSE and self.conn.their_http_version == b"1.1":
             interim = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
             self.transport.write(self.conn.send(interim) or b"")
-        elif self.conn.our_state is h11.SEND_BODY and comment is not None:
-            self.transport.write(self.conn.send(h11.Data(data=comment)) or b"")
+        elif self.conn.our_state is h11.SEND_BODY and idle_event is not None:
+            self.transport.write(self.conn.send(h11.Data(data=idle_event)) or b"")
 
     def _look_after(self, seconds: float) -> None:
         """Look after some seconds, and then again and again, whether the client has left."""

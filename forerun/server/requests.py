@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -36,6 +35,7 @@ from forerun.server.schemas import (
 )
 from forerun.text.chat import PromptEnd, chat_prompt, checked_text, has_template, turn_ends
 from forerun.text.infill import infill_form
+from forerun.text.per_tokenizer import per_tokenizer
 from forerun.text.thinking import thinking_marks, thinking_switch, thoughts_after
 from forerun.text.tools import (
     NO_TOOLS,
@@ -58,9 +58,9 @@ _RESERVED = {"functions", "tool_choice"} | set(inspect.signature(chat_prompt).pa
 _RESERVED |= set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 _PROMPT_FORMS = "must be a text, a list of texts, a list of token ids, or a list of such lists"
 
-_turn_ends = lru_cache(1)(turn_ends)
-_infill_form = lru_cache(1)(infill_form)
-_thinking_marks = lru_cache(1)(thinking_marks)
+_turn_ends = per_tokenizer(turn_ends)
+_infill_form = per_tokenizer(infill_form)
+_thinking_marks = per_tokenizer(lambda tokenizer: thinking_marks(tokenizer, _template(tokenizer)))
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ class Prepared:
             needs a token to score a prompt; it is left out.
         tools: how the tools of the body are used.
         thoughts: the thoughts before the answers; None if there are none to expect.
+        limit_field: the body's name of the most new tokens, for errors.
     """
 
     requests: list[Request]
@@ -83,6 +84,7 @@ class Prepared:
     is_scoring: bool = False
     tools: Tools = NO_TOOLS
     thoughts: Thoughts | None = None
+    limit_field: str = "max_tokens"
 
 
 def prepare_chat(body: ChatBody, decoder: Decoder, parser: str | None = None) -> Prepared:
@@ -97,12 +99,15 @@ def prepare_chat(body: ChatBody, decoder: Decoder, parser: str | None = None) ->
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs requires logprobs: true", "top_logprobs")
     top = (body.top_logprobs or 0) if body.logprobs else None
+    field = limit_field(body)
     if limit_of(body) == 0:
-        raise ApiError(400, "max_tokens: a chat needs at least 1 token", limit_field(body))
+        raise ApiError(400, f"{field}: a chat needs at least 1 token", field)
     thoughts = _thoughts(body, decoder, row)
+    assert decoder.tokenizer is not None
     marks = AnswerMarks(_turn_ends(decoder.tokenizer), thoughts)
     made = requests_for(body, [row], decoder, CHAT_TOKENS, top, marks, tools)
-    return Prepared(made, copies_of(body), tools=tools, thoughts=thoughts)
+    copies = copies_of(body)
+    return Prepared(made, copies, tools=tools, thoughts=thoughts, limit_field=field)
 
 
 def chat_tokens(body: ChatBody, decoder: Decoder, tools: Tools) -> list[int]:
@@ -126,7 +131,7 @@ def _template_arguments(body: ChatBody, decoder: Decoder) -> dict[str, Any]:
             if not name.isidentifier() or name in _RESERVED:
                 raise ValueError(f"chat_template_kwargs must not contain the name {name[:40]!r}")
         _check_length(len(json.dumps(names)), decoder)
-    template = _template(decoder)
+    template = _template(decoder.tokenizer)
     effort = body.reasoning_effort
     if effort is not None and re.search(r"\breasoning_effort\b", template):
         names.setdefault("reasoning_effort", effort)
@@ -153,9 +158,8 @@ def _switched(field: str, is_on: bool, template: str, is_needed: bool = True) ->
     return {}
 
 
-def _template(decoder: Decoder) -> str:
+def _template(tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Return the chat template as text; "" without one."""
-    tokenizer = decoder.tokenizer
     if tokenizer is None or not has_template(tokenizer):
         return ""
     template = tokenizer.chat_template
@@ -169,7 +173,7 @@ def _thoughts(body: ChatBody, decoder: Decoder, row: list[int]) -> Thoughts:
     last: Any = body.messages[-1]  # the messages have been checked when they were rendered
     content = last.get("content") if last.get("role") == "assistant" else None
     prefill = content if isinstance(content, str) else None
-    marks = _thinking_marks(tokenizer, _template(decoder))
+    marks = _thinking_marks(tokenizer)
     thoughts = thoughts_after(marks, tokenizer, row, prefill)
     field = "thinking_budget_tokens"
     budget = body.thinking_budget_tokens
@@ -237,19 +241,20 @@ def prepare_completion(body: CompletionBody, decoder: Decoder) -> Prepared:
     with blame("prompt"):
         rows = encode_prompts(prompts, decoder)
     is_scoring = limit_of(body) == 0
+    field = limit_field(body)
     if is_scoring and not body.echo:
-        raise ApiError(400, "max_tokens: 0 needs echo, else there is no answer", limit_field(body))
+        raise ApiError(400, f"{field}: 0 needs echo, else there is no answer", field)
     made = requests_for(body, rows, decoder, COMPLETION_TOKENS, body.logprobs, marks)
     copies = copies_of(body)
     if not body.echo:
-        return Prepared(made, copies)
+        return Prepared(made, copies, limit_field=field)
     if body.logprobs is not None:
         made = [replace(request, prompt_logprobs=True) for request in made]
     echo = [
         prompt if isinstance(prompt, str) else text_of(decoder, row)
         for prompt, row in zip(prompts, rows, strict=True)
     ]
-    return Prepared(made, copies, echo, is_scoring)
+    return Prepared(made, copies, echo, is_scoring, limit_field=field)
 
 
 def _fill_in_the_middle(

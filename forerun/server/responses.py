@@ -6,7 +6,7 @@ A body is read as that of a chat under other names, and its answer is written as
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import time
 from typing import Any
 from uuid import uuid4
@@ -50,15 +50,19 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 def prepare_response(body: ResponsesBody, decoder: Decoder, parser: str | None = None) -> Prepared:
     """Return the request of a body. Raises ApiError, which names the body's own fields."""
     try:
-        return prepare_chat(_chat_body(body), decoder, parser)
+        prepared = prepare_chat(_chat_body(body), decoder, parser)
     except ApiError as error:
         raise _renamed(error) from None
+    return replace(prepared, limit_field="max_output_tokens")
 
 
 def _renamed(error: ApiError) -> ApiError:
     """Return an error of a chat with the name that its field has here."""
-    param = _OTHER_NAMES.get(error.param or "", error.param)
-    return ApiError(error.status, error.message, param, error.code)
+    param = _OTHER_NAMES.get(error.param or "")
+    if error.param is None or param is None:
+        return error
+    message = error.message.replace(error.param, param)
+    return ApiError(error.status, message, param, error.code)
 
 
 def _chat_body(body: ResponsesBody) -> ChatBody:

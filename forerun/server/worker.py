@@ -19,7 +19,7 @@ from forerun.failures import UNATTRIBUTABLE
 from forerun.sampling.grammar import prepare
 from forerun.server.errors import ApiError, loading, queue_full, shutting_down, to_api_error
 from forerun.server.job import Job
-from forerun.server.memory import default_kv_memory
+from forerun.server.memory import MemoryShare, default_kv_memory, default_prefix_bytes
 
 _LOG = logging.getLogger("forerun.server")
 
@@ -55,15 +55,15 @@ class Worker:
         on_failure: called when `failed` is set.
     """
 
-    def __init__(self, make: Callable[[], Decoder], kv_share: float = 1.0) -> None:
+    def __init__(self, make: Callable[[], Decoder], share: MemoryShare | None = None) -> None:
         """Describe an engine that is not started.
 
         Args:
             make: loads the decoder. It is called in the worker's thread.
-            kv_share: the share of the default memory for keys and values.
+            share: what it may take of the memory. Default: all.
         """
         self._make = make
-        self._kv_share = kv_share
+        self._share = share or MemoryShare()
         self.decoder: Decoder | None = None
         self.failed: BaseException | None = None
         self.ready = asyncio.Event()
@@ -117,11 +117,18 @@ class Worker:
         """The engine. Raises ApiError until there is one."""
         return self.session.engine
 
-    def submit(self, requests: Sequence[Request], started_at: float) -> Job:
+    def submit(
+        self, requests: Sequence[Request], started_at: float, limit_field: str = "max_tokens"
+    ) -> Job:
         """Queue all requests of a body, or none of them.
 
-        `started_at` is when the body's HTTP request came. Raises ApiError if the queue is full, or
-        if it could never hold so many requests or so many tokens.
+        Raises ApiError if the queue is full, or if it could never hold so many requests or so many
+        tokens.
+
+        Args:
+            requests: those of the body.
+            started_at: when the body's HTTP request came.
+            limit_field: the body's name of the most new tokens, for errors.
         """
         engine = self.engine
         job = Job(started_at)
@@ -137,7 +144,7 @@ class Worker:
         except QueueFullError:
             raise queue_full() from None
         except ValueError as error:
-            raise ApiError(400, str(error), "max_tokens") from None
+            raise ApiError(400, str(error), limit_field) from None
         return job
 
     async def between_steps(self, work: Generator[None, None, _T]) -> _T:
@@ -207,15 +214,7 @@ class Worker:
 
     def _load(self) -> Session:
         """Load the decoder, and return its session after a first request."""
-        decoder = self._make()
-        kv_memory = decoder.options.kv_memory
-        if kv_memory is None:
-            # The free memory is measured now, because the models have theirs already. Without a
-            # bound one client could take all of the rest.
-            kv_memory = default_kv_memory(decoder.target.device, self._kv_share)
-            decoder = decoder.replace(kv_memory=kv_memory)
-        if kv_memory is not None:
-            _LOG.info("keys and values may take %.2f GiB", kv_memory / 2**30)
+        decoder = self._bounded(self._make())
         session = decoder.session
         # The first steps of an engine measure and build what later ones use.
         session.add([decoder.request([0] * 4, max_new_tokens=8, ignore_eos=True)]).collect()
@@ -225,6 +224,27 @@ class Worker:
         self._session = session
         self.decoder = decoder
         return session
+
+    def _bounded(self, decoder: Decoder) -> Decoder:
+        """Return a decoder with bounds for keys and values, and for those of earlier texts.
+
+        The free memory is measured now, because the models have theirs already. Without a bound one
+        client could take all of the rest.
+        """
+        bounds: dict[str, int] = {}
+        if decoder.options.kv_memory is None:
+            kv_memory = default_kv_memory(decoder.target.device, self._share.part)
+            if kv_memory is not None:
+                bounds["kv_memory"] = kv_memory
+        if decoder.options.prefix_bytes is None:
+            bounds["prefix_bytes"] = default_prefix_bytes(decoder, self._share)
+        if bounds:
+            decoder = decoder.replace(**bounds)
+        options = decoder.options
+        if options.kv_memory is not None:
+            _LOG.info("keys and values may take %.2f GiB", options.kv_memory / 2**30)
+        _LOG.info("those of earlier texts may take %.2f GiB", options.prefix_limit / 2**30)
+        return decoder
 
 
 def _pieces(work: Generator[None, None, _T], result: Future[_T]) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -68,6 +69,23 @@ class StopStrings:
         return text.encode()
 
 
+@dataclass(frozen=True)
+class LateStopStrings:
+    """Stop strings that do not count before a text has a number of tokens.
+
+    Attributes:
+        strings: the stop strings.
+        length: the first so many tokens, prompt included, complete none of them.
+    """
+
+    strings: StopStrings
+    length: int
+
+    def __call__(self, tokens: Sequence[int]) -> bool:
+        """Return whether a stop string that counts ends in the last of all tokens so far."""
+        return len(tokens) > self.length and self.strings(tokens)
+
+
 def _is_plain(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether the class adds nothing to what its backend decodes.
 
@@ -97,6 +115,7 @@ class TextStream:
         prompt: Sequence[int],
         stop: Sequence[str] = (),
         shown: Mapping[int, str] | None = None,
+        protected: int = 0,
     ) -> None:
         """Begin an output.
 
@@ -105,6 +124,7 @@ class TextStream:
             prompt: the tokens before the output.
             stop: the stop strings.
             shown: the texts of special tokens that are text.
+            protected: the first so many tokens of the output complete no stop string.
         """
         self.tokenizer = tokenizer
         self.stop = tuple(stop)
@@ -121,7 +141,8 @@ class TextStream:
         self._given: list[str] = []
         reach = max((len(text.encode()) for text in stop), default=0)
         tail = self._overlap(self._decode(prompt[-reach:], special=True)) if reach else ""
-        self._prompt = len(tail)  # characters of the prompt that are held
+        self._protected = protected  # tokens of the output that are still to come
+        self._free = len(tail)  # characters that are held and in which no stop string ends
         # Texts with their origins; a text without an origin is not given out.
         self._held: list[tuple[str, str | None]] = [(tail, None)]
 
@@ -161,6 +182,9 @@ class TextStream:
         last = len(tokens) - 1
         for place, (token, origin) in enumerate(zip(tokens, origins, strict=True)):
             self._add(token, origin, is_last=finished and place == last)
+            if self._protected:
+                self._protected -= 1
+                self._free = sum(len(text) for text, _ in self._held)
         return self._release(finished)
 
     def _add(self, token: int, origin: str, is_last: bool) -> None:
@@ -198,8 +222,8 @@ class TextStream:
     def _release(self, finished: bool) -> list[tuple[str, str]]:
         """Return the held pieces up to a stop string, or up to what may become one."""
         held = "" if self.stopped else "".join(text for text, _ in self._held)
-        # A stop string that is wholly in the prompt does not count.
-        places = {stop: held.find(stop, max(0, self._prompt - len(stop) + 1)) for stop in self.stop}
+        # A stop string that is wholly in the prompt, or in protected tokens, does not count.
+        places = {stop: held.find(stop, max(0, self._free - len(stop) + 1)) for stop in self.stop}
         reached = [stop for stop, place in places.items() if place >= 0]
         certain = -1
         if reached:
@@ -207,7 +231,7 @@ class TextStream:
             certain = places[self.stop_string]
         if certain < 0:
             certain = len(held) - (0 if finished else len(self._overlap(held)))
-        self._prompt = max(0, self._prompt - certain)
+        self._free = max(0, self._free - certain)
         pieces = []
         rest = []
         for text, origin in self._held:

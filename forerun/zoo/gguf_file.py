@@ -12,13 +12,19 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from time import time
 from typing import Any
 
 import numpy as np
-from gguf import GGUFReader, GGUFValueType, dequantize
+from gguf import (
+    GGML_QUANT_SIZES,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFValueType,
+    dequantize,
+)
 from gguf.gguf_reader import ReaderField, ReaderTensor
 
 from forerun.zoo.formats import loaded_type, product_bytes, row_bytes
@@ -204,6 +210,12 @@ class GgufFile:
             home = self.homes.get(tensor.name, self.path)
             yield np.fromfile(home, np.uint8, count, offset=offset).reshape(-1, width)
 
+    def check_type(self, name: str) -> None:
+        """Raise ValueError if `gguf` cannot read a tensor's type."""
+        type = self.tensor(name).tensor_type
+        if not _is_readable(type):
+            raise self.error(f"{name} is of the type {type.name}, which is not known")
+
     def forget_pages(self, tensor: ReaderTensor) -> None:
         """Let the system take back a tensor's pages, because what was packed is not read again."""
         data: Any = tensor.data
@@ -215,17 +227,9 @@ class GgufFile:
             data.madvise(mmap.MADV_DONTNEED, start, length)
 
     def floats(self, tensor: ReaderTensor) -> Iterator[np.ndarray]:
-        """Yield a matrix in float32, some rows [n, in] at a time.
-
-        Raises ValueError for a type that `gguf` cannot dequantise.
-        """
+        """Yield a matrix in float32, some rows [n, in] at a time."""
         for rows in self.rows(tensor):
-            try:
-                values = dequantize(rows, tensor.tensor_type)
-            except NotImplementedError:
-                raise self.error(
-                    f"{tensor.name} is of the type {tensor.tensor_type.name}, which is not known"
-                ) from None
+            values = dequantize(rows, tensor.tensor_type)
             yield np.ascontiguousarray(values, np.float32).reshape(-1, int(tensor.shape[0]))
 
 
@@ -311,6 +315,17 @@ def _check_magic(path: Path) -> None:
         raise file.error("it is no GGUF file")
     if len(head) == 8 and head[4:6] == b"\0\0":
         raise file.error("it is a GGUF file in big-endian order")
+
+
+@cache
+def _is_readable(type: GGMLQuantizationType) -> bool:
+    """Return whether `gguf` can dequantise a type, which only a trial shows."""
+    block = np.zeros((1, GGML_QUANT_SIZES[type][1]), np.uint8)
+    try:
+        dequantize(block, type)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _loaded_bytes(tensor: ReaderTensor) -> int:

@@ -1,10 +1,7 @@
 """Models from GGUF files: values, forwards, tokenizers, and files that are damaged."""
 
-import ast
 import copy
 import math
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,12 +14,15 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel
 
 from forerun.api.loading import load_model, translation_for
+from forerun.backends import prepare
+from forerun.backends.facts import facts_of
 from forerun.backends.gguf.model import gguf_config, load_gguf
 from forerun.backends.gguf.tokenizer import gguf_tokenizer
 from forerun.backends.panels import PackedMatrix, RawMatrix
 from forerun.backends.stored import STORED_TYPES, StoredEmbedding, StoredLinear, bytes_by_format
 from forerun.cli.info import _shown, file_facts
 from forerun.zoo import gguf_file
+from forerun.zoo.formats import WIDENED
 from forerun.zoo.gguf_file import open_gguf
 from forerun.zoo.source import ModelSource, gguf_in
 from tests.support import ggufs
@@ -87,15 +87,41 @@ def test_forwards_of_a_file_are_those_of_its_values(
             assert torch.equal(getattr(model.get_submodule(owner), part), parameter)
 
 
-def test_formats_that_the_library_does_not_know_are_stored_anew(tmp_path: Path) -> None:
+def test_formats_that_the_library_does_not_know_are_stored_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forerun.backends.gguf.model.WIDENED", {})
     original = ggufs.small(num_hidden_layers=1, hidden_size=256, intermediate_size=256)
     path = ggufs.write(tmp_path / "a.gguf", original, "IQ3_XXS")
     model, note = load_gguf(path)
-    assert note == "a.gguf: 9 IQ3_XXS matrices stored anew in 8 bits"
+    line = "9 IQ3_XXS matrices stored anew in 8 bits (0.6 MB, 0.2 MB in the file)"
+    assert note == f"a.gguf: {line}"
     assert model.lm_head.stored.type == Type.Q8_0
     for name, linear in linears(load_gguf(path, "float32")[0]).items():
         wanted = RawMatrix.quantised(linear.weight, Type.Q8_0).floats()
         assert torch.equal(model.get_submodule(name).stored.floats(), wanted)
+
+
+@pytest.mark.parametrize("kind", [kind.name for kind in WIDENED])
+def test_formats_of_groups_are_widened_without_rounding(tmp_path: Path, kind: str) -> None:
+    original = ggufs.small(num_hidden_layers=1, hidden_size=256, intermediate_size=256)
+    path = ggufs.write(tmp_path / "a.gguf", original, kind)
+    model, note = load_gguf(path)
+    assert note is not None
+    assert note.startswith(f"a.gguf: 9 {kind} matrices widened without rounding (0.3 MB, 0.")
+    plain = load_gguf(path, "float32")[0]
+    for name, linear in linears(plain).items():
+        stored = model.get_submodule(name).stored
+        assert isinstance(stored, PackedMatrix) and stored.type == WIDENED[Type[kind]]
+        assert torch.equal(stored.floats(), linear.weight)
+    tokens = torch.arange(ggufs.VOCAB)
+    assert torch.equal(model.model.embed_tokens(tokens), plain.model.embed_tokens(tokens))
+    quick = prepare(model)  # which looks rows of the embedding up in C
+    assert quick.exact == "bitwise"
+    quick.add(0, IDS.shape[1])
+    found = quick.extend([0], [IDS[0].tolist()])[0]
+    expected = logits(plain)[0]
+    assert float((found - expected).norm() / expected.norm()) < 0.045
 
 
 @pytest.mark.parametrize("weights", [None, "int4"])
@@ -419,17 +445,12 @@ def test_a_header_is_read_once_until_the_file_changes(
     assert open_gguf(path).value("tokenizer.ggml.pre", str) == "qwen2"
 
 
-def test_what_a_file_needs_is_shown_without_torch(tmp_path: Path) -> None:
+def test_what_a_file_needs_is_shown(tmp_path: Path) -> None:
     path = ggufs.write(
         tmp_path / "a.gguf", ggufs.small(), "Q4_1", types={"token_embd.weight": "Q8_0"}
     )
-    code = (
-        "import sys; from forerun.cli.info import file_facts; "
-        f"print([file_facts({str(path)!r}), 'torch' in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    facts, has_torch = ast.literal_eval(done.stdout)
-    assert not has_torch
+    facts = file_facts(str(path))
+    assert facts["kernel"] == facts_of(prepare(load_gguf(path)[0]))["kernel"]
     assert facts["weights"] == open_gguf(path).bytes_by_type and list(facts["weights"]) == [
         "Q4_1",
         "Q8_0",
@@ -465,6 +486,8 @@ def test_what_a_file_needs_is_shown_without_torch(tmp_path: Path) -> None:
         ("IQ4_NL", "llama", {"tie_word_embeddings": False}),
         ("IQ4_XS", "llama", {"hidden_size": 256, "intermediate_size": 256}),
         ("Q2_K", "llama", {"hidden_size": 256, "intermediate_size": 256}),
+        ("IQ2_S", "llama", {"hidden_size": 256, "intermediate_size": 256}),
+        ("TQ1_0", "llama", {"hidden_size": 256, "intermediate_size": 256}),
         ("MXFP4", "qwen3moe", {}),
     ],
 )
@@ -486,6 +509,46 @@ def test_the_memory_of_a_file_is_what_its_model_takes(
     path = ggufs.write(tmp_path / "a.gguf", model, kind, metadata=metadata)
     taken = bytes_by_format(load_gguf(path)[0])
     assert open_gguf(path).memory == sum(taken.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("F16", {}),
+        ("Q8_0", {}),
+        ("Q8_0", {"hidden_size": 96, "head_dim": 16, "intermediate_size": 96}),
+        ("F16", {"hidden_size": 60, "head_dim": 16, "intermediate_size": 60}),
+        ("F32", {"hidden_act": "sigmoid"}),
+    ],
+)
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_the_kernel_that_a_file_shows_is_the_one_that_runs_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    changes: dict[str, Any],
+    has_kernels: bool,
+) -> None:
+    if not has_kernels:
+        monkeypatch.setenv("FORERUN_KERNELS", "none")
+    path = ggufs.write(tmp_path / "a.gguf", ggufs.small(**changes), kind)
+    shown = file_facts(str(path))["kernel"]
+    runs = facts_of(prepare(load_gguf(path)[0]))["kernel"]
+    assert shown == runs or (shown.startswith("torch: ") and runs.endswith(" products in torch"))
+
+
+def test_a_file_that_is_refused_shows_why(tmp_path: Path) -> None:
+    model = ggufs.small()
+    for changes, options, words in (
+        ({"general.architecture": "falcon"}, {}, "its architecture is 'falcon'; known are llama"),
+        ({"llama.attention.clamp_kqv": 2.0}, {}, "it has llama.attention.clamp_kqv"),
+        ({}, {"tokenizer": False}, "tokenizer"),
+        ({}, {"pre": "unheard"}, "unheard"),
+    ):
+        path = ggufs.write(tmp_path / "a.gguf", model, "Q8_0", metadata=changes, **options)
+        facts = file_facts(str(path))
+        assert facts["kernel"].startswith("none: cannot load ") and words in facts["kernel"]
+        assert facts["weights"] and "bytes_at_full_context" not in facts
 
 
 def test_what_a_files_draft_needs_is_shown_too(

@@ -12,11 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.local import LOCAL
 from tests.support.serving import live
 
 if find_spec("psutil") is None:
     pytest.skip("the benchmarks of the server need psutil", allow_module_level=True)
-from benchmarks.serving import load, servers, soak, soak_requests
+from benchmarks.serving import endure, load, servers, soak, soak_requests
 from benchmarks.serving.soak import Question
 
 
@@ -94,12 +95,38 @@ def test_the_number_of_a_request_decides_its_question(tmp_path: Path) -> None:
     assert all(run.question_of(request, "slow").stream for request in range(300))
 
 
+def test_what_has_grown_since_a_server_had_settled_is_a_share() -> None:
+    samples = [
+        {"requests": 100 * i, "rss": size, "uss": 2 * size, "files": 9, "threads": size}
+        for i, size in enumerate([50, 90, 100, 100, 104, 110])
+    ]
+    assert endure.summary(samples[:5])["holds"]
+    found = endure.summary(samples)
+    assert not found["holds"]
+    assert found["growth"] == {"rss": 0.1, "uss": 0.1, "files": 0, "threads": 0.1}
+    assert found["bytes_per_request"] == 0.1
+
+
+@pytest.mark.slow
+def test_a_server_answers_requests_of_all_kinds_and_lets_others_go() -> None:
+    seen: Counter[str] = Counter()
+    texts = ["the cat", "the mat"]
+    with live() as server:
+        asyncio.run(endure.send_all(server.url, range(60), 4, texts, seen))
+        asyncio.run(endure.until_rest(server.url))
+        assert not server.rows
+    assert seen.total() == 60
+    assert {name.partition(": ")[0] for name in seen} >= {"leaves", "leaves at once", "refused"}
+    assert {name for name in seen if ": 5" in name} == set()
+    assert seen["refused: 400"] and not seen["chat: 400"]
+
+
 @pytest.mark.slow
 def test_a_server_refuses_all_rubbish() -> None:
     count = len(soak_requests.BODIES) + len(soak_requests.RAW)
 
     async def send_all(url: str) -> list[str]:
-        async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=60, **LOCAL) as client:
             return [await soak_requests.send(client, url, number) for number in range(count)]
 
     with live() as server:

@@ -21,6 +21,7 @@ from forerun.cli.options import DecodeOptions, ServingOptions, byte_size
 from tests.support.commands import run
 
 COMMAND = [sys.executable, "-m", "forerun"]
+SHORT_DEMO = ("demo", "--target", "embedded", "--prompts", "1", "--max-new-tokens", "24")
 
 
 def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -158,12 +159,16 @@ def test_a_prompt_comes_from_an_argument_a_file_or_stdin(tmp_path: Path) -> None
     "options", ["--method sd", "--method suffix", "--method pacer", "--temperature 1"]
 )
 def test_demo_shows_equal_output(options: str) -> None:
-    short = ("demo", "--target", "embedded", "--prompts", "1", "--max-new-tokens", "24")
-    done = run(*short, *options.split(), "--no-guard", "--json")
+    done = run(*SHORT_DEMO, *options.split(), "--no-guard", "--json")
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["prompts"]
     assert row["equal"] is True and row["tau"] > 1 and row["speedup"] > 0
-    done = run(*short, "--method", "ar")
+
+
+@pytest.mark.slow
+@pytest.mark.versions
+def test_a_demo_of_plain_decoding_says_why_it_is_no_faster() -> None:
+    done = run(*SHORT_DEMO, "--method", "ar")
     assert (
         "because nothing was drafted; the same words." in done.stdout and " - \u2502" in done.stdout
     )
@@ -235,10 +240,9 @@ def test_a_command_without_options_loads_what_load_does() -> None:
     assert found.info() == forerun.load("embedded").info()
 
 
-def test_a_thread_that_computes_does_not_abort_the_end() -> None:
-    """As that of the engine does when `forerun batch` ends with an error."""
-    done = run(
-        program="""
+# What a command does while a thread computes, as that of the engine does when `forerun batch` ends.
+COMPUTING = """
+import importlib
 import threading
 import torch
 from forerun import cli
@@ -248,16 +252,59 @@ def compute():
     while True:
         numbers @ numbers
 
-threading.Thread(target=compute, daemon=True).start()
-cli._run = lambda: print("said") or 2
+def command(**options):
+    print("said")
+    threading.Thread(target=compute, daemon=True).start()
+    {ending}
+
+importlib.import_module("forerun.cli.commands").app = command
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "status", "error"),
+    [
+        ("return 3", 3, ""),
+        ("raise ValueError('a mistake')", 2, "forerun: a mistake"),
+        ("raise RuntimeError('a bug')", 1, "RuntimeError: a bug"),
+        (
+            "raise OSError(28, 'No space left on device', 'out/x')",
+            2,
+            "forerun: cannot write to out/x: No space left on device",
+        ),
+    ],
+)
+def test_a_thread_that_computes_does_not_abort_the_end(
+    ending: str, status: int, error: str
+) -> None:
+    done = run(program=COMPUTING.format(ending=ending))
+    assert done.returncode == status
+    assert "said" in done.stdout or status == 2
+    *trace, last = done.stderr.splitlines() or [""]
+    assert last == error
+    assert bool(trace) == (status == 1)
+
+
+def test_output_on_a_full_disk_is_one_line() -> None:
+    done = run(
+        program="""
+import sys
+from forerun import cli
+
+sys.stdout = open("/dev/full", "w")
+sys.argv = ["forerun", "--help"]
 cli.main()
 """
     )
-    assert (done.returncode, done.stdout, done.stderr) == (2, "said\n", "")
+    error = "forerun: cannot write to the output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, error)
 
 
-def test_sigterm_is_one_line() -> None:
+@pytest.mark.parametrize(("command", "status"), [("batch", 143), ("serve", 0)])
+def test_sigterm_is_one_line(command: str, status: int) -> None:
     done = run(
+        command,
         program="""
 import os
 import signal
@@ -266,9 +313,9 @@ from forerun import cli
 
 cli._run = lambda: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(100)
 cli.main()
-"""
+""",
     )
-    assert (done.returncode, done.stderr) == (143, "forerun: terminated\n")
+    assert (done.returncode, done.stderr) == (status, "forerun: terminated\n")
 
 
 def test_sizes_have_units() -> None:

@@ -56,7 +56,10 @@ class Client:
 
 
 ENVIRONMENTS = (
-    Environment("python", ("openai", "langchain", "langchain-openai", "llm", "litellm")),
+    Environment(
+        "python",
+        ("openai", "langchain", "langchain-openai", "llm", "litellm", "anthropic", "ollama"),
+    ),
     Environment("older-openai", ("instructor", "llama-index-llms-openai-like")),
     Environment(
         "node", ("openai", "zod", "ai", "@ai-sdk/openai-compatible", "@continuedev/openai-adapters")
@@ -66,6 +69,8 @@ ENVIRONMENTS = (
 CLIENTS = (
     Client("OpenAI for Python", "openai_client.py", "python", "openai"),
     Client("OpenAI for Node", "openai_client.mjs", "node", "openai"),
+    Client("Anthropic for Python", "anthropic_client.py", "python", "anthropic"),
+    Client("Ollama for Python", "ollama_client.py", "python", "ollama"),
     Client("LangChain", "langchain_client.py", "python", "langchain-openai"),
     Client("LlamaIndex", "llama_index_client.py", "older-openai", "llama-index-llms-openai-like"),
     Client("instructor", "instructor_client.py", "older-openai", "instructor"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
 from forerun.csrc import cores
-from forerun.csrc.cores import default_threads, physical_cores, usable_cores
+from forerun.csrc.cores import default_threads, memory_nodes, physical_cores, usable_cores
 
 CPU = "sys/devices/system/cpu/cpu{}/{}"
 PAIRS = {
@@ -72,12 +73,54 @@ MACHINES = {
 }
 
 
+NODE = "sys/devices/system/node/{}"
+TWO_NODES = {
+    NODE.format("online"): "0-1\n",
+    NODE.format("node0/cpulist"): "0-1,4-5\n",
+    NODE.format("node1/cpulist"): "2-3,6-7\n",
+}
+# {name: (files, CPUs that the process may use, nodes)}.
+MEMORIES: dict[str, tuple[dict[str, str], Collection[int], list[set[int]]]] = {
+    "two": (TWO_NODES, range(8), [{0, 1, 4, 5}, {2, 3, 6, 7}]),
+    "some CPUs of two": (TWO_NODES, {5, 6, 7}, [{5}, {6, 7}]),
+    "one of two": (TWO_NODES, {0, 5}, []),
+    "one": (
+        {NODE.format("online"): "0\n", NODE.format("node0/cpulist"): "0-7\n"},
+        range(8),
+        [],
+    ),
+    "a third without CPUs": (
+        TWO_NODES | {NODE.format("online"): "0-2\n", NODE.format("node2/cpulist"): "\n"},
+        range(8),
+        [{0, 1, 4, 5}, {2, 3, 6, 7}],
+    ),
+    "a CPU of no node": (TWO_NODES, range(9), []),
+    "a CPU of two": (TWO_NODES | {NODE.format("node1/cpulist"): "1-3,6-7\n"}, range(8), []),
+    "unknown": ({}, range(8), []),
+}
+
+
+def write_all(texts: dict[str, str], folder: Path) -> None:
+    for path, text in texts.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_nodes_of_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, allowed, nodes = MEMORIES[name]
+    write_all(texts, tmp_path)
+    monkeypatch.setattr(cores.sys, "platform", "linux")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed), raising=False)
+    assert memory_nodes(tmp_path) == nodes
+    monkeypatch.setattr(cores.sys, "platform", "win32")
+    assert memory_nodes(tmp_path) == []
+
+
 @pytest.mark.parametrize("name", MACHINES)
 def test_machines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts, allowed, threads = MACHINES[name]
-    for path, text in texts.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
+    write_all(texts, tmp_path)
     monkeypatch.setattr(cores.sys, "platform", "linux")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed), raising=False)
     assert physical_cores(tmp_path) == threads

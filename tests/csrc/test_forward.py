@@ -25,10 +25,10 @@ from transformers import PreTrainedModel
 from forerun.backends import prepare
 from forerun.backends.quantised import QuantisedForward
 from forerun.backends.stored import store
-from forerun.csrc.build import VARIANT_FLAGS, build
+from forerun.csrc.build import HERE, LIBRARY, VARIANT_FLAGS, build
 from forerun.csrc.library import BatchArgument, ChainArgument, library, run, variants
 from forerun.model.kv_cache import KVCache
-from tests.support.compiling import CROSS, QEMU, compiled, needs_cross, shared_library
+from tests.support.compiling import CROSS, QEMU, compiled, cross_library, needs_cross
 from tests.support.families import MODELS, tiny
 from tests.support.native import native_settings
 
@@ -262,13 +262,15 @@ def test_a_fork_starts_threads_of_its_own(small: Native) -> None:
     assert np.array_equal(small.forward(text, [0] * 30, range(30)), wanted)
 
 
-def driven(program: str, machine: str = "", start: Sequence[str] = ()) -> set[bytes]:
-    """What the driver writes for each variant, by 1 and by 3 threads."""
+def driven(
+    program: str, machine: str = "", start: Sequence[str] = (), threads: Sequence[str] = ("1", "3")
+) -> set[bytes]:
+    """What the driver writes for each variant, by each number of threads."""
     written = set()
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}  # the driver frees nothing
     for variant in VARIANT_FLAGS.get(machine or platform.machine(), ["plain"]):
-        for threads in ("1", "3"):
-            command = [*start, program, variant, threads]
+        for count in threads:
+            command = [*start, program, variant, count]
             done = subprocess.run(command, capture_output=True, env=environment)
             if done.returncode != 3:  # this processor has the variant
                 assert not done.returncode and not done.stderr, done.stderr.decode()
@@ -277,21 +279,27 @@ def driven(program: str, machine: str = "", start: Sequence[str] = ()) -> set[by
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["-fsanitize=address,undefined", "-fsanitize=thread"])
-def test_sanitizers_find_nothing_and_every_variant_gives_the_same_bits(
-    tmp_path: Path, flags: str
-) -> None:
-    every = (flags, "-O0", "-g", "-w")  # because an optimised build takes a minute
-    library = build(tmp_path / "libforerun.so", "cc", extra=every)
-    assert len(driven(compiled(tmp_path, "forward", "cc", library, every))) == 1
+def test_every_variant_gives_the_same_bits(tmp_path: Path) -> None:
+    """In `make sanitize` the library and the driver are built with AddressSanitizer and UBSan."""
+    is_sanitized = "libasan" in os.environ.get("LD_PRELOAD", "")
+    flags = ["-fsanitize=address,undefined", "-g"] if is_sanitized else []
+    assert len(driven(compiled(tmp_path, "forward", "cc", HERE / LIBRARY, flags))) == 1
+
+
+@pytest.mark.slow
+def test_threads_have_no_races_and_the_compiler_warns_of_nothing(tmp_path: Path) -> None:
+    """ThreadSanitizer looks at each variant."""
+    # An optimised build takes a minute. `make sanitize` makes one, and lets no warning pass either.
+    flags = ("-fsanitize=thread", "-Werror", "-O0", "-g")
+    library = build(tmp_path / "libforerun.so", "cc", extra=flags)
+    program = compiled(tmp_path, "forward", "cc", library, flags)
+    assert len(driven(program, threads=["3"])) == 1
 
 
 @pytest.mark.slow
 @needs_cross
 def test_aarch64_gives_the_same_bits(tmp_path: Path, shared_folder: Path) -> None:
     (tmp_path / "own").mkdir()
-    library = shared_library(shared_folder, CROSS, "aarch64")
-    program = compiled(tmp_path, "forward", CROSS, library)
-    own_library = shared_library(shared_folder, "cc", "")
-    own_program = compiled(tmp_path / "own", "forward", "cc", own_library)
+    program = compiled(tmp_path, "forward", CROSS, cross_library(shared_folder))
+    own_program = compiled(tmp_path / "own", "forward", "cc", HERE / LIBRARY)
     assert driven(program, "aarch64", QEMU) == driven(own_program)

@@ -17,13 +17,15 @@ from hypothesis import strategies as st
 from forerun.backends.panels import PackedMatrix, RawMatrix
 from forerun.csrc.build import VARIANT_FLAGS
 from forerun.csrc.library import library, variants
-from forerun.zoo.formats import LIBRARY_FORMATS
-from tests.support.compiling import CROSS, QEMU, compiled, needs_cross, shared_library
+from forerun.zoo.formats import LIBRARY_FORMATS, WideType, format_number
+from forerun.zoo.wide_rows import wide_rows
+from tests.support.compiling import CROSS, QEMU, compiled, cross_library, needs_cross
 from tests.support.native import native_settings
 
 restored = pytest.fixture(autouse=True)(native_settings)
 
-FORMATS = [type.name for type in LIBRARY_FORMATS]
+WIDE = [type.name for type in WideType]
+FORMATS = [*(type.name for type in LIBRARY_FORMATS), *WIDE]
 FLOATS = {"F16", "BF16", "F32"}
 # Where the float16 fields of a block are, in float16 units.
 HALVES = {
@@ -42,7 +44,9 @@ HALVES |= {
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
     "MXFP4": (),
+    "IQ1_M": (),
 }
+HALVES |= {name: (0,) for name in WIDE if name != "IQ1_M"}
 EXPONENTS = [0, 1, 2, *range(100, 140)]  # of MXFP4; below 2 they are of subnormal numbers
 
 
@@ -68,11 +72,19 @@ def random_rows(name, outputs, inputs, seed):
         rows[:, :, 2 * at : 2 * at + 2] = scales[:, :, None].view(np.uint8)
     if name == "MXFP4":
         rows[:, :, 0] = rng.choice(EXPONENTS, rows.shape[:2])
+    if name == "IQ1_M":  # whose scale lies in the high halves of four bytes
+        rows[:, :, 55] = rows[:, :, 55] & 0x8F | 0x20
     return rows.reshape(outputs, -1)
 
 
+def raw(name, rows):
+    if name in WIDE:
+        return RawMatrix(wide_rows(rows, kind(name)), WideType[name])
+    return RawMatrix(rows, kind(name))
+
+
 def packed(name, rows):
-    return PackedMatrix(RawMatrix(rows, kind(name)))
+    return PackedMatrix(raw(name, rows))
 
 
 def products(matrix, x):
@@ -115,24 +127,26 @@ def cases(draw):
 @pytest.mark.parametrize("inputs", [32, 64, 256, 288, 512, 576, 896, 1536, 8960])
 def test_panels_hold_the_files_values_and_take_at_most_a_twentieth_more(name, inputs):
     if inputs % step(name):
-        assert library().fr_panel_bytes(FORMATS.index(name), 8, inputs, None) == 0
+        number = format_number(WideType[name] if name in WIDE else kind(name))
+        assert library().fr_panel_bytes(number, 8, inputs, None) == 0
         return
     rows = random_rows(name, 11, inputs, inputs)
     expected = dequantize(rows, kind(name))
     matrix = packed(name, rows)
     assert same_bits(matrix.floats().numpy(), expected)
-    for some in (matrix.floats([10, 3]), RawMatrix(rows, kind(name)).chosen([10, 3]).floats()):
+    stored = raw(name, rows)
+    for some in (matrix.floats([10, 3]), stored.chosen([10, 3]).floats()):
         assert same_bits(some.numpy(), expected[[10, 3]])
     values = np.zeros(inputs, dtype=np.float32)
-    for row, wanted in zip(rows, expected, strict=True):
+    for row, wanted in zip(stored.rows, expected, strict=True):
         assert not library().fr_values(
-            FORMATS.index(name), row.ctypes.data, row.nbytes, inputs, values.ctypes.data
+            format_number(stored.type), row.ctypes.data, row.nbytes, inputs, values.ctypes.data
         )
         assert same_bits(values, wanted)
     assert library().fr_unpack(ctypes.byref(matrix.argument), 11, values.ctypes.data) == -1
     if name not in FLOATS | {"Q3_K", "Q2_K"}:
-        rows = random_rows(name, 64, inputs, 0)
-        assert packed(name, rows).nbytes <= 1.05 * rows.nbytes
+        stored = raw(name, random_rows(name, 64, inputs, 0))
+        assert PackedMatrix(stored).nbytes <= 1.05 * stored.nbytes
 
 
 @settings(max_examples=200, deadline=None)
@@ -200,6 +214,11 @@ def in_the_written_order(name, rows, x):
         d = np.ldexp(np.float32(1), units[:, :, 0].astype(int) - 128)
         codes = dequantize(rows, kind(name)).reshape(*d.shape, 32) / d[:, :, None]
         return summed(name, x, codes, d)
+    if name in WIDE:
+        wide = wide_rows(rows, kind(name)).reshape(len(rows), -1, 146)
+        d = np.repeat(wide[:, :, :2].copy().view(np.float16).astype(np.float32) / 8, 8, 2)
+        codes = dequantize(rows, kind(name)).reshape(*d.shape, 32) / d[..., None]
+        return summed(name, x, codes.reshape(len(rows), -1, 32), d.reshape(len(rows), -1))
     halves = [
         units[:, :, 2 * at : 2 * at + 2].copy().view(np.float16)[:, :, 0] for at in HALVES[name]
     ]
@@ -280,7 +299,7 @@ def test_extreme_codes_do_not_overflow():
             rows = random_rows(name, 8, 256, 3)
             blocks = rows.reshape(8, -1, gguf.GGML_QUANT_SIZES[kind(name)][1])
             scales = [b for at in HALVES[name] for b in (2 * at, 2 * at + 1)]
-            scales += [0] if name == "MXFP4" else []
+            scales += {"MXFP4": [0], "IQ1_M": [49, 51, 53, 55]}.get(name, [])
             blocks[:, :, np.setdiff1d(range(blocks.shape[2]), scales)] = byte
             exact = rounded(x) @ dequantize(rows, kind(name)).astype(np.float64).T
             for variant, found in products(packed(name, rows), x).items():
@@ -303,9 +322,10 @@ def test_inputs_that_are_no_numbers():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_sizes_that_do_not_fit_are_refused(name):
-    number = FORMATS.index(name)
-    inputs = step(name)
-    rows = random_rows(name, 8, inputs, 0)
+    stored = raw(name, random_rows(name, 8, step(name), 0))
+    number = format_number(stored.type)
+    inputs = stored.inputs
+    rows = stored.rows
     panels = np.zeros(library().fr_panel_bytes(number, 9, inputs, None) + 64, dtype=np.uint8)
     place = panels.ctypes.data + -panels.ctypes.data % 64
 
@@ -317,7 +337,7 @@ def test_sizes_that_do_not_fit_are_refused(name):
     wrongs = {
         "size": (rows.nbytes - 1, 0),
         "outputs": (9, 0, -8, 2**31 - 1),
-        "number": (-1, len(FORMATS)),
+        "number": (-1, format_number(WideType.IQ3_S) + 1),
     }
     for name, values in (wrongs | {"inputs": (2 * inputs, inputs - 1, 0, -inputs)}).items():
         for value in values:
@@ -328,22 +348,18 @@ def test_sizes_that_do_not_fit_are_refused(name):
 
 
 @pytest.mark.slow
-def test_it_compiles_without_a_warning(shared_folder):
-    assert shared_library(shared_folder, "cc", "").exists()
-
-
-@pytest.mark.slow
 @needs_cross
 def test_every_variant_of_aarch64_gives_the_same_bits(tmp_path, shared_folder):
-    library = shared_library(shared_folder, CROSS, "aarch64")
+    library = cross_library(shared_folder)
     program = compiled(tmp_path, "product", CROSS, library, ("-Werror",))
-    for number, name in enumerate(FORMATS):
+    for index, name in enumerate(FORMATS):
         inputs = 576 if step(name) < 256 else 512
-        rows = 1 + number % 7  # pairs for i8mm, an odd row, and more than it multiplies at once
-        weights = random_rows(name, 13, inputs, number)
-        x = np.random.default_rng(number).standard_normal((rows, inputs), dtype=np.float32)
-        expected = products(packed(name, weights), x)["plain"].tobytes()
-        sizes = map(str, (number, 13, inputs, rows, weights.nbytes))
+        rows = 1 + index % 7  # pairs for i8mm, an odd row, and more than it multiplies at once
+        stored = raw(name, random_rows(name, 13, inputs, index))
+        weights = stored.rows
+        x = np.random.default_rng(index).standard_normal((rows, inputs), dtype=np.float32)
+        expected = products(PackedMatrix(stored), x)["plain"].tobytes()
+        sizes = map(str, (format_number(stored.type), 13, inputs, rows, weights.nbytes))
         arguments = list(sizes)
         for variant in VARIANT_FLAGS["aarch64"]:
             command = [*QEMU, program, variant, *arguments]

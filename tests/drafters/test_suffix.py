@@ -244,6 +244,27 @@ def test_outputs_are_drafted_from_later() -> None:
     assert drafter.propose([seq]).drafts[0].tokens[1:] == [4, 5, 6]
 
 
+def test_outputs_are_read_when_somebody_may_draft() -> None:
+    """So requests that end while drafts do not pay cost nothing."""
+    memory = SuffixMemory(100)
+    drafter = SuffixDrafter(Suffix(), memory)
+    for _ in range(2):
+        drafter.drop(ended([1, 2, 3, 4], 2))
+        drafter.drop(ended([5, 6, 7], 2))
+        assert memory._automaton is not None and memory._automaton.place == 0
+    begun(drafter, [8, 9])
+    assert memory._automaton.place == len(memory) == 7
+
+
+def test_a_text_is_not_read_where_no_token_is_worth_its_place() -> None:
+    """In a step of two rows here. In one of one row, the suffix is found all the same."""
+    costs = Costs({1: 1.0, 2: 1.1, 4: 2.2}, {})
+    drafter = SuffixDrafter(Suffix(offset=2.0), None, costs)
+    seq = begun(drafter, [1, 2, 3, 1, 2], 9)
+    assert [drafter.find(seq, 2)[0].drafted, drafter.rows[seq.id].known] == [0, 0]
+    assert drafter.find(seq, 1)[0].tokens[1:3] == [3, 1]
+
+
 def test_of_the_text_and_the_memory_the_higher_score_wins() -> None:
     memory = SuffixMemory(100)
     drafter = SuffixDrafter(Suffix(least=0.1), memory)
@@ -574,7 +595,8 @@ def test_a_memory_whose_change_was_broken_off_mends_itself(monkeypatch: pytest.M
     monkeypatch.setattr(Automaton, "extend", Automaton.extend)  # which is put back at the end
     interrupt_once(Automaton, "extend", 2)
     with pytest.raises(KeyboardInterrupt):
-        memory.add(list(range(20, 35)))
+        memory.read()
+    memory.add(list(range(20, 35)))
     whole = SuffixMemory(40)
     for text in memory.texts:
         whole.add(text)

@@ -32,6 +32,7 @@ from forerun.methods import METHODS, method
 from forerun.model.causal_lm import CausalLM
 from forerun.model.prefix_store import PrefixStore
 from forerun.sampling.sampler import Sampler
+from tests.support import families
 from tests.support.eagle3_heads import random_eagle3
 from tests.support.failures import Panic, interrupt_once
 from tests.support.toys import (
@@ -492,6 +493,24 @@ def test_the_error_of_a_step_is_raised_to_its_cause_alone() -> None:
     assert made.generate(PROMPTS[0], max_new_tokens=30).tokens == wanted
 
 
+def test_an_error_of_a_drafter_has_its_traceback_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller's exception has it, so the log has one line about the first try."""
+
+    def propose(seqs: abc.Sequence[Any]) -> Any:
+        raise ZeroDivisionError("of the user\nand more")
+
+    made = opened("ar")
+    monkeypatch.setattr(made.engine.drafter, "propose", propose)
+    with caplog.at_level("INFO"), pytest.raises(ZeroDivisionError):
+        made.generate(PROMPTS[0], max_new_tokens=5)
+    (record,) = caplog.records
+    line = record.getMessage()
+    assert record.exc_info is None and "\n" not in line
+    assert "(ZeroDivisionError: of the user, test_engine.py:" in line
+
+
 def test_what_progress_raises_is_raised_once() -> None:
     made = opened("sd")
     reports = []
@@ -582,6 +601,29 @@ def test_a_prefix_that_requests_share_is_computed_once() -> None:
         each.prefilled - count for each, count in zip(models, before, strict=True)
     )
     assert of_target <= 4 and of_draft < 15
+
+
+def test_a_draft_model_keeps_the_texts_that_the_target_keeps() -> None:
+    """One store is for greedy and sampled requests, and is as much smaller as the draft is."""
+    target = families.tiny("llama", num_hidden_layers=3)
+    draft = families.tiny("llama", num_hidden_layers=1)
+    made = Decoder(
+        target,
+        None,
+        draft,
+        method("sd"),
+        guard=False,
+        sampling_method=method("sd", gamma=2),
+        prefix_bytes=240_000,
+    )
+    for i in range(12):
+        made.generate([9 + i] * 20, max_new_tokens=10, temperature=i % 2)
+    drafters = made.engine.drafter.drafters.values()  # type: ignore[attr-defined]
+    of_target = made.engine.target.prompts.store
+    of_draft, other = (drafter.model.prompts.store for drafter in drafters)
+    assert of_draft is other and of_draft.limit == of_target.limit / 3
+    assert 2 < len(of_target) < 12
+    assert abs(len(of_draft) - len(of_target)) <= 1  # it has no text's last tokens
 
 
 @pytest.mark.slow

@@ -9,8 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from forerun import files
+from forerun.csrc.build import PLATFORMS
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -18,6 +22,7 @@ def test_all_of_it_is_imported_and_used_without_posix(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.without_posix", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout == "done\n", done.stderr
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "private" / "text").read_text() == "whole"
     assert list((tmp_path / "private" / "prompts").glob("*/*"))  # a text was kept
 
@@ -88,3 +93,12 @@ def test_a_reader_of_windows_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
     refusals[:] = [PermissionError()]
     with pytest.raises(PermissionError):  # here it says that the folder is another user's
         files.replace(tmp_path / "old", new)
+
+
+def test_the_workflow_names_wheels_and_tests_that_there_are() -> None:
+    text = (ROOT / ".github" / "workflows" / "systems.yml").read_text()
+    jobs = yaml.safe_load(text)["jobs"]["systems"]["strategy"]["matrix"]["include"]
+    assert {job["wheel"] for job in jobs} <= PLATFORMS.keys()
+    assert {PLATFORMS[job["wheel"]].system for job in jobs} == {"linux", "darwin", "win32"}
+    for job in jobs:
+        assert all((ROOT / folder).is_dir() for folder in job["tests"].split())

@@ -34,6 +34,10 @@ from tests.support.toys import (
 )
 
 PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40))]
+HYBRID_OTHERS = (
+    "other must be auto, sd, pacer, ouroboros, pacer-ouroboros, lyanna, pacer-lyanna, eagle, "
+    "pacer-eagle, confidence, cumulative or of the form package.module:Class, not 'no'"
+)
 
 
 def greedy(chosen: Method, **parts: Any) -> None:
@@ -71,6 +75,7 @@ def test_settings_out_of_range_are_refused() -> None:
         ("adaedl", {"step": True}, "step must be a number from 0 to 1, not True"),
         ("hybrid", {"warm": "x"}, "warm must be true or false, not 'x'"),
         ("hybrid", {"other": "hybrid"}, "other must be auto, sd, pacer"),
+        ("hybrid", {"other": "no"}, HYBRID_OTHERS),
         ("hybrid", {"other": "sd:depth=2"}, "method 'sd' has no setting 'depth'; it has gamma"),
         ("hybrid", {"other": "sd:gamma=x"}, "sd.gamma must be of type int | None, not 'x'"),
         ("hybrid", {"other": "sd:gamma"}, "method 'sd:gamma': the module 'sd' cannot be imported"),

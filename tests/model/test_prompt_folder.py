@@ -32,6 +32,7 @@ from forerun.model.prompt_folder import PromptFolder
 from forerun.model.segments import MIN_SEGMENT, SEGMENT_LENGTH
 from forerun.model.shelf import Shelf
 from tests.support import commands, families
+from tests.support.local import LOCAL
 from tests.support.processes import health, started
 from tests.support.serving import until
 from tests.support.shelves import LARGE, put, random_text, read, shelf_in, whole
@@ -580,12 +581,12 @@ def test_a_server_that_was_killed_answers_a_follow_up_alike(tmp_path: Path) -> N
             "temperature": 0,
             "logprobs": 1,
         }
-        answer = httpx.post(url + "/v1/completions", json=body, timeout=200, trust_env=False)
+        answer = httpx.post(url + "/v1/completions", json=body, timeout=200, **LOCAL)
         assert answer.status_code == 200, answer.text
         return dict(answer.json()["choices"][0])
 
     def figures(url: str) -> dict[str, float]:
-        lines = httpx.get(url + "/metrics", trust_env=False).text.splitlines()
+        lines = httpx.get(url + "/metrics", **LOCAL).text.splitlines()
         pairs = [line.rsplit(" ", 1) for line in lines if line.startswith("forerun:pr")]
         return {name: float(value) for name, value in pairs}
 

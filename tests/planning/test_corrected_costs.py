@@ -15,7 +15,7 @@ from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Proposal
 from forerun.methods import SD
 from forerun.model.causal_lm import CausalLM
-from forerun.planning.corrected_costs import CorrectedCosts, StepTime
+from forerun.planning.corrected_costs import WRONG_AFTER, CorrectedCosts, StepTime
 from forerun.planning.cost_model import Costs
 from forerun.planning.forecast import StepSituation
 from forerun.planning.guard import Guard, GuardedDrafter
@@ -108,6 +108,28 @@ def test_a_busy_machine_changes_no_choice() -> None:
         assert relative(table) == pytest.approx(relative(COSTS), rel=0.15)
         ratio = table.verify(8) / table.verify(1)
         assert ratio == pytest.approx(1.8, rel=0.15)
+
+
+@pytest.mark.parametrize("factor", [8.0, 1 / 8])
+def test_a_table_that_is_far_off_is_corrected_within_a_few_steps(factor: float) -> None:
+    """Because each step by such a table costs time. Steps that are a little off are averaged."""
+    wrong = replace(DRAFTED, draft_ms=factor * DRAFTED.draft_ms)
+    few = after([PLAIN, wrong], WRONG_AFTER - 1)
+    assert relative(few.table) == pytest.approx(relative(COSTS), rel=0.1)
+    soon = after([PLAIN, wrong], 2 * WRONG_AFTER)
+    assert relative(soon.table) / relative(COSTS) == pytest.approx(factor, rel=0.5)
+    assert soon.table.verify(1) == pytest.approx(10.0, rel=0.1)
+    little = after([PLAIN, replace(DRAFTED, draft_ms=1.3 * DRAFTED.draft_ms)], 2 * WRONG_AFTER)
+    assert relative(little.table) == pytest.approx(relative(COSTS), rel=0.1)
+
+
+@pytest.mark.parametrize("factor", [8.0, 1 / 8])
+def test_a_part_is_not_found_wrong_while_nothing_else_is_observed(factor: float) -> None:
+    """The machine may have become busy after the last step that drafted, or idle again."""
+    costs = after([PLAIN, DRAFTED], 50)
+    for _ in range(3 * WRONG_AFTER):
+        costs.observe(replace(PLAIN, target_ms=factor * PLAIN.target_ms))
+    assert relative(costs.table) == pytest.approx(relative(COSTS), rel=0.3)
 
 
 def test_each_size_of_a_forward_has_its_factor_and_untried_ones_that_of_the_nearest() -> None:

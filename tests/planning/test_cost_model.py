@@ -90,6 +90,13 @@ def test_costs_are_measured_once_and_for_methods_that_ask(
     assert measure.call_count == 3  # of another model
 
 
+def test_a_method_with_a_second_source_asks_for_costs_whatever_its_threshold() -> None:
+    """Because the threshold says nothing about batches."""
+    for chosen in (Hybrid(other="sd:gamma=2"), Hybrid(threshold=3.0, other="sd:gamma=2")):
+        assert chosen.needs_costs
+    assert not Hybrid(threshold=3.0).needs_costs and not Suffix().needs_costs
+
+
 @pytest.mark.parametrize(
     ("found", "why"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import abc, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import accumulate, count, groupby
 from typing import Any
 
@@ -204,6 +205,31 @@ def test_a_batch_in_which_drafts_cannot_pay_runs_no_draft() -> None:
     assert not any(step.drafted for steps in together for step in steps) and not bench.draft.prompts
     (alone,) = decode(bench.target, drafter, [Request(PROMPTS[0], 30)])
     assert sum(step.drafted > 0 for step in alone) > 3 and bench.draft.prompts == 1
+
+
+def test_a_batch_in_which_nothing_pays_asks_neither_suffixes_nor_the_model() -> None:
+    """`hybrid` with a fixed threshold, which says nothing about batches. One row drafts."""
+
+    class Suffixes(SuffixDrafter):
+        asked = 0
+
+        def find(self, seq: Sequence, rows: int) -> tuple[Draft, float]:
+            self.asked += 1
+            return super().find(seq, rows)
+
+    bench = Bench(TARGET)
+    costs = Costs({1: 10.0, 2: 11.0, 4: 14.0, 64: 650.0}, {1: 1.0, 64: 64.0})
+    model = ChainDrafter(bench.draft, FixedLength(2), costs=costs)
+    suffixes = Suffixes(Suffix(), None, costs)
+    hybrid = HybridDrafter(suffixes, GuardedDrafter(model, bench.pace), 3.0)
+    drafter = GuardedDrafter(hybrid, Guard(bench.clock))
+    together = decode(bench.target, drafter, [Request(prompt, 30) for prompt in PROMPTS[:4]])
+    assert not any(step.drafted for steps in together for step in steps)
+    assert not bench.draft.prompts and not suffixes.asked
+    # Nothing was lost, so nothing is paused, and one row drafts after a few looks.
+    (alone,) = decode(bench.target, drafter, [Request(PROMPTS[0], 30)])
+    assert sum(step.drafted > 0 for step in alone) > 3
+    assert bench.draft.prompts == 1 and suffixes.asked
 
 
 def by_number(rows: Iterable[abc.Sequence[Step]]) -> list[list[Step]]:
@@ -454,10 +480,14 @@ def test_a_drafter_that_had_nothing_to_propose_has_shown_what_a_plain_step_costs
     assert len(pace._step_costs) == pace._step_costs.maxlen and pace._plain_steps < 10
 
 
+@pytest.mark.parametrize("is_drafted", [True, False])
 def test_a_row_whose_scores_are_not_numbers_is_no_measurement(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, is_drafted: bool
 ) -> None:
-    """The guard once counted its tokens as lost, or raised, so that the step was tried again."""
+    """The guard once counted its tokens as lost, or raised, so that the step was tried again.
+
+    A row that has a draft is decoded again without, and one that has none ends in this step.
+    """
 
     class Records(Guard):
         def __init__(self) -> None:
@@ -474,10 +504,21 @@ def test_a_row_whose_scores_are_not_numbers_is_no_measurement(
     table = TARGET.clone()
     table[..., 3] = -99.0  # the other sequence never has this token
     table[:, 3] = torch.nan
-    drafter = GuardedDrafter(ChainDrafter(TableLM(TARGET), FixedLength(2)), guard)
+
+    class Chains(ChainDrafter):
+        def propose(self, seqs: abc.Sequence[Sequence]) -> Proposal:
+            proposal = super().propose(seqs)
+            drafts = [
+                draft if is_drafted or seq.tokens[0] != 3 else Draft.root(3)
+                for seq, draft in zip(seqs, proposal.drafts, strict=True)
+            ]
+            return replace(proposal, drafts=drafts)
+
+    drafter = GuardedDrafter(Chains(TableLM(TARGET), FixedLength(2)), guard)
     rows = decode(TableLM(table), drafter, [Request([3], 9), Request([0], 9)])
     assert isinstance(rows[0][-1].error, NotNumbersError)
-    assert all(tokens >= count for count, tokens in guard.seen)
+    seen = guard.seen[FIRST_PLAIN_STEPS:]
+    assert seen and all(count == 1 and tokens >= 1 for count, tokens in seen)
     assert not caplog.records
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from forerun.drafters.hybrid import HybridPlanner
 from forerun.drafters.plain import PlainDrafter
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.draft import Draft
@@ -31,6 +32,7 @@ from forerun.planning.forecast import (
 from forerun.planning.guard import FIRST_PLAIN_STEPS, Guard, GuardedDrafter
 from forerun.planning.length import ChainPlanner, LengthChooser
 from forerun.planning.source_chooser import PhraseChooser, SourceChooser
+from forerun.planning.suffix_plan import SuffixPlanner
 from forerun.planning.tree_plan import Calibrated, TreePlanner
 from forerun.sampling.sampler import Sampler
 
@@ -73,7 +75,10 @@ PLANNERS: dict[str, Callable[[], Planner]] = {
     "tree": tree_planner,
     "chooser": Chooser,
     "modes": lambda: PlannerByMode(drafter_with(ChainPlanner(COSTS)), drafter_with(Fails())),
+    "suffix": lambda: SuffixPlanner(COSTS, 0.3),
+    "hybrid": lambda: HybridPlanner(drafter_with(Fails()), drafter_with(ChainPlanner(COSTS))),
 }
+READ_IN_NO_TIME = ("tree", "suffix")  # heads and suffixes read prompts in no time that counts
 
 
 class Mutant:
@@ -126,7 +131,7 @@ def check(planner: Planner, reads: bool) -> None:
 
 @pytest.mark.parametrize("name", PLANNERS)
 def test_whether_drafts_pay_depends_on_all_of_the_situation(name: str) -> None:
-    reads = name != "tree"  # a head reads prompts in no time that counts
+    reads = name not in READ_IN_NO_TIME
     planner = PLANNERS[name]()
     check(planner, reads)
     for mutant, change in MUTANTS.items():
@@ -151,6 +156,16 @@ def test_a_step_and_a_text_pay_if_they_do_for_their_own_mode() -> None:
         assert planner.forecast(text[True]).pays == forecast(greedy, MUCH_LEFT).pays
         assert planner.forecast(text[False]).pays == forecast(sampled, MUCH_LEFT).pays
     assert forecast(unknown, MANY) is UNKNOWN
+
+
+def test_a_row_of_two_drafters_pays_if_it_does_for_one_of_them() -> None:
+    pays = drafter_with(SuffixPlanner(COSTS, 0.3))
+    fails = drafter_with(Fails())
+    for suffixes, other in ((pays, fails), (fails, pays), (fails, fails), (pays, pays)):
+        planner = HybridPlanner(suffixes, other)
+        assert planner.forecast(NEAR).pays == (pays in (suffixes, other))
+        assert not planner.forecast(MANY).pays
+    assert HybridPlanner(fails, PlainDrafter()).forecast(MANY) is UNKNOWN
 
 
 # How much.
@@ -251,9 +266,11 @@ def test_a_guarded_drafter_asks_about_the_step_and_about_each_text_that_is_unrea
     drafter.situations.clear()
     made.propose([long, short])
     assert drafter.called == [[0]] and made._inside == {0: True, 1: False}
+    # Texts are not asked about in a step that does not pay, because that would take time.
     drafter.pays = lambda situation: bool(situation.unread)
+    drafter.situations.clear()
     made.propose([long, short])
-    assert drafter.called == [[0], [1]]
+    assert drafter.called == [[0]] and drafter.situations == step
 
 
 def test_a_step_that_drafters_share_is_asked_about_with_all_its_rows() -> None:

@@ -19,6 +19,7 @@ from forerun.cli.batch_jobs import batch
 from forerun.scale.batch_file import CHAT, COMPLETION, BadLine, read_line, scan
 from forerun.scale.batch_folder import Folder
 from forerun.server import worker
+from tests.support import commands
 from tests.support.serving import make_decoder, models, until
 from tests.support.toys import refuses, save_lines, save_models
 
@@ -188,7 +189,9 @@ LOADED = worker.loaded
 
 def breaking(*how: Any) -> Decoder:
     """One whose engine fails in each step while it has a prompt of 100 times "!"."""
-    decoder = LOADED(*how).replace(kv_memory=2**28)  # else a worker would replace it
+    decoder = LOADED(*how).replace(
+        kv_memory=2**28, prefix_bytes=2**28
+    )  # else a worker would replace it
     engine = decoder.engine
     fatal = set[int]()
     add = engine.add
@@ -255,15 +258,66 @@ def test_a_full_disk_is_one_line_and_the_job_goes_on_later(tmp_path: Path) -> No
     try:
         refuses(r"cannot write to .*out: File too large", folder.refuse, others[0])
         refuses("cannot write to", folder.close)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
+        refuses(r"cannot write to .*out: File too large", folder.summarise, 1.0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (out / "records.jsonl").stat().st_size == size + size // 2
+    assert {path.name for path in out.iterdir()} == {"job.json", "records.jsonl", ".lock"}
     folder = Folder(out, source, {})
     assert folder.done == {1}
     for each in others:
         folder.refuse(each)
     folder.close()
     assert folder.ended and [each["line"] for each in records(out)] == [1, 2, 3, 4]
+
+
+# A command that ends while it computes: the disk becomes full, or it is told to end.
+ENDING = {
+    "full": """
+import resource
+from forerun import cli
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
+cli.main()
+""",
+    "told": """
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from forerun import cli
+
+def end():
+    records = Path(sys.argv[3]) / "records.jsonl"
+    while not records.exists() or not records.stat().st_size:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=end).start()
+cli.main()
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "line"),
+    [("full", 2, "cannot write to {out}: File too large"), ("told", 143, "terminated")],
+)
+def test_a_job_that_ends_while_it_computes_says_one_line(
+    how: str, status: int, line: str, model: Path, tmp_path: Path
+) -> None:
+    lines = [{"prompt": f"the cat {i}", "max_tokens": 200, "logprobs": 5} for i in range(40)]
+    out = tmp_path / "out"
+    command = ["batch", str(save_lines(tmp_path / "in.jsonl", lines)), str(out)]
+    command += ["--target", str(model), "--method", "suffix", "--max-rows", "2"]
+    done = commands.run(*command, program=ENDING[how])
+    assert done.returncode == status
+    said = [each for each in done.stderr.splitlines() if each and " lines" not in each]
+    assert said == [f"forerun: {line.format(out=out)}"]
+    assert len(records(out)) < len(lines)
 
 
 @pytest.mark.slow

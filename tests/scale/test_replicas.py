@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from forerun.server.app import Settings
+from tests.support.local import LOCAL
 from tests.support.serving import PLAIN, make_decoder
 from tests.support.toys import refuses
 
@@ -104,7 +105,7 @@ def test_replicas_answer_and_come_back() -> None:
         ):
             assert line, lines
             lines.append(line)
-        with httpx.Client(base_url=found[1], timeout=120, trust_env=False) as http:
+        with httpx.Client(base_url=found[1], timeout=120, **LOCAL) as http:
             assert http.get("/health").json() == {"status": "ok"}
             first = http.post(PLAIN, json=BODY, headers={"x-request-id": "mine"})
             assert first.headers.get_list("x-request-id") == ["mine"]

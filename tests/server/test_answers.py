@@ -54,11 +54,11 @@ def complete(client: openai.OpenAI, prompt: Any, **options: Any) -> Any:
 
 def test_a_greedy_answer_is_the_decoders(client: openai.OpenAI, decoder: Any) -> None:
     """With drafts, and plainly on request."""
-    found = client.chat.completions.create(model=NAME, messages=SAT, temperature=0, max_tokens=24)
+    answer = client.chat.completions.create(model=NAME, messages=SAT, temperature=0, max_tokens=24)
     wanted = decoder.chat(SAT, max_new_tokens=24)
-    assert found.choices[0].message.content == wanted.text
-    assert found.choices[0].finish_reason == wanted.finish_reason == "length"
-    assert found.usage is not None and found.usage.completion_tokens == 24
+    assert answer.choices[0].message.content == wanted.text
+    assert answer.choices[0].finish_reason == wanted.finish_reason == "length"
+    assert answer.usage is not None and answer.usage.completion_tokens == 24
     plain = complete(client, ["def add", "for i"], temperature=0, max_tokens=12)
     texts = [each.text for each in decoder.generate(["def add", "for i"], max_new_tokens=12)]
     assert [each.text for each in plain.choices] == texts
@@ -76,12 +76,12 @@ def test_a_greedy_answer_is_the_decoders(client: openai.OpenAI, decoder: Any) ->
 
 def test_n_copies_are_streams_of_the_seed(client: openai.OpenAI, decoder: Any) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "seed": 3}
-    found = complete(client, "the cat", n=3, max_tokens=16, **options)
-    texts = [each.text for each in found.choices]
+    answer = complete(client, "the cat", n=3, max_tokens=16, **options)
+    texts = [each.text for each in answer.choices]
     assert texts == [
         each.text for each in decoder.generate(["the cat"] * 3, max_new_tokens=16, **options)
     ]
-    assert len(set(texts)) > 1 and [each.index for each in found.choices] == [0, 1, 2]
+    assert len(set(texts)) > 1 and [each.index for each in answer.choices] == [0, 1, 2]
     streamed = ["", "", ""]
     for chunk in complete(client, "the cat", n=3, max_tokens=16, stream=True, **options):
         streamed[chunk.choices[0].index] += chunk.choices[0].text
@@ -92,10 +92,10 @@ def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, decoder: A
     whole = decoder.generate("def add", max_new_tokens=40).text
     options = {"temperature": 0, "max_tokens": 40}
     stop = whole[10:13]
-    found = complete(client, "def add", **options, stop=[stop, "zzzz"])
+    answer = complete(client, "def add", **options, stop=[stop, "zzzz"])
     assert (
-        found.choices[0].text == whole[: whole.index(stop)]
-        and found.choices[0].finish_reason == "stop"
+        answer.choices[0].text == whole[: whole.index(stop)]
+        and answer.choices[0].finish_reason == "stop"
     )
     usage = {"continuous_usage_stats": True}
     chunks = list(
@@ -104,7 +104,7 @@ def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, decoder: A
     assert (
         chunks[-1].usage.completion_tokens == chunks[-1].model_extra["timings"]["predicted_n"] > 0
     )
-    assert "".join(each.choices[0].text for each in chunks) == found.choices[0].text
+    assert "".join(each.choices[0].text for each in chunks) == answer.choices[0].text
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
@@ -164,23 +164,23 @@ def test_penalties_and_biases_are_those_of_the_decoder(client: openai.OpenAI, de
         ("frequency_penalty", -1.0),
         ("logit_bias", {"70": 100}),
     ):
-        found = complete(client, prompt, **options, **{field: value})
+        answer = complete(client, prompt, **options, **{field: value})
         own = {int(key): bias for key, bias in value.items()} if isinstance(value, dict) else value
         assert (
-            found.choices[0].text
+            answer.choices[0].text
             == decoder.generate(prompt, max_new_tokens=20, **{field: own}).text
         )
-    assert found.choices[0].text == decoder.tokenizer.decode([70] * 20)
+    assert answer.choices[0].text == decoder.tokenizer.decode([70] * 20)
 
 
 def test_statistics_obey_their_identities(client: openai.OpenAI, server: Live) -> None:
     before = figures(server)
     sums = {"steps": 0, "drafted": 0, "accepted": 0, "tokens": 0, "prompt": 0}
     for seed in range(4):
-        found = complete(
+        answer = complete(
             client, "def add(a", max_tokens=25 + seed, temperature=0.6, seed=seed, n=1 + seed % 2
         )
-        usage, extra = found.usage, found.model_extra
+        usage, extra = answer.usage, answer.model_extra
         own = extra["metrics"]["speculative_decoding"]
         steps, drafted = own["num_spec_steps"], own["num_draft_tokens"]
         accepted, tokens = own["num_accepted_draft_tokens"], usage.completion_tokens
@@ -191,7 +191,7 @@ def test_statistics_obey_their_identities(client: openai.OpenAI, server: Live) -
             and sum(j * count for j, count in enumerate(histogram)) == accepted
         )
         assert (
-            0 <= accepted + steps - tokens <= own["num_spec_tokens"] * len(found.choices)
+            0 <= accepted + steps - tokens <= own["num_spec_tokens"] * len(answer.choices)
         )  # cut at the end
         assert own["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
         assert own["draft_acceptance_rate"] == pytest.approx(accepted / drafted)
@@ -235,12 +235,12 @@ def test_other_endpoints_answer_as_documented(
     client: openai.OpenAI, server: Live, decoder: Any
 ) -> None:
     assert [each.id for each in client.models.list()] == [NAME]
-    found = post(server, "/tokenize", {"prompt": "the cat"}).json()
-    assert found["tokens"] == decoder.tokenizer("the cat")["input_ids"] and found["count"] == len(
-        found["tokens"]
+    answer = post(server, "/tokenize", {"prompt": "the cat"}).json()
+    assert answer["tokens"] == decoder.tokenizer("the cat")["input_ids"] and answer["count"] == len(
+        answer["tokens"]
     )
-    assert found["max_model_len"] == 512
-    assert post(server, "/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "the cat"}
+    assert answer["max_model_len"] == 512
+    assert post(server, "/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "the cat"}
     rendered = post(server, "/tokenize", {"messages": SAT}).json()
     assert "assistant" in decoder.tokenizer.decode(rendered["tokens"])
     assert get(server, "/health").json() == {"status": "ok"}

@@ -12,6 +12,7 @@ from anthropic.types import Message
 from tokenizers import AddedToken
 
 from forerun.api.decoder import Decoder
+from tests.support.local import LOCAL
 from tests.support.serving import (
     CHAT,
     HELLO,
@@ -74,7 +75,7 @@ thinker = served(make_thinker)
 
 def client_of(server: Live, **options: Any) -> anthropic.Anthropic:
     """Anthropic's client of a server, which closes its connections at the end of a `with`."""
-    http = httpx2.Client(trust_env=False)
+    http = httpx2.Client(**LOCAL)
     options = {"api_key": "none"} | options
     return anthropic.Anthropic(base_url=server.url, http_client=http, max_retries=0, **options)
 
@@ -138,17 +139,17 @@ def told(server: Live, body: dict[str, Any]) -> list[dict[str, Any]]:
     ids=str,
 )
 def test_a_message_is_a_chats_answer(server: Live, more: dict[str, Any]) -> None:
-    found = post(server, MESSAGES, ASKED | more).json()
-    Message.model_validate(found)
+    answer = post(server, MESSAGES, ASKED | more).json()
+    Message.model_validate(answer)
     chat = post(server, CHAT, ASKED | more).json()
     wanted = {"type": "text", "text": chat["choices"][0]["message"]["content"]}
-    assert found["content"] == [wanted]
-    assert (found["stop_reason"], found["stop_sequence"]) == ("max_tokens", None)
-    assert (found["role"], found["type"], found["model"]) == ("assistant", "message", NAME)
-    usage = found["usage"]
+    assert answer["content"] == [wanted]
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("max_tokens", None)
+    assert (answer["role"], answer["type"], answer["model"]) == ("assistant", "message", NAME)
+    usage = answer["usage"]
     assert usage["input_tokens"] == chat["usage"]["prompt_tokens"]
     assert usage["output_tokens"] == chat["usage"]["completion_tokens"] == 20
-    drafting = found["metrics"]["speculative_decoding"]
+    drafting = answer["metrics"]["speculative_decoding"]
     assert drafting == chat["metrics"]["speculative_decoding"]
     assert bool(drafting["num_accepted_draft_tokens"]) == ("forerun_method" not in more)
 
@@ -269,11 +270,11 @@ def test_an_answer_without_a_word_is_an_empty_text(
     thinking_client: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     says(monkeypatch, "")
-    found = thinking_client.messages.create(**ASKED)
-    assert found.stop_reason == "end_turn" and found.usage.output_tokens == 1
+    answer = thinking_client.messages.create(**ASKED)
+    assert answer.stop_reason == "end_turn" and answer.usage.output_tokens == 1
     with thinking_client.messages.stream(**ASKED) as stream:
         final = stream.get_final_message()
-    for message in (found, final):
+    for message in (answer, final):
         assert [block.to_dict() for block in message.content] == [{"type": "text", "text": ""}]
 
 
@@ -286,9 +287,9 @@ def test_calls_and_their_results_go_around(
     prompts: list[str] = []
     says(monkeypatch, f"I count.\n{CALL}\n{CALL}", prompts)
     asked = ASKED | {"max_tokens": 200, "tools": [TOOL]}
-    found = thinking_client.messages.create(**asked)
-    assert found.stop_reason == "tool_use"
-    text, *calls = found.content
+    answer = thinking_client.messages.create(**asked)
+    assert answer.stop_reason == "tool_use"
+    text, *calls = answer.content
     assert text.text == "I count."
     assert [(call.type, call.name, call.input) for call in calls] == [
         ("tool_use", "count", {"x": 3})
@@ -317,7 +318,7 @@ def test_calls_and_their_results_go_around(
     ]
     messages: list[Any] = [
         *HELLO,
-        {"role": "assistant", "content": found.content},
+        {"role": "assistant", "content": answer.content},
         {"role": "user", "content": results},
     ]
     again = thinking_client.messages.create(**asked | {"messages": messages})
@@ -347,10 +348,10 @@ def test_forced_calls_follow_their_schema(thinking_client: anthropic.Anthropic) 
         {"type": "any", "disable_parallel_tool_use": True},
         {"type": "tool", "name": "count"},
     ):
-        found = thinking_client.messages.create(**asked, tool_choice=choice)
-        assert [block.input for block in found.content if block.type == "tool_use"] == [{"x": 3}]
-    found = thinking_client.messages.create(**asked, tool_choice={"type": "none"})
-    assert {block.type for block in found.content} <= {"text", "thinking"}
+        answer = thinking_client.messages.create(**asked, tool_choice=choice)
+        assert [block.input for block in answer.content if block.type == "tool_use"] == [{"x": 3}]
+    answer = thinking_client.messages.create(**asked, tool_choice={"type": "none"})
+    assert {block.type for block in answer.content} <= {"text", "thinking"}
 
 
 def test_an_answer_keeps_a_form(client: anthropic.Anthropic, server: Live) -> None:
@@ -371,12 +372,12 @@ def test_thoughts_are_a_block_of_their_own(
     prompts: list[str] = []
     says(monkeypatch, "<think>\nhm, so\n</think>\n\nYes.", prompts)
     asked = ASKED | {"max_tokens": 200}
-    found = thinking_client.messages.create(**asked)
-    thoughts, text = found.content
+    answer = thinking_client.messages.create(**asked)
+    thoughts, text = answer.content
     assert (thoughts.type, thoughts.thinking, text.text) == ("thinking", "hm, so", "Yes.")
     assert thoughts.signature
-    details = found.usage.output_tokens_details
-    assert details is not None and 0 < details.thinking_tokens < found.usage.output_tokens
+    details = answer.usage.output_tokens_details
+    assert details is not None and 0 < details.thinking_tokens < answer.usage.output_tokens
     with thinking_client.messages.stream(**asked) as stream:
         names = [event.delta.type for event in stream if event.type == "content_block_delta"]
         final = stream.get_final_message()
@@ -387,7 +388,7 @@ def test_thoughts_are_a_block_of_their_own(
     quiet = thinking_client.messages.create(**asked, thinking=hidden)
     assert [block.type for block in quiet.content] == ["text"]
 
-    messages = [{"role": "assistant", "content": found.content}, *HELLO]
+    messages = [{"role": "assistant", "content": answer.content}, *HELLO]
     thinking_client.messages.create(**asked | {"messages": [*HELLO, *messages]})
     assert "<|assistant|><think>hm, so</think>Yes." in prompts[-1]
 
@@ -526,7 +527,7 @@ def test_what_changes_no_answer_is_accepted(
     edit: Any = {"type": "clear_thinking_20251015", "keep": "all"}
     marked = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     with caplog.at_level("INFO"):
-        found = client.beta.messages.create(
+        answer = client.beta.messages.create(
             **ASKED | {"messages": user({"type": "text", "text": "hello", "odd": 1, **marked})},
             betas=["claude-code-20250219", "interleaved-thinking-2025-05-14"],
             context_management={"edits": [edit]},
@@ -536,7 +537,7 @@ def test_what_changes_no_answer_is_accepted(
             extra_headers={"anthropic-version": "2099-01-01"},
             extra_body={"temperature": 0, "mcp_servers": [], "system": None, "tools": []},
         )
-    assert found.content[0].text == wanted
+    assert answer.content[0].text == wanted
     (line,) = [record.getMessage() for record in caplog.records if "unknown" in record.msg]
     assert "'speed'" in line and "'messages.odd'" in line and "cache_control" not in line
 

@@ -24,6 +24,7 @@ from forerun.server.app import STATIC, Settings, create_app
 from forerun.server.errors import ApiError
 from forerun.server.protocol import Protocol
 from forerun.server.worker import Worker
+from tests.support.local import LOCAL
 from tests.support.serving import NAME, held, live, make_decoder, make_filler, post
 
 CASES = 500  # at least
@@ -110,7 +111,7 @@ def test_a_silent_answer_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
         with (
             held(server.worker.engine) as go,
             httpx.stream(
-                "POST", server.url + "/v1/completions", json=body, timeout=120, trust_env=False
+                "POST", server.url + "/v1/completions", json=body, timeout=120, **LOCAL
             ) as response,
         ):
             lines = response.iter_lines()

@@ -231,6 +231,48 @@ def test_any_token_may_end_an_answer(server: Live, decoder: Decoder) -> None:
     assert held["usage"]["completion_tokens"] > place + 1  # until then it is not sampled
 
 
+def test_min_tokens_hold_back_stop_strings(server: Live, decoder: Decoder) -> None:
+    tokens = decoder.generate("the cat", max_new_tokens=12, ignore_eos=True).tokens
+    texts = [decoder.tokenizer.decode(tokens[:n]) for n in range(13)]
+    body = {"prompt": "the cat", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    tried = 0
+    for end in range(2, 13):
+        stop = texts[end][-2:]
+        if not texts[end].startswith(texts[end - 1]) or texts[end].index(stop) < end - 2:
+            continue
+        first = next(n for n in range(13) if stop in texts[n])
+        tried += 1
+        for least in (first - 1, first, 12):
+            ends = [n for n in range(least + 1, 13) if stop in texts[n][len(texts[n - 1]) - 1 :]]
+            count = ends[0] if ends else 12
+            place = texts[count].rindex(stop) if ends else None
+            for more in ({}, {"stream": True}, {"forerun_method": "ar"}):
+                asked = body | {"stop": [stop], "min_tokens": least} | more
+                assert answered(post(server, PLAIN, asked)) == texts[count][:place]
+            whole = post(server, PLAIN, body | {"stop": [stop], "min_tokens": least}).json()
+            assert whole["usage"]["completion_tokens"] == count
+    assert tried > 2
+
+
+def test_errors_name_the_limit_as_the_client_does(server: Live) -> None:
+    """OpenAI's newer name, in the message too."""
+    for name in ("max_tokens", "max_completion_tokens"):
+        body = {"messages": HELLO, name: 4, "min_tokens": 5}
+        error = refusal(post(server, CHAT, body))
+        assert f"to {name}, which is 4" in error["message"] and error["param"] == "min_tokens"
+        error = refusal(post(server, CHAT, {"messages": HELLO, name: 0}))
+        assert error["param"] == name and error["message"].startswith(f"{name}: ")
+    small = 300 * server.worker.engine.target.position_bytes
+    with live(lambda: make_decoder(kv_memory=small)) as other:
+        for name in ("max_tokens", "max_completion_tokens"):
+            body = {"messages": HELLO, name: 400}
+            assert refusal(post(other, CHAT, body))["param"] == name
+        body = {"input": "hello", "max_output_tokens": 400}
+        assert refusal(post(other, "/v1/responses", body))["param"] == "max_output_tokens"
+    error = refusal(post(server, "/v1/responses", {"input": "hello", "max_output_tokens": 0}))
+    assert error["message"].startswith("max_output_tokens: ")
+
+
 def test_an_editor_may_send_many_stop_strings(server: Live) -> None:
     """Each of them is looked for, also the last one."""
     whole = text_of(server, temperature=0)
@@ -246,7 +288,7 @@ def test_the_best_answers_are_the_most_probable_ones(server: Live, decoder: Deco
     prompts = ["the cat", "low"]
     sampling = {"temperature": 2.0, "seed": 4}
     body = {"prompt": prompts, "max_tokens": 10, "ignore_eos": True} | sampling
-    found = post(server, PLAIN, body | {"n": 2, "best_of": 5}).json()
+    answer = post(server, PLAIN, body | {"n": 2, "best_of": 5}).json()
     rows = [prompt for prompt in prompts for _ in range(5)]
     outcomes = decoder.generate(rows, max_new_tokens=10, ignore_eos=True, **sampling)
     wanted = []
@@ -256,10 +298,10 @@ def test_the_best_answers_are_the_most_probable_ones(server: Live, decoder: Deco
             for outcome in outcomes[5 * place : 5 * place + 5]
         }
         wanted += [texts[score] for score in sorted(texts, reverse=True)[:2]]
-    assert [choice["text"] for choice in found["choices"]] == wanted
-    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3]
-    assert all(choice["logprobs"] is None for choice in found["choices"])
-    assert found["usage"]["completion_tokens"] == 2 * 5 * 10
+    assert [choice["text"] for choice in answer["choices"]] == wanted
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    assert answer["usage"]["completion_tokens"] == 2 * 5 * 10
     error = refusal(post(server, PLAIN, body | {"n": 3, "best_of": 2}))
     assert error["param"] == "best_of"
     error = refusal(post(server, PLAIN, body | {"best_of": 2, "stream": True}))

@@ -15,6 +15,7 @@ import pytest
 from forerun.sampling.grammar import FormError, Grammar
 from forerun.server.middleware import BodyLimit
 from tests.support.failures import Panic
+from tests.support.local import LOCAL
 from tests.support.serving import (
     CHAT,
     HELLO,
@@ -25,6 +26,7 @@ from tests.support.serving import (
     figures,
     get,
     held,
+    leave,
     live,
     make_decoder,
     post,
@@ -143,7 +145,7 @@ def test_wrong_models_paths_and_sizes_are_refused(server: Live) -> None:
     assert refusal(get(server, "/v1/models/other"), 404)
     chunks = iter([b'{"prompt": "'] + [b"a" * 2**19] * 8)
     try:  # without a content-length
-        response = httpx.post(server.url + PLAIN, content=chunks, timeout=60, trust_env=False)
+        response = httpx.post(server.url + PLAIN, content=chunks, timeout=60, **LOCAL)
         assert refusal(response, 413)
     except httpx.WriteError:  # the server has closed the connection meanwhile
         pass
@@ -152,7 +154,7 @@ def test_wrong_models_paths_and_sizes_are_refused(server: Live) -> None:
 def test_a_full_queue_answers_at_once() -> None:
     with (
         live(lambda: make_decoder(max_rows=1, max_queue=1)) as server,
-        httpx.Client(trust_env=False) as http,
+        httpx.Client(**LOCAL) as http,
     ):
         url, body = server.url + PLAIN, {"prompt": "a", "max_tokens": 5, "stream": True}
         with (  # one has the row to come, one waits, and there is no room for more
@@ -160,10 +162,10 @@ def test_a_full_queue_answers_at_once() -> None:
             http.stream("POST", url, json=body, timeout=120) as one,
             http.stream("POST", url, json=body) as other,
         ):
-            found = post(server, PLAIN, {"prompt": "a"})
+            response = post(server, PLAIN, {"prompt": "a"})
             assert (
-                refusal(found, 503)["code"] == "queue_full"
-                and int(found.headers["Retry-After"]) > 0
+                refusal(response, 503)["code"] == "queue_full"
+                and int(response.headers["Retry-After"]) > 0
             )
             assert refusal(post(server, PLAIN, {"prompt": "a", "n": 5}))["param"] == "n"
             go.set()
@@ -208,12 +210,12 @@ def test_too_much_for_the_memory_is_refused_and_less_waits() -> None:
             refusal(post(server, PLAIN, {"prompt": "a", "max_tokens": 500}))["param"]
             == "max_tokens"
         )
-        found = post(
+        response = post(
             server,
             PLAIN,
             {"prompt": "a", "max_tokens": 100, "n": 8, "ignore_eos": True, "temperature": 0},
         )
-        assert len({each["text"] for each in found.json()["choices"]}) == 1
+        assert len({each["text"] for each in response.json()["choices"]}) == 1
 
 
 MARK = 299  # a token that only the culprit's prompt has
@@ -313,20 +315,20 @@ def test_a_key_is_needed_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> 
             b"secret",
         ):
             headers = {b"authorization": given} if given else {}
-            found = post(server, PLAIN, {"prompt": "a"}, headers=headers)
-            assert refusal(found, 401)["code"] == "invalid_api_key"
+            response = post(server, PLAIN, {"prompt": "a"}, headers=headers)
+            assert refusal(response, 401)["code"] == "invalid_api_key"
         assert compare.call_count == 6
         right = {"authorization": "Bearer secret", "origin": "http://a.example"}
-        found = post(server, PLAIN, {"prompt": "a", "max_tokens": 1}, headers=right)
+        response = post(server, PLAIN, {"prompt": "a", "max_tokens": 1}, headers=right)
         assert (
-            found.status_code == 200
-            and found.headers["access-control-allow-origin"] == "http://a.example"
+            response.status_code == 200
+            and response.headers["access-control-allow-origin"] == "http://a.example"
         )
         assert get(server, "/health").status_code == 200
         assert get(server, "/metrics").status_code == 401
         asked = {"origin": "http://b.example", "access-control-request-method": "POST"}
-        found = httpx.options(server.url + PLAIN, headers=asked, trust_env=False)
-        assert "access-control-allow-origin" not in found.headers
+        response = httpx.options(server.url + PLAIN, headers=asked, **LOCAL)
+        assert "access-control-allow-origin" not in response.headers
 
 
 @pytest.mark.parametrize(("limit", "seconds", "status"), [(1000, 0.1, 408), (3, 10, 413)])
@@ -348,12 +350,8 @@ def test_a_body_that_never_ends_is_refused(limit: int, seconds: float, status: i
 def test_a_reader_that_goes_ends_its_request(server: Live, stream: bool) -> None:
     body = {"prompt": "a", "max_tokens": 480, "ignore_eos": True, "stream": stream}
     before = figures(server)["forerun:generation_tokens_total"]
-    with held(server.worker.engine), pytest.raises(httpx.ReadTimeout):
-        try:
-            httpx.post(server.url + PLAIN, json=body, timeout=2, trust_env=False)
-        finally:
-            until(
-                lambda: not server.service.open
-            )  # the abort is with the engine before its next step
+    with held(server.worker.engine):
+        leave(server, PLAIN, body, lambda: server.service.open and server.rows)
+        until(lambda: not server.service.open)  # the abort is with the engine before its next step
     until(lambda: not server.rows)
     assert figures(server)["forerun:generation_tokens_total"] - before < 40

@@ -93,6 +93,24 @@ def test_who_has_said_all_gets_the_answer(server: Live, stream: bool) -> None:
     assert text.count("HTTP/1.1 200 OK") == 1
 
 
+@pytest.mark.parametrize("sent", [1.0, 0.9])
+def test_who_has_said_all_gets_an_answer_to_each_whole_request(server: Live, sent: float) -> None:
+    """Of the second request, `sent` is the share that comes."""
+    second = request(BODY | {"n": 2, "stream": True})
+    with connected(server) as connection:
+        with held(server.worker.engine) as go:
+            connection.sendall(request(BODY) + second[: int(sent * len(second))])
+            connection.shutdown(socket.SHUT_WR)
+            until(lambda: server.service.open == 1)
+            go.set()
+        text = rest(connection)
+    whole = 2 if sent == 1 else 1
+    assert text.count("HTTP/1.1 200 OK") == whole
+    assert text.count('"finish_reason":"length"') == (3 if whole == 2 else 1)
+    assert text.endswith("data: [DONE]\n\n\r\n0\r\n\r\n" if whole == 2 else "}")
+    until(lambda: server.service.open == 0)
+
+
 def test_without_a_key_public_names_are_refused(server: Live) -> None:
     """A page may have its own name point to this machine, and ask under that name."""
     names = ["localhost:1", "[::1]:8000", "10.0.0.3", "box", "box.local:80", "a.internal"]

@@ -14,18 +14,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
+import httpx2
+import ollama
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from forerun import cli
 from forerun.api.decoder import Decoder
-from forerun.backends.facts import weight_memory
-from forerun.server import dispatch
+from forerun.server import early_streams
 from forerun.server.app import Settings
 from forerun.server.dispatch import create_models_app
-from forerun.server.models import Model, Models, State
+from forerun.server.memory import MemoryShare, weight_memory
+from forerun.server.model import Model, State
+from forerun.server.models import Models
+from tests.support.local import LOCAL
 from tests.support.processes import health, started
 from tests.support.serving import (
     PLAIN,
@@ -34,6 +39,7 @@ from tests.support.serving import (
     client_of,
     get,
     held,
+    leave,
     make_decoder,
     post,
     refusal,
@@ -75,7 +81,12 @@ def several(
 ) -> Iterator[Several]:
     models = Models(
         [
-            Model(make, Settings(name, max_seconds=120), file_bytes, 1 / len(makes))
+            Model(
+                make,
+                Settings(name, max_seconds=120),
+                file_bytes,
+                MemoryShare(1 / len(makes), limit),
+            )
             for name, make in makes.items()
         ],
         limit,
@@ -84,11 +95,6 @@ def several(
     with running(app, timeout_keep_alive=15) as url:
         until(models._has_begun.is_set, 120)
         yield Several(url, models)
-
-
-def weight_bytes(decoder: Decoder) -> int:
-    parts = [model for model in (decoder.target, decoder.draft) if model is not None]
-    return sum(map(weight_memory, parts))
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +124,7 @@ def test_a_model_is_loaded_when_a_request_names_it(pair: Several) -> None:
 
 def test_what_is_no_request_is_refused_as_by_one_model(pair: Several) -> None:
     for content in (b"{", b"[]", b'{"model": 5}', b"[" * 100_000, b'{"model": null}', b"\xff"):
-        response = httpx.post(pair.url + PLAIN, content=content, timeout=60, trust_env=False)
+        response = httpx.post(pair.url + PLAIN, content=content, timeout=60, **LOCAL)
         assert refusal(response)
     assert post(pair, "/v1/nothing", {}).status_code == 404
     assert get(pair, PLAIN).status_code == 405
@@ -160,7 +166,11 @@ def test_metrics_tell_the_models_apart(pair: Several) -> None:
         assert sorted(tokens) == ["a", "b"] and tokens["b"] >= 3
     assert ("forerun:model_loaded", {"model": "b"}, 1) in [sample[:3] for sample in samples]
     refused = [each for each in samples if each.name == "forerun:request_errors_total"]
-    assert any(each.labels == {"status": "404"} and each.value >= 1 for each in refused)
+    counts = {(each.labels["model"], each.labels["status"]): each.value for each in refused}
+    assert counts["", "404"] >= 1 and ("b", "400") not in counts
+    assert refusal(pair.ask("b", BODY | {"top_p": 5})) and get(pair, "/props?model=a").is_success
+    name = 'forerun:request_errors_total{model="b",status="400"} 1.0'
+    assert name in get(pair, "/metrics").text
 
 
 def test_the_least_recently_used_model_leaves_and_its_memory_is_free() -> None:
@@ -171,7 +181,7 @@ def test_the_least_recently_used_model_leaves_and_its_memory_is_free() -> None:
         targets.append(weakref.ref(decoder.target))
         return decoder
 
-    limit = 5 * weight_bytes(make_decoder()) // 2
+    limit = 5 * weight_memory(make_decoder()) // 2
     with several(dict.fromkeys("abc", make), limit) as server:
         for name in "abac":
             answered(server.ask(name))
@@ -186,7 +196,7 @@ def test_the_least_recently_used_model_leaves_and_its_memory_is_free() -> None:
 
 
 def test_a_model_with_running_requests_stays_and_those_who_wait_take_turns() -> None:
-    size = weight_bytes(make_decoder())
+    size = weight_memory(make_decoder())
     makes = {"a": make_decoder, "b": make_other}
     with (
         several(makes, size, file_bytes=size) as server,
@@ -209,7 +219,7 @@ def test_a_model_with_running_requests_stays_and_those_who_wait_take_turns() -> 
 
 
 def test_who_waits_too_long_gets_503_and_nobody_suffers() -> None:
-    size = weight_bytes(make_decoder())
+    size = weight_memory(make_decoder())
     makes = {"a": make_decoder, "b": make_other}
     with (
         several(makes, size, wait=0.5, file_bytes=size) as server,
@@ -221,10 +231,21 @@ def test_who_waits_too_long_gets_503_and_nobody_suffers() -> None:
             until(lambda: a.users)
             late = server.ask("b")
             assert refusal(late, 503)["code"] == "loading" and late.headers["Retry-After"]
-            with pytest.raises(httpx.ReadTimeout):  # and one that leaves
-                httpx.post(
-                    server.url + PLAIN, json=BODY | {"model": "b"}, timeout=0.1, trust_env=False
-                )
+            until(lambda: not b.tickets and not a.is_leaving)
+            step.set()
+        assert '"finish_reason":"length"' in stream.result().text
+        assert b.loads == 0 and a.loads == 1 and a.state is State.LOADED
+
+
+def test_who_leaves_while_a_model_is_waited_for_costs_nobody_anything() -> None:
+    size = weight_memory(make_decoder())
+    makes = {"a": make_decoder, "b": make_other}
+    with several(makes, size, file_bytes=size) as server, ThreadPoolExecutor(1) as go:
+        a, b = server.models.all
+        with held(a.worker.engine) as step:
+            stream = go.submit(server.ask, "a", LONG)
+            until(lambda: a.users)
+            leave(server, PLAIN, BODY | {"model": "b"}, lambda: b.tickets and a.is_leaving)
             until(lambda: not b.tickets and not a.is_leaving)
             step.set()
         assert '"finish_reason":"length"' in stream.result().text
@@ -260,13 +281,39 @@ def test_a_load_that_fails_is_told_to_those_who_asked_and_no_others() -> None:
 
 
 def test_a_model_that_is_too_large_is_refused_and_a_first_one_that_fails_is_no_end() -> None:
-    size = weight_bytes(make_decoder())
+    size = weight_memory(make_decoder())
     with several({"a": make_decoder, "b": make_other}, size - 1) as server:
         for _ in range(2):
             error = refusal(server.ask("a"), 500)
             assert error["code"] == "model_too_large" and str(size) in error["message"]
         assert answered(server.ask("b"))
         assert [model.loads for model in server.models.all] == [1, 1]
+
+
+def test_trained_layers_and_earlier_texts_count_as_weights_do() -> None:
+    with several({"a": make_decoder, "b": make_other}, 2**20) as server:
+        assert answered(server.ask("a")) and answered(server.ask("b"))
+        for model in server.models.all:
+            decoder = model.worker.decoder
+            assert decoder is not None
+            assert model.weight_bytes == weight_memory(decoder)
+            count = 1 if decoder.draft is None else 2
+            assert 0 < model.prefix_bytes == count * decoder.options.prefix_limit <= 2**20 / 8
+        assert sum(model.bytes for model in server.models.all) <= 2**20
+        listed = get(server, "/v1/models").json()["data"]
+        assert [each["prefix_bytes"] for each in listed] == [
+            model.prefix_bytes for model in server.models.all
+        ]
+    size = weight_memory(make_decoder())
+
+    def make_keeper() -> Decoder:
+        return make_decoder(prefix_bytes=1000)
+
+    limit = size + 1999  # of target and draft
+    with several({"a": make_keeper, "b": make_other}, limit) as server:
+        error = refusal(server.ask("a"), 500)
+        assert error["code"] == "model_too_large"
+        assert f"{size} of weights, 2000 for earlier texts" in error["message"]
 
 
 def test_an_engine_that_ends_is_started_again() -> None:
@@ -281,7 +328,7 @@ def test_an_engine_that_ends_is_started_again() -> None:
 def test_streams_are_kept_alive_while_their_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dispatch, "KEEP_ALIVE", 0.02)
+    monkeypatch.setattr(early_streams, "KEEP_ALIVE", 0.02)
     go = threading.Event()
     problems = ["the folder is broken"]
 
@@ -297,11 +344,11 @@ def test_streams_are_kept_alive_while_their_model_is_loaded(
             go.clear()
             if index == 1:
                 asyncio.run_coroutine_threadsafe(
-                    server.models._unload(server.all["b"]), server.all["b"].worker._loop
+                    server.models.loader._unload(server.all["b"]), server.all["b"].worker._loop
                 ).result(60)
             body = bodies[index] | {"model": "b"}
             with httpx.stream(
-                "POST", server.url + PLAIN, json=body, timeout=120, trust_env=False
+                "POST", server.url + PLAIN, json=body, timeout=120, **LOCAL
             ) as response:
                 lines = response.iter_lines()
                 assert response.status_code == 200 and next(lines) == ": keep-alive"
@@ -315,6 +362,67 @@ def test_streams_are_kept_alive_while_their_model_is_loaded(
                 assert first["error"]["param"] == "top_p" and len(events) == 2
             else:
                 assert "broken" in first["error"]["message"] and len(events) == 2
+
+
+def ask_ollama(server: Several, seen: Callable[[], None]) -> str:
+    """Calls `seen` at a record without text, which must come while the model is loaded."""
+    texts = []
+    with ollama.Client(host=server.url, trust_env=False) as client:
+        message = {"role": "user", "content": "hello"}
+        for part in client.chat("b", [message], stream=True, options={"num_predict": 4}):
+            texts.append(part.message.content or "")
+            if not part.done and not texts[-1]:
+                seen()
+    return "".join(texts)
+
+
+def ask_ollama_to_load(server: Several, seen: Callable[[], None]) -> str:
+    with ollama.Client(host=server.url, trust_env=False) as client:
+        for part in client.generate("b", stream=True):
+            if not part.done:
+                seen()
+        return str(part.done_reason)
+
+
+def ask_anthropic(server: Several, seen: Callable[[], None]) -> str:
+    """Its client passes over comments, but has a stream as soon as that begins."""
+    http = httpx2.Client(trust_env=False)
+    with anthropic.Anthropic(
+        base_url=server.url, api_key="none", http_client=http, max_retries=0
+    ) as client:
+        message: Any = {"role": "user", "content": "hello"}
+        stream = client.messages.create(model="b", max_tokens=4, messages=[message], stream=True)
+        seen()
+        return "".join(event.type for event in stream)
+
+
+@pytest.mark.parametrize(
+    ("ask", "error"),
+    [
+        (ask_ollama, ollama.ResponseError),
+        (ask_ollama_to_load, ollama.ResponseError),
+        (ask_anthropic, anthropic.APIStatusError),
+    ],
+)
+def test_clients_of_other_apis_wait_for_a_model(
+    ask: Any, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_streams, "KEEP_ALIVE", 0.02)
+    go = threading.Event()
+    problems = ["the folder is broken"]
+
+    def make() -> Decoder:
+        assert go.wait(120)  # a stream that begins after the load would never let it go on
+        if problems:
+            raise ValueError(problems.pop())
+        return make_decoder()
+
+    with several({"a": make_decoder, "b": make}) as server:
+        with pytest.raises(error, match="the folder is broken"):
+            ask(server, go.set)
+        go.clear()
+        assert ask(server, go.set)
+        assert go.is_set() and server.all["b"].loads == 1
 
 
 def test_a_key_is_asked_for_before_anything_is_loaded() -> None:
@@ -336,12 +444,10 @@ def test_a_process_with_two_models_drains_both(tmp_path: Path) -> None:
         body = LONG | {"forerun_method": "ar"}
 
         def ask(model: str) -> str:
-            return httpx.post(
-                url + PLAIN, json=body | {"model": model}, timeout=200, trust_env=False
-            ).text
+            return httpx.post(url + PLAIN, json=body | {"model": model}, timeout=200, **LOCAL).text
 
         def running() -> list[float]:
-            text = httpx.get(url + "/metrics", timeout=60, trust_env=False).text
+            text = httpx.get(url + "/metrics", timeout=60, **LOCAL).text
             name = "forerun:num_requests_running{"
             return [float(line.split()[-1]) for line in text.splitlines() if line.startswith(name)]
 

@@ -15,6 +15,7 @@ from tokenizers import AddedToken
 from forerun.api.decoder import Decoder
 from forerun.server import answers
 from forerun.server.ollama_messages import conversation
+from tests.support.local import LOCAL
 from tests.support.serving import (
     CHAT,
     HELLO,
@@ -70,7 +71,7 @@ thinking = served(thinker)
 
 
 def client_of(server: Live, **options: Any) -> ollama.Client:
-    return ollama.Client(host=server.url, trust_env=False, **options)
+    return ollama.Client(host=server.url, **LOCAL, **options)
 
 
 @pytest.fixture(scope="module")
@@ -537,13 +538,62 @@ def test_a_record_without_text_keeps_a_connection_open(
     body = {"messages": HELLO, "options": GREEDY}
     with (
         held(server.worker.engine) as go,
-        httpx.stream("POST", server.url + API_CHAT, json=body, trust_env=False) as response,
+        httpx.stream("POST", server.url + API_CHAT, json=body, **LOCAL) as response,
     ):
         lines = response.iter_lines()
         first = json.loads(next(lines))
         assert first["message"] == {"role": "assistant", "content": ""} and not first["done"]
         go.set()
         assert json.loads([*lines][-1])["eval_count"] == 12
+
+
+# Vectors.
+
+
+def test_vectors_are_those_of_openais_api(server: Live, client: ollama.Client) -> None:
+    texts = ["the cat", "def add(a, b):", "the cat"]
+    body = {"input": texts, "model": NAME}
+    wanted = post(server, "/v1/embeddings", body).json()
+    vectors = [each["embedding"] for each in wanted["data"]]
+    many = client.embed(NAME, texts)
+    assert [[*vector] for vector in many.embeddings] == vectors and vectors[0] != vectors[1]
+    assert many.model == NAME and many.prompt_eval_count == wanted["usage"]["prompt_tokens"]
+    assert (many.total_duration or 0) > (many.load_duration or 0) > 0
+    one = client.embed(f"{NAME}:latest", texts[1], dimensions=len(vectors[1]), keep_alive="5m")
+    assert [[*vector] for vector in one.embeddings] == [vectors[1]]
+    assert [*client.embeddings(NAME, texts[1]).embedding] == vectors[1]  # of older clients
+
+
+def test_a_text_that_is_too_long_for_a_vector_is_cut(server: Live, client: ollama.Client) -> None:
+    decoder = server.worker.decoder
+    assert decoder is not None and decoder.tokenizer is not None and decoder.target.context == 512
+    longest = "€a" * 512  # more tokens than characters
+    tokens = decoder.tokenizer(longest)["input_ids"][:511]
+    wanted = post(server, "/v1/embeddings", {"input": tokens}).json()["data"][0]["embedding"]
+    cut = client.embed(NAME, [longest, "a"])
+    assert [*cut.embeddings[0]] == wanted and cut.prompt_eval_count == 512
+    assert [*client.embed(NAME, "€a" * 100_000, truncate=True).embeddings[0]] == wanted
+    with pytest.raises(ollama.ResponseError, match=r"input: prompt 0 has .* tokens"):
+        client.embed(NAME, longest, truncate=False)
+
+
+def test_nothing_has_no_vector_and_mistakes_are_named(server: Live, client: ollama.Client) -> None:
+    assert [*client.embed(NAME).embeddings] == [*client.embed(NAME, []).embeddings] == []
+    assert [*client.embeddings(NAME).embedding] == []
+    for body, words in (
+        ({"input": 5}, "input"),
+        ({"input": [[5]]}, "input"),
+        ({"input": ["a", ""]}, "input: prompt 1 is empty"),
+        ({"input": "a", "dimensions": 5}, "dimensions must be 32"),
+        ({"input": "a", "options": {"num_ctx": 513}}, "num_ctx"),
+        ({"input": "a", "options": {"mirostat": 1}}, "mirostat"),
+        ({"input": "a", "stop": ["a"]}, "stop"),
+    ):
+        assert words in failed(post(server, "/api/embed", body))
+    assert "input" in failed(sent(server, "/api/embed", b'{"input": "\\ud800"}'))
+    assert "input" in failed(sent(server, "/api/embed", {"input": "\ud800" * 600}))
+    assert failed(post(server, "/api/embed", {"input": "a", "model": "other"}), 404)
+    assert failed(post(server, "/api/embeddings", {"prompt": 5}))
 
 
 # Facts.
@@ -611,8 +661,8 @@ def test_a_body_needs_no_content_type(server: Live) -> None:
     body = json.dumps({"messages": HELLO, "options": GREEDY, "stream": False}).encode()
     form = {"content-type": "application/x-www-form-urlencoded"}
     for headers in (form, {}, {"content-type": "text/plain"}):
-        found = httpx.post(server.url + API_CHAT, content=body, headers=headers, trust_env=False)
-        assert found.status_code == 200 and found.json()["eval_count"] == 12
+        response = httpx.post(server.url + API_CHAT, content=body, headers=headers, **LOCAL)
+        assert response.status_code == 200 and response.json()["eval_count"] == 12
         headers = headers | {"origin": "http://elsewhere"}
-        found = httpx.post(server.url + API_CHAT, content=body, headers=headers, trust_env=False)
-        assert failed(found)
+        response = httpx.post(server.url + API_CHAT, content=body, headers=headers, **LOCAL)
+        assert failed(response)

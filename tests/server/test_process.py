@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -14,7 +15,8 @@ import pytest
 
 from forerun import cli
 from tests.support import commands
-from tests.support.processes import health, started
+from tests.support.local import LOCAL
+from tests.support.processes import health, started, until_said
 from tests.support.serving import models, until
 from tests.support.toys import save_models
 
@@ -27,7 +29,7 @@ def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
     with started("--target", str(folder), "--method", "suffix", *options) as (process, url):
         seen = set()
         until(lambda: seen.add(health(url)) or 200 in seen, 250)
-        assert httpx.get(url + "/v1/models", trust_env=False).json()["data"][0]["id"] == "named"
+        assert httpx.get(url + "/v1/models", **LOCAL).json()["data"][0]["id"] == "named"
         other = commands.run("serve", "--port", url.rpartition(":")[2], "--target", str(folder))
         assert other.returncode == 2 and "cannot listen on 127.0.0.1" in other.stderr
         assert other.stderr.count("\n") == 1
@@ -49,7 +51,7 @@ def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
 
         def read() -> None:
             with httpx.stream(
-                "POST", url + "/v1/completions", json=body, timeout=200, trust_env=False
+                "POST", url + "/v1/completions", json=body, timeout=200, **LOCAL
             ) as response:
                 for line in response.iter_lines():
                     lines.append(line)
@@ -95,7 +97,7 @@ def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
         there = sorted(tmp_path.iterdir())
         with (
             httpx.stream(
-                "POST", url + "/v1/completions", json=body, timeout=100, trust_env=False
+                "POST", url + "/v1/completions", json=body, timeout=100, **LOCAL
             ) as response,
             pytest.raises(httpx.RemoteProtocolError),  # no chunk of length 0, which would be an end
         ):
@@ -111,11 +113,11 @@ def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
             assert again == url
             until(lambda: other.poll() is not None or health(url) == 200, 250)
             asked = body | {"stream": False, "n": 1, "max_tokens": 5}
-            found = httpx.post(url + "/v1/completions", json=asked, timeout=100, trust_env=False)
+            found = httpx.post(url + "/v1/completions", json=asked, timeout=100, **LOCAL)
             assert found.status_code == 200 and found.json()["usage"]["completion_tokens"] == 5
             assert sorted(tmp_path.iterdir()) == there == []
             with httpx.stream(
-                "POST", url + "/v1/completions", json=body, timeout=100, trust_env=False
+                "POST", url + "/v1/completions", json=body, timeout=100, **LOCAL
             ) as response:
                 rest = response.iter_lines()
                 next(rest)
@@ -125,6 +127,68 @@ def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
                 json.loads(error[6:])["error"]["code"] == "shutting_down" and done == "data: [DONE]"
             )
             assert other.wait(100) == 0
+
+
+# A server that stays for ever where it calls a function.
+STAYING = """
+import sys
+import threading
+from forerun.server import {module}
+from forerun.cli import main
+
+def stay(*args):
+    print("IT STAYS", file=sys.stderr, flush=True)
+    threading.Event().wait()
+
+{module}.{name} = stay
+main()
+"""
+ONE = ("--target", "embedded")
+SEVERAL = ("--model", "one=embedded", "--model", "other=embedded")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "name", "sent", "options"),
+    [
+        ("listening", "listen", signal.SIGTERM, ONE),
+        ("worker", "loaded", signal.SIGTERM, ONE),
+        ("worker", "loaded", signal.SIGINT, SEVERAL),
+    ],
+)
+def test_a_server_that_is_not_ready_ends_with_status_0(
+    module: str, name: str, sent: signal.Signals, options: tuple[str, ...]
+) -> None:
+    with started(*options, program=STAYING.format(module=module, name=name)) as (process, _):
+        until_said(process, "IT STAYS")
+        process.send_signal(sent)
+        assert process.wait(100) == 0
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "sent"), [(SEVERAL[:2], signal.SIGTERM), (ONE, signal.SIGINT)])
+def test_a_second_signal_ends_running_answers_with_one_line(
+    options: tuple[str, ...], sent: signal.Signals
+) -> None:
+    body = {"prompt": "the cat", "max_tokens": 200, "ignore_eos": True, "stream": True, "n": 32}
+    limits = ("--max-rows", "1", "--drain", "1000")
+    with started(*options, *limits) as (process, url), ExitStack() as answers:
+        until_said(process, "ready in")
+        for _ in range(3):
+            answers.enter_context(
+                httpx.stream(
+                    "POST", url + "/v1/completions", json=body, timeout=100, trust_env=False
+                )
+            )
+        process.send_signal(sent)
+        until_said(process, "shutting down")
+        process.send_signal(sent)
+        assert process.wait(100) == 0
+        assert process.stderr is not None
+        (line,) = process.stderr.read().splitlines()
+        assert line.endswith(" WARNING ended at once by a second signal")
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,10 @@ The model is tiny, random and has drafts, so that a step often has several token
 import copy
 import json
 import re
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from forerun.api.decoder import Decoder
@@ -27,6 +25,7 @@ from tests.support.serving import (
     client_of,
     events,
     held,
+    leave,
     live,
     make_decoder,
     post,
@@ -310,25 +309,6 @@ def test_interleaved_conversations_do_not_leak(server: Live, decoder: Decoder) -
             messages.append({"role": "user", "content": f"turn {turn}"})
 
 
-def leave(server: Live, body: dict[str, Any], ready: Any) -> None:
-    """Send a request, and close the connection when `ready` says so."""
-    go = threading.Event()
-
-    def ask() -> None:
-        with httpx.Client(trust_env=False) as client:
-            try:
-                with client.stream("POST", server.url + PLAIN, json=body, timeout=0.5):
-                    pass
-            except httpx.TimeoutException:
-                go.set()
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    until(ready)
-    thread.join(60)
-    assert go.is_set()
-
-
 def test_a_queued_request_and_one_that_is_read_can_be_cancelled() -> None:
     """The request that runs goes on, and its answer is what it would be alone."""
     wanted = make_decoder().generate("the cat", max_new_tokens=200, ignore_eos=True).text
@@ -337,12 +317,12 @@ def test_a_queued_request_and_one_that_is_read_can_be_cancelled() -> None:
         with held(server.worker.engine) as go:
             first = pool.submit(post, server, PLAIN, running)
             until(lambda: server.rows == 1)
-            leave(server, {"prompt": "a", "max_tokens": 400}, lambda: server.rows == 2)
+            leave(server, PLAIN, {"prompt": "a", "max_tokens": 400}, lambda: server.rows == 2)
             go.set()
         assert answered(first.result(60)) == wanted
         until(lambda: server.rows == 0)
         with held(server.worker.engine) as go:  # its prompt is not read to the end
-            leave(server, {"prompt": [5] * 500, "max_tokens": 9}, lambda: server.rows == 1)
+            leave(server, PLAIN, {"prompt": [5] * 500, "max_tokens": 9}, lambda: server.rows == 1)
             go.set()
         until(lambda: server.rows == 0)
         assert answered(post(server, PLAIN, running)) == wanted

@@ -49,11 +49,11 @@ def client(server: Live) -> Iterator[openai.OpenAI]:
 
 def streamed(server: Live, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The events of a stream, each named twice, with numbers in order."""
-    found = post(server, RESPONSES, body | {"stream": True})
-    assert found.status_code == 200 and found.headers["content-type"].startswith(
+    response = post(server, RESPONSES, body | {"stream": True})
+    assert response.status_code == 200 and response.headers["content-type"].startswith(
         "text/event-stream"
-    ), found.text
-    blocks = [block.split("\n") for block in found.text.strip().split("\n\n")]
+    ), response.text
+    blocks = [block.split("\n") for block in response.text.strip().split("\n\n")]
     told = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
     assert [name.removeprefix("event: ") for name, _ in blocks] == [each["type"] for each in told]
     assert [each["sequence_number"] for each in told] == list(range(len(told)))
@@ -73,15 +73,15 @@ def test_a_response_is_a_chats_answer(server: Live, client: openai.OpenAI) -> No
         "content": [{"type": "input_text", "text": "hello"}],
     }
     for given in ("hello", HELLO, [message]):
-        found = client.responses.create(input=given, **asked)  # type: ignore[call-overload]
+        answer = client.responses.create(input=given, **asked)  # type: ignore[call-overload]
         assert (
-            found.output_text == wanted.text
-            and found.status == "incomplete"
-            and found.error is None
+            answer.output_text == wanted.text
+            and answer.status == "incomplete"
+            and answer.error is None
         )
         assert (
-            found.incomplete_details.reason == "max_output_tokens"
-            and found.output[0].status == "incomplete"
+            answer.incomplete_details.reason == "max_output_tokens"
+            and answer.output[0].status == "incomplete"
         )
     body = {"input": "hello", "temperature": 0, "max_output_tokens": 20}
     drafted, plain = (
@@ -127,10 +127,10 @@ def test_a_conversation_is_rendered_as_a_chats(server: Live) -> None:
         "metadata": {"a": "b"},
         "user": "me",
     }
-    found = post(server, RESPONSES, {"input": own} | more | same).json()
-    assert found["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
-    assert found["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
-    assert (found["instructions"], found["metadata"], found["user"]) == (
+    answer = post(server, RESPONSES, {"input": own} | more | same).json()
+    assert answer["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert answer["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    assert (answer["instructions"], answer["metadata"], answer["user"]) == (
         "be short",
         {"a": "b"},
         "me",
@@ -164,20 +164,24 @@ def test_calls_are_items(caller: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.server.parameters.requests", says)
     with client_of(caller) as client:
         asked: dict[str, Any] = {"model": NAME, "tools": [COUNT], "max_output_tokens": 200}
-        found = client.responses.create(input="hello", **asked)
-        assert [item.type for item in found.output] == ["message", "function_call", "function_call"]
+        answer = client.responses.create(input="hello", **asked)
+        assert [item.type for item in answer.output] == [
+            "message",
+            "function_call",
+            "function_call",
+        ]
         assert (
-            found.output_text == "I count."
-            and found.status == "completed"
-            and found.tools[0].name == "count"
+            answer.output_text == "I count."
+            and answer.status == "completed"
+            and answer.tools[0].name == "count"
         )
-        calls = found.output[1:]
+        calls = answer.output[1:]
         assert len({call.call_id for call in calls}) == 2 and {
             call.arguments for call in calls
         } == {'{"x": 12}'}
         items: list[Any] = [
             {"role": "user", "content": "hello"},
-            *(item.to_dict() for item in found.output),
+            *(item.to_dict() for item in answer.output),
         ]
         items += [
             {"type": "function_call_output", "call_id": call.call_id, "output": "twelve"}
@@ -198,7 +202,7 @@ def test_calls_are_items(caller: Live, monkeypatch: pytest.MonkeyPatch) -> None:
         with client.responses.stream(input="hello", **asked) as events:
             kinds = [event.type.removeprefix("response.") for event in events]
             final = events.get_final_response()
-        for item, one in zip(final.output, found.output, strict=True):
+        for item, one in zip(final.output, answer.output, strict=True):
             assert item.type == one.type and item.to_dict().get("arguments") == one.to_dict().get(
                 "arguments"
             )
@@ -312,11 +316,11 @@ def test_what_asks_for_nothing_is_accepted(server: Live) -> None:
         "prompt_cache_key": "a",
         "stream_options": {"include_obfuscation": False},
     }
-    found = post(server, RESPONSES, body).json()
+    answer = post(server, RESPONSES, body).json()
     assert (
-        found["store"] is False
-        and found["tool_choice"] == "auto"
-        and found["text"] == {"format": {"type": "text"}}
+        answer["store"] is False
+        and answer["tool_choice"] == "auto"
+        and answer["text"] == {"format": {"type": "text"}}
     )
 
 

@@ -5,6 +5,7 @@ arguments, standard streams, an environment and an exit status of its own, as wi
 `python -m forerun`. Some test also runs each command by an interpreter of its own.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -77,7 +79,7 @@ def _serve() -> None:
     gc.freeze()
     for line in sys.stdin:
         pid = os.fork()
-        if not pid:  # goes on to the interpreter's end, as any other process does
+        if not pid:  # a program goes on to the interpreter's end, as any other process does
             _become(**json.loads(line))
             return
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
@@ -100,10 +102,22 @@ def _become(
     if program is None:
         if "TRANSFORMERS_VERBOSITY" not in env:  # a command sets it before it imports transformers
             importlib.import_module("transformers.utils.logging").set_verbosity_error()
-        importlib.import_module("forerun.cli").main()
+        try:
+            importlib.import_module("forerun.cli").main()
+        except SystemExit as end:
+            _end(end)
     else:
         names: dict[str, Any] = {"__name__": "__main__"}
         exec(program, names)
+
+
+def _end(status: SystemExit) -> None:
+    """End the process without the interpreter's own end, which takes longer than most commands."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(status.code or 0))
 
 
 if __name__ == "__main__":

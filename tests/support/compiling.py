@@ -21,16 +21,16 @@ needs_cross = pytest.mark.skipif(
 )
 
 
-def shared_library(folder: Path, compiler: str, machine: str) -> Path:
-    """Return a library without warnings, which the first test that asks for it builds.
+def cross_library(folder: Path) -> Path:
+    """Return a library for aarch64 without warnings, which the first test that asks builds.
 
     `folder` is the same for all processes of a run, because a build takes seconds.
     """
-    target = folder / f"library-{machine or 'own'}" / "libforerun.so"
+    target = folder / "library-aarch64" / "libforerun.so"
     target.parent.mkdir(exist_ok=True)
     with FileLock(target.with_suffix(".lock")):
         if not target.exists():
-            build(target, compiler, machine, ("-Werror",))
+            build(target, CROSS, "aarch64", ("-Werror",))
     return target
 
 

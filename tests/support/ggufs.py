@@ -293,7 +293,12 @@ SCALES = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "IQ1_S": (0,),
+    "IQ2_XXS": (0,),
+    "IQ2_XS": (0,),
+    "IQ2_S": (0,),
     "IQ3_XXS": (0,),
+    "IQ3_S": (0,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
 }
@@ -314,8 +319,11 @@ def encode(name: str, weight: np.ndarray, kind: str) -> np.ndarray:
             0, 256, (rows, count, size), np.uint8
         )
         scale = np.array([2e-5], np.float16).view(np.uint8)
-        for place in SCALES[kind]:
+        for place in SCALES.get(kind, ()):
             made[..., place : place + 2] = scale
+        if kind == "IQ1_M":  # which has a quarter of its scale in each of four words
+            quarters = scale.view(np.uint16) >> np.array([0, 4, 8, 12], np.uint16) & 15
+            made[..., 49::2] = made[..., 49::2] & 15 | quarters << 4
         return made.reshape(rows, count * size)
 
 

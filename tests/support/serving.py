@@ -2,6 +2,7 @@
 
 import copy
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from forerun.server.app import Service, Settings, create_app
 from forerun.server.listening import listen
 from forerun.server.protocol import Protocol
 from forerun.server.worker import Worker
+from tests.support.local import LOCAL
 from tests.support.toys import noisy_copy, tiny, tiny_tokenizer
 
 NAME = "tiny"
@@ -105,7 +107,7 @@ def served(make: Any) -> Any:
 
 def client_of(server: Live) -> Any:
     """OpenAI's client of a server, which closes its connections at the end of a `with`."""
-    http = httpx.Client(trust_env=False)
+    http = httpx.Client(**LOCAL)
     import openai  # late, as not every environment of CI has it
 
     return openai.OpenAI(
@@ -139,11 +141,26 @@ def held(engine: Engine) -> Iterator[threading.Event]:
 
 
 def get(server: Live, path: str, **options: Any) -> httpx.Response:
-    return httpx.get(server.url + path, timeout=120, trust_env=False, **options)
+    return httpx.get(server.url + path, timeout=120, **LOCAL, **options)
 
 
 def post(server: Live, path: str, body: Any, **options: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=120, trust_env=False, **options)
+    return httpx.post(server.url + path, json=body, timeout=120, **LOCAL, **options)
+
+
+def leave(server: Live, path: str, body: Any, has_come: Callable[[], Any]) -> None:
+    """Post a body, and close the connection without its answer as soon as `has_come` says so."""
+    host, port = server.url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    head = [
+        f"POST {path} HTTP/1.1",
+        f"Host: {host}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+    ]
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall("\r\n".join([*head, "", ""]).encode() + content)
+        until(has_come)
 
 
 def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
@@ -159,9 +176,7 @@ def sent(server: Live, path: str, body: Any) -> httpx.Response:
     """Post JSON that httpx itself would refuse to write, or bytes."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"content-type": "application/json"}
-    return httpx.post(
-        server.url + path, content=content, headers=headers, timeout=60, trust_env=False
-    )
+    return httpx.post(server.url + path, content=content, headers=headers, timeout=60, **LOCAL)
 
 
 def figures(server: Live) -> dict[str, float]:

@@ -362,6 +362,7 @@ class TableLM:
     fused_draft = prompt_hidden = None
     keeps_prefixes = False
     prefilled = 0
+    position_bytes = 1
     clock = staticmethod(perf_counter)
 
     def __init__(self, table: Tensor) -> None:
@@ -380,6 +381,9 @@ class TableLM:
 
     def fresh(self, prefix_bytes: int = 0) -> TableLM:
         return TableLM(self.table)
+
+    def share_texts(self, other: TableLM) -> None:
+        pass
 
     def __contains__(self, id: int) -> bool:
         return id in self.rows
@@ -501,9 +505,14 @@ def joint_distribution(
 def decode(
     target: Any, drafter: Drafter, requests: Iterable[Request], **options: Any
 ) -> list[list[Step]]:
-    """Runs all requests on an engine of their own to the end; the steps of each."""
+    """Runs all requests on an engine of their own to the end; the steps of each.
+
+    It has a row for each of them, but not more than 100, because to admit the n-th row takes time
+    that grows with n.
+    """
     requests = list(requests)
-    engine = Engine(target, drafter, **{"max_rows": max(1, len(requests))} | options)
+    rows = min(max(1, len(requests)), 100)
+    engine = Engine(target, drafter, **{"max_rows": rows} | options)
     ids = [engine.add(request) for request in requests]
     steps = drain(engine)
     return [steps[id] for id in ids]

@@ -7,6 +7,7 @@ import pty
 import re
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ from forerun.methods import AR
 from forerun.sampling.params import SamplingParams
 from forerun.text.chat import chat_prompt, turn_ends
 from tests.support.ggufs import TEMPLATE, small, write
+from tests.support.serving import until
 from tests.support.toys import refuses, tiny_tokenizer
 
 END = 2
@@ -338,6 +340,12 @@ def test_lines_go_on_after_a_backslash(monkeypatch: pytest.MonkeyPatch) -> None:
             assert ask() == wanted
 
 
+def sleeps(pid: int) -> bool:
+    """Whether a process waits for something, as readline does for a key."""
+    command = ["ps", "-o", "state=", "-p", str(pid)]
+    return subprocess.run(command, capture_output=True, text=True).stdout.startswith("S")
+
+
 @pytest.mark.slow
 def test_a_conversation_runs_in_a_terminal(file: Path) -> None:
     pid, terminal = pty.fork()
@@ -380,7 +388,7 @@ def test_a_conversation_runs_in_a_terminal(file: Path) -> None:
             wait(prompt)
         else:
             # Python sees a signal that comes while readline handles a key only at the next key.
-            time.sleep(0.5)
+            until(lambda: sleeps(pid))
         os.write(terminal, typed)
         for text in shown:
             wait(text)

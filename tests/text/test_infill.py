@@ -11,6 +11,7 @@ from tokenizers import AddedToken
 from forerun import Decoder
 from forerun.text import infill
 from forerun.text.infill import infill_form
+from tests.support.local import LOCAL
 from tests.support.serving import (
     FILLERS,
     NAME,
@@ -85,12 +86,12 @@ def test_an_answer_fills_the_gap(editor: Live, decoder: Decoder) -> None:
         rows = form.prompts(decoder.tokenizer, texts, "\nprint(i)")  # type: ignore[arg-type]
         wanted = [each.text for each in decoder.generate(rows, max_new_tokens=24, ignore_eos=True)]
         for more in ({}, {"forerun_method": "ar"}):
-            found = client.completions.create(
+            answer = client.completions.create(
                 prompt=texts, **asked, extra_body={"ignore_eos": True} | more
             )
-            assert [each.text for each in found.choices] == wanted and found.usage is not None
-            assert found.usage.prompt_tokens == sum(map(len, rows))
-            drafted = found.model_extra["metrics"]["speculative_decoding"]["num_draft_tokens"]  # type: ignore[index]
+            assert [each.text for each in answer.choices] == wanted and answer.usage is not None
+            assert answer.usage.prompt_tokens == sum(map(len, rows))
+            drafted = answer.model_extra["metrics"]["speculative_decoding"]["num_draft_tokens"]  # type: ignore[index]
             assert bool(drafted) == (not more)
         chunks = client.completions.create(
             prompt=texts[0], **asked, stream=True, extra_body={"ignore_eos": True}
@@ -163,7 +164,7 @@ def test_an_editor_cancels_at_each_key_stroke(editor: Live) -> None:
                     came.set()
 
     async def type_all() -> None:
-        async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=120, **LOCAL) as client:
             for at in range(200):
                 came = asyncio.Event()
                 asked = asyncio.create_task(ask(client, at, came))

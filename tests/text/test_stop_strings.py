@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, StopS
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from forerun.api.loading import load_tokenizer
-from forerun.text.stop_strings import StopStrings, TextStream
+from forerun.text.stop_strings import LateStopStrings, StopStrings, TextStream
 from tests.support.toys import pieces as make_pieces
 from tests.support.toys import tiny_tokenizer
 
@@ -259,6 +259,28 @@ def test_a_stop_string_that_began_in_the_prompt_is_cut() -> None:
     # The longer stop string is held from the prompt on. The shorter one lies wholly in the prompt
     # and does not count.
     assert push(TextStream(tokenizer, prompt, ["abQ", "b", "ab"]), x, True) == "x"
+
+
+def test_protected_tokens_complete_no_stop_string() -> None:
+    tokenizer = tiny_tokenizer()
+    x, a, b, c = (tokenizer.encode(text) for text in "xabc")
+    has_ended = LateStopStrings(StopStrings(tokenizer, ["ab", "c"]), len(x) + 2)
+    assert not has_ended(x + a + b) and not has_ended(x + c) and has_ended(x + a + b + c)
+    assert has_ended(x + x + a + b)  # it may begin in them
+
+    def text(*parts: list[int], protected: int = 2) -> tuple[str, str | None]:
+        stream = TextStream(tokenizer, x, ["ab", "c"], protected=protected)
+        pieces = [push(stream, part, part is parts[-1]) for part in parts]
+        return "".join(pieces), stream.stop_string
+
+    assert text(a, b, c) == text(a + b, c) == text(a + b + c) == ("ab", "c")
+    assert text(c, a, b) == text(c + a + b) == ("c", "ab")
+    assert text(c, c) == ("cc", None) and text(c, c, c) == ("cc", "c")
+    assert text(a, b, protected=0) == ("", "ab")
+    lead, *rest = tokenizer.encode("é")
+    stream = TextStream(tokenizer, x, ["é"], protected=1)  # which holds half of the character
+    assert push(stream, [lead], False) == "" and push(stream, rest, False) == ""
+    assert stream.stopped
 
 
 def test_a_special_token_counts_for_stop_strings_and_is_no_text() -> None:

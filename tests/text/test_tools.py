@@ -523,8 +523,8 @@ def test_texts_beside_calls_and_what_cannot_be_read(
     monkeypatch.setattr("forerun.server.parameters.requests", scripted(lambda prompt: text))
     before = figures(server)
     body = {"messages": HELLO, "tools": TOOLS, "n": 2}
-    found = post(server, CHAT, body).json()
-    for choice in found["choices"]:
+    answer = post(server, CHAT, body).json()
+    for choice in answer["choices"]:
         (call,) = choice["message"]["tool_calls"]
         assert call["function"] == {
             "name": "f",
@@ -532,7 +532,7 @@ def test_texts_beside_calls_and_what_cannot_be_read(
         }
         assert choice["message"]["content"] == "See:\n<tool_call>nothing</tool_call>"
         assert choice["finish_reason"] == "tool_calls"
-    assert found["metrics"]["tool_calls"] == found["metrics"]["unparsed_tool_calls"] == 2
+    assert answer["metrics"]["tool_calls"] == answer["metrics"]["unparsed_tool_calls"] == 2
     after = figures(server)
     for line in ("forerun:tool_calls_total", "forerun:unparsed_tool_calls_total"):
         assert after[line] - before[line] == 2
@@ -662,10 +662,11 @@ def test_wrong_fields_of_tools_are_named(server: Live, param: str, values: list[
         "tool_choice": "required" if param in ("ignore_eos", "min_tokens") else "auto",
     }
     for value in values:
-        found = post(server, CHAT, body | {param: value})
-        assert found.status_code == 400, found.text
+        response = post(server, CHAT, body | {param: value})
+        assert response.status_code == 400, response.text
         assert (
-            found.json()["error"]["param"] == param and len(found.json()["error"]["message"]) <= 300
+            response.json()["error"]["param"] == param
+            and len(response.json()["error"]["message"]) <= 300
         )
 
 

@@ -21,6 +21,8 @@ from forerun.zoo import QWEN_CODER, SMOLLM2, WEIGHTS_FOLDER
 from forerun.zoo.quantise import WEIGHTS, load_quantised, unpack6
 from tests.support.toys import tiny_tokenizer
 
+NEW = 40  # tokens of an answer
+
 
 @pytest.fixture(scope="module")
 def pair() -> Decoder:
@@ -143,7 +145,7 @@ def greedy(pair: Decoder) -> tuple[list[list[int]], list[list[int]]]:
     """Ragged prompts and what transformers' own generate says to each alone."""
     prompts = held_out_prompts(pair.tokenizer, "validation", count=4)
     prompts = [*(prompt[: 128 - 30 * i] for i, prompt in enumerate(prompts)), prompts[0][:1]]
-    how = {"do_sample": False, "max_new_tokens": 64}
+    how = {"do_sample": False, "max_new_tokens": NEW}
     outputs = [
         pair.target.model.generate(torch.tensor([prompt]), **how)[0].tolist() for prompt in prompts
     ]
@@ -160,8 +162,8 @@ def test_greedy_output_is_transformers_own(
     """Batch 1 and 5 on the embedded target."""
     prompts, theirs = greedy
     decoder = forerun.load(method=name, guard=False)
-    assert [decoder.generate(prompt, max_new_tokens=64).tokens for prompt in prompts] == theirs
-    assert [result.tokens for result in decoder.generate(prompts, max_new_tokens=64)] == theirs
+    assert [decoder.generate(prompt, max_new_tokens=NEW).tokens for prompt in prompts] == theirs
+    assert [result.tokens for result in decoder.generate(prompts, max_new_tokens=NEW)] == theirs
 
 
 REUSED = {
@@ -182,7 +184,7 @@ def test_every_way_to_reuse_states_gives_the_targets_output(
     origins = set()
     for size in (1, 2, 5, 16):
         rows = [row % len(prompts) for row in range(size)]
-        done = decoder.generate([prompts[row] for row in rows], max_new_tokens=64)
+        done = decoder.generate([prompts[row] for row in rows], max_new_tokens=NEW)
         assert [result.tokens for result in done] == [theirs[row] for row in rows]
         origins |= {origin for result in done for origin in result.origins}
     assert "draft" in origins and ("reused" not in origins or way != "off")

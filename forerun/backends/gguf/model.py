@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
+from gguf.gguf_reader import ReaderTensor
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -36,8 +37,9 @@ from forerun.backends.stored import (
     is_experts,
     join_halves,
 )
-from forerun.zoo.formats import LIBRARY_FORMATS
+from forerun.zoo.formats import LIBRARY_FORMATS, WIDENED
 from forerun.zoo.gguf_file import EMBEDDING, HEAD, GgufFile, open_gguf
+from forerun.zoo.wide_rows import wide_rows
 
 # What ends a text, by names in the metadata: its end, the end of a turn, and that of a message.
 _ENDS = ("eos", "eot", "eom")
@@ -79,7 +81,8 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
     Args:
         path: the file.
         kind: "bfloat16", "int8" or "int4" for every matrix, or "float32" for an ordinary model.
-            None for the file's formats, with 8 bits for those that the C library does not support.
+            None for the file's formats; IQ1, IQ2, IQ3 and TQ matrices are widened without rounding,
+            and others that the C library does not support are rounded to 8 bits.
 
     Returns:
         The model, and the line, or None if no format was changed.
@@ -88,6 +91,31 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
         ValueError: `open_gguf` or `gguf_config` raises it, or a tensor is missing, unknown, of
             another size or of a type that `gguf` cannot read.
     """
+    filling = _checked_filling(path)
+    file = filling.file
+    model = filling.model
+    note = None
+    if kind == "float32" or (kind is None and file.is_float):
+        _fill_plain(filling)
+    else:
+        note = _fill(filling, kind)
+    model.generation_config = GenerationConfig(**special_ids(file))
+    model.config.name_or_path = str(path)
+    return model.eval(), note
+
+
+def model_without_weights(path: str | Path) -> PreTrainedModel:
+    """Return the model of a GGUF file as `load_gguf` would, but with weights on no device.
+
+    Raises:
+        ValueError: `load_gguf` would raise it.
+    """
+    model: PreTrainedModel = _checked_filling(path).model
+    return model
+
+
+def _checked_filling(path: str | Path) -> _Filling:
+    """Return a file with its model, which has no weights yet. Raises ValueError as `load_gguf`."""
     file = open_gguf(path)
     config = gguf_config(file)
     architecture = _architecture(file)
@@ -101,16 +129,9 @@ def load_gguf(path: str | Path, kind: str | None = None) -> tuple[PreTrainedMode
         _experts_by_names(model, architecture),
     )
     _check(filling)
-    note = None
-    if kind == "float32" or (kind is None and file.is_float):
-        _fill_plain(filling)
-    else:
-        note = _fill(filling, kind)
     base = model.model
     base.rotary_emb = _rotary(file, base.rotary_emb, config)
-    model.generation_config = GenerationConfig(**special_ids(file))
-    config.name_or_path = str(path)
-    return model.eval(), note
+    return filling
 
 
 @dataclass(frozen=True)
@@ -154,6 +175,35 @@ class _Filling:
         """Return the weight of a norm."""
         gain = _vector(self.file, f"{name}.weight") - self.architecture.norm_offset
         return nn.Parameter(gain, requires_grad=False)
+
+
+class _Changes:
+    """The matrices whose format was changed: how many, and their bytes before and after."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._file_bytes: Counter[tuple[str, str]] = Counter()
+        self._bytes: Counter[tuple[str, str]] = Counter()
+
+    def count(self, tensor: ReaderTensor, change: str, raw: RawMatrix) -> None:
+        """Count a tensor of the file that became a matrix. `change` says how, after "matrices"."""
+        key = tensor.tensor_type.name, change
+        self._counts[key] += 1
+        self._file_bytes[key] += int(tensor.n_bytes)
+        self._bytes[key] += raw.nbytes
+
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
+    def __str__(self) -> str:
+        parts = []
+        for key, count in sorted(self._counts.items()):
+            type_name, change = key
+            noun = "matrix" if count == 1 else "matrices"
+            size = f"{self._bytes[key] / 1e6:,.1f} MB"
+            file_size = f"{self._file_bytes[key] / 1e6:,.1f} MB in the file"
+            parts.append(f"{count} {type_name} {noun} {change} ({size}, {file_size})")
+        return ", ".join(parts)
 
 
 def _architecture(file: GgufFile) -> Architecture:
@@ -218,7 +268,8 @@ def _check(filling: _Filling) -> None:
     """Check that the file has the model's tensors, in the model's shapes, and no others.
 
     Raises:
-        ValueError: a tensor is missing, unknown or of another shape.
+        ValueError: a tensor is missing, unknown, of another shape or of a type that `gguf` cannot
+            read.
     """
     file = filling.file
     wanted = {}
@@ -241,6 +292,7 @@ def _check(filling: _Filling) -> None:
         # A matrix of one output is a vector in a file.
         if stored != shape and [1, *stored] != shape:
             raise file.error(f"{name} is {stored}; the sizes in the metadata need {shape}")
+        file.check_type(name)
     unknown = sorted(file.tensors.keys() - wanted.keys())
     if unknown:
         raise file.error(
@@ -264,7 +316,7 @@ def _fill(filling: _Filling, kind: str | None) -> str | None:
     """
     file = filling.file
     model = filling.model
-    changes: Counter[tuple[str, str]] = Counter()
+    changes = _Changes()
     # The embedding is looked up and not multiplied, so it keeps the file's format.
     embedding = _raw_matrix(file, EMBEDDING, None, changes)
     factor = embedding_factor(model.model.embed_tokens)
@@ -280,11 +332,7 @@ def _fill(filling: _Filling, kind: str | None) -> str | None:
     for names, place in tqdm(filling.experts.items(), title, leave=False, disable=None, delay=0.5):
         experts = _stored_experts(filling, names, model.get_submodule(place), kind, changes)
         model.set_submodule(place, experts)
-    parts = []
-    for (type_name, change), count in sorted(changes.items()):
-        noun = "matrix" if count == 1 else "matrices"
-        parts.append(f"{count} {type_name} {noun} {change}")
-    return f"{file.path.name}: {', '.join(parts)}" if parts else None
+    return f"{file.path.name}: {changes}" if changes else None
 
 
 def _fill_module(filling: _Filling, name: str, module: Any) -> None:
@@ -302,7 +350,7 @@ def _stored_experts(
     names: Sequence[str],
     experts: Any,
     kind: str | None,
-    changes: Counter[tuple[str, str]],
+    changes: _Changes,
 ) -> StoredExperts:
     """Return what stands for experts, with the file's weights in its format or in `kind`."""
     file = filling.file
@@ -338,7 +386,7 @@ def _stored_linear(
     name: str,
     linear: nn.Linear,
     kind: str | None,
-    changes: Counter[tuple[str, str]],
+    changes: _Changes,
 ) -> StoredLinear:
     """Return what stands for a linear layer, with the file's weights in its format or in `kind`."""
     file = filling.file
@@ -360,11 +408,14 @@ def _stored_linear(
     return StoredLinear(weight, bias)
 
 
-def _raw_matrix(
-    file: GgufFile, name: str, kind: str | None, changes: Counter[tuple[str, str]]
-) -> RawMatrix:
+def _raw_matrix(file: GgufFile, name: str, kind: str | None, changes: _Changes) -> RawMatrix:
     """Return a matrix in the file's format or in `kind`, and count it if that is a change."""
     tensor = file.tensor(name)
+    if kind is None and tensor.tensor_type in WIDENED:
+        wide = [wide_rows(rows, tensor.tensor_type) for rows in file.rows(tensor)]
+        raw = RawMatrix(np.concatenate(wide), WIDENED[tensor.tensor_type])
+        changes.count(tensor, "widened without rounding", raw)
+        return raw
     if kind is None and tensor.tensor_type not in LIBRARY_FORMATS:
         kind = "int8"
     if kind is None or tensor.tensor_type in _KEPT[kind]:
@@ -379,13 +430,14 @@ def _raw_matrix(
             check_inputs(int(tensor.shape[0]), name)
         except ValueError as error:
             raise file.error(str(error)) from None
-    changes[tensor.tensor_type.name, change] += 1
     stored_type = STORED_TYPES[kind]
     parts = [
         RawMatrix.quantised(torch.from_numpy(values), stored_type).rows
         for values in file.floats(tensor)
     ]
-    return RawMatrix(np.concatenate(parts), stored_type)
+    raw = RawMatrix(np.concatenate(parts), stored_type)
+    changes.count(tensor, change, raw)
+    return raw
 
 
 def _fill_plain(filling: _Filling) -> None:

@@ -5,9 +5,10 @@ import * as conversations from "./conversation.js";
 import { $, button, copy, element, iconButton, plural } from "./dom.js";
 import * as figures from "./figures.js";
 import * as files from "./files.js";
+import * as models from "./models.js";
 import * as panes from "./panes.js";
 import { Race } from "./race.js";
-import { chat, connect, say, server } from "./server.js";
+import { chat, connect, contextLength, say, server } from "./server.js";
 import * as settings from "./settings.js";
 import * as sidebar from "./sidebar.js";
 import * as store from "./store.js";
@@ -59,7 +60,8 @@ function addTurn(turn) {
   }
   const answers = element("div", turn.both ? "answers pair" : "answers");
   for (const answer of turn.answers) {
-    const title = turn.both ? (answer.plain ? "Plain decoding" : "With drafts") : "";
+    const name = server.models.length > 1 ? turn.settings.model : "";
+    const title = turn.both ? (answer.plain ? "Plain decoding" : "With drafts") : name;
     const view = new AnswerView(answer, title, { choose: chooseAndShow, again: () => again(turn) });
     views.set(answer, view);
     answers.append(view.box);
@@ -141,6 +143,7 @@ function edit(turn, box) {
 /** Updates everything on the page that depends on the states of answers. */
 function refresh() {
   const turns = conversations.path(conversation);
+  models.show();
   log.setAttribute("aria-busy", String(running !== null));
   document.body.dataset.ready = String(server.model !== null);
   $("stop").disabled = $("stop").hidden = running === null;
@@ -163,13 +166,14 @@ function refresh() {
 /** Shows how much of the context is used. */
 function showContext() {
   const used = conversations.usedTokens(conversation);
-  const of = server.context === null ? "" : ` of ${server.context.toLocaleString("en")}`;
+  const length = contextLength();
+  const of = length === null ? "" : ` of ${length.toLocaleString("en")}`;
   const text = used === null ? "" : `${used.toLocaleString("en")}${of} tokens of context used`;
   $("context").textContent = text || (of ? `Nothing is used yet${of} tokens.` : "Nothing is used yet.");
-  $("used").textContent = used === null || server.context === null ? "" : `context ${Math.round((100 * used) / server.context)} %`;
+  $("used").textContent = used === null || length === null ? "" : `context ${Math.round((100 * used) / length)} %`;
   $("used").title = text;
-  $("context-meter").hidden = server.context === null;
-  $("context-meter").value = used === null || server.context === null ? 0 : used / server.context;
+  $("context-meter").hidden = length === null;
+  $("context-meter").value = used === null || length === null ? 0 : used / length;
 }
 
 function choose(view, at = null) {
@@ -210,6 +214,7 @@ async function fetchAnswer(asked, turn, answer) {
   running = { conversation: asked, controller, startedAt: performance.now() };
   answer.state = "running";
   refresh();
+  const loading = new models.Loading(turn.settings.model, showContext);
   let savedAt = running.startedAt;
   let frame = requestAnimationFrame(function show() {
     frame = requestAnimationFrame(show);
@@ -217,6 +222,7 @@ async function fetchAnswer(asked, turn, answer) {
   });
   try {
     for await (const chunk of chat(request(asked, turn, answer), controller.signal)) {
+      loading.end();
       take(answer, chunk, performance.now() - running.startedAt);
       if (performance.now() - savedAt < SAVE_MS) continue;
       savedAt = performance.now();
@@ -230,6 +236,7 @@ async function fetchAnswer(asked, turn, answer) {
     answer.error = isLost ? "The server does not answer, or the connection broke." : error.message;
     connect(refresh); // the server may be shutting down, or may have been replaced
   } finally {
+    loading.end();
     cancelAnimationFrame(frame);
     draw(turn, answer);
   }
@@ -310,6 +317,8 @@ async function open(id) {
   if (kept !== running?.conversation) conversations.endOpenAnswers(kept);
   showConversation(kept);
   settings.write(conversations.path(kept).at(-1)?.settings ?? {});
+  showContext();
+  if (models.missing()) say(`${models.missing()} is not served here: ${server.model} answers.`);
 }
 
 function showConversation(next) {
@@ -404,6 +413,10 @@ $("down").addEventListener("click", () => {
 // An invalid setting is shown, because the user must see it to correct it.
 $("settings").addEventListener("invalid", () => panes.showPanel("tab-settings"), true);
 
+models.begin(() => {
+  settings.keep();
+  refresh();
+});
 sidebar.begin(rename, remove);
 store.isLasting().then((isLasting) => {
   if (!isLasting) $("keeping").textContent = "This browser keeps no conversations: export what you need.";

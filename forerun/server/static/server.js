@@ -1,11 +1,14 @@
-// The server that serves the page: whether it is ready, its model, and its streams.
+// The server that serves the page: whether it is ready, its models, and its streams.
 
 import { $, pause } from "./dom.js";
 
 export const MAX_ERROR = 600; // characters
 
-/** The model's name and the tokens of its context; both are null until the server is ready. */
-export const server = { model: null, context: null };
+/** The server's models, of which there are none until it is ready, and the name of the one that is asked. */
+export const server = { models: [], model: null };
+
+/** Returns the tokens of the context of the model that is asked, or null: of others than the first, it is known later. */
+export const contextLength = () => server.models.find((model) => model.id === server.model)?.max_model_len ?? null;
 
 let connecting = false;
 
@@ -30,7 +33,7 @@ async function complaint(response) {
 
 /** Waits until the server is ready, and tells the user what it waits for. `onChange` is called at both ends. */
 export async function connect(onChange) {
-  server.model = null;
+  server.models = [];
   onChange();
   if (connecting) return;
   connecting = true;
@@ -39,7 +42,7 @@ export async function connect(onChange) {
   onChange();
 }
 
-/** Returns whether the server is ready, and keeps its model's name. */
+/** Returns whether the server is ready, and keeps the list of its models. */
 async function isReady() {
   try {
     const health = await fetch("health", { cache: "no-store" });
@@ -47,21 +50,32 @@ async function isReady() {
       say(await complaint(health), health.status === 503 ? " Waiting …" : "");
       return false;
     }
-    const response = await fetch("v1/models", { headers: headers(), cache: "no-store" });
+    const response = await listed();
     if (!response.ok) {
       const needsKey = response.status === 401;
       say(needsKey ? "The server wants an API key: see the settings." : await complaint(response));
       return false;
     }
-    const [model] = (await response.json()).data;
-    server.context = model.max_model_len ?? null;
-    server.model = model.id;
-    say(`${model.id} is ready.`);
+    server.models = (await response.json()).data;
+    say(server.models.length > 1 ? `${server.models.length} models are ready.` : `${server.models[0].id} is ready.`);
     return true;
   } catch {
     say("The server does not answer. Waiting …");
     return false;
   }
+}
+
+const listed = () => fetch("v1/models", { headers: headers(), cache: "no-store" });
+
+/** Keeps the list of models as it is now. Returns the state of the model `id`, or null if the server does not say. */
+export async function stateOf(id) {
+  try {
+    const response = await listed();
+    if (response.ok && server.models.length) server.models = (await response.json()).data;
+  } catch {
+    // The answer that is waited for says what is wrong.
+  }
+  return server.models.find((model) => model.id === id)?.state ?? null;
 }
 
 /** Shows a status. Screen readers speak whenever it is written, so the same text is not written twice. */
@@ -74,7 +88,7 @@ export async function* chat(body, signal) {
   const response = await fetch("v1/chat/completions", {
     method: "POST",
     headers: headers(),
-    body: JSON.stringify({ model: server.model, ...body }),
+    body: JSON.stringify(body),
     signal,
   });
   if (!response.ok) {
@@ -90,7 +104,7 @@ export async function* chat(body, signal) {
 /** Returns how many tokens a text has, or null if the server does not say. */
 export async function countTokens(prompt) {
   try {
-    const body = JSON.stringify({ prompt, add_special_tokens: false });
+    const body = JSON.stringify({ model: server.model, prompt, add_special_tokens: false });
     const response = await fetch("tokenize", { method: "POST", headers: headers(), body });
     return response.ok ? (await response.json()).count : null;
   } catch {

@@ -37,6 +37,7 @@ typedef struct {
     int late;        /* the thread that the caller waits for; 0: none */
     int64_t work;    /* the time that the caller takes for its first part */
     int64_t delay;   /* the time that it waits */
+    int64_t gap;     /* the time since the job before; 0: JOB */
     int looks;       /* before the job */
 } job;
 
@@ -61,7 +62,7 @@ static void do_part(void *argument, int64_t first, int64_t last, int thread) {
 /* Runs a job of two parts a thread; returns whether each was done once. */
 static int runs(job of) {
     int parts = 2 * fr_threads(0);
-    atomic_fetch_add(&the_time, JOB);
+    atomic_fetch_add(&the_time, of.gap ? of.gap : JOB);
     of.looks = atomic_load(&looks);
     atomic_store(&claimed, 0);
     atomic_store(&worked, 0);
@@ -100,11 +101,13 @@ static int check_stalls(int threads) {
     CHECK(keep((threads + 1) / 2, 1, STALLED));
     CHECK(become(1, 100, STALLED));
     /* Each trial ends with its first stall, and they become rare. */
+    job rare = STALLED;
+    rare.gap = MS;
     int64_t started_at = atomic_load(&the_time);
-    CHECK(keep(1, 50000, STALLED));
-    int64_t stalled = atomic_load(&the_time) - started_at - 50000LL * JOB;
+    CHECK(keep(1, 5000, rare));
+    int64_t stalled = atomic_load(&the_time) - started_at - 5000LL * MS;
     CHECK(stalled >= STALLED.delay);
-    CHECK(stalled < 50000LL * JOB / 100);
+    CHECK(stalled < 5000LL * MS / 100);
     CHECK(come_back(threads));
     atomic_fetch_add(&the_time, MAX_PAUSE); /* and the pause is short again */
     CHECK(become(1, 100, STALLED));
@@ -113,12 +116,12 @@ static int check_stalls(int threads) {
 }
 
 static int check_one_late_thread(void) {
-    job last = {.is_together = 1, .late = 4, .delay = 4 * MS};
+    job last = {.is_together = 1, .late = 4, .delay = 4 * MS, .gap = MS};
     CHECK(fr_threads(5) == 5);
     atomic_fetch_add(&the_time, MAX_PAUSE);
     CHECK(become(3, 10, last));
-    CHECK(become(4, MIN_PAUSE / JOB + 10, last));
-    CHECK(keep(4, 3 * TRIAL / JOB, last)); /* a trial of five ends with its first stall */
+    CHECK(become(4, MIN_PAUSE / MS + 10, last));
+    CHECK(keep(4, 3 * TRIAL / MS, last)); /* a trial of five ends with its first stall */
     CHECK(come_back(5));
     return 0;
 }
