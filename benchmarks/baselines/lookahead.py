@@ -17,6 +17,7 @@ from forerun.drafters.pools import PhrasePool
 from forerun.engine.draft import Draft, Tree
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import Drafter, Proposal, RowOutcome
+from forerun.engine.target import ChunkSize
 from forerun.methods import Method, Parts
 from forerun.methods.base import integer
 
@@ -132,7 +133,7 @@ class LookaheadDrafter(Drafter):
         self.extra_nodes = (width + guesses) * span
         self.rows: dict[int, _Text] = {}
 
-    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: ChunkSize) -> Iterable[int]:
         if self.pool is not None and seq.greedy and seq.shares:
             pool = self.pool
         else:

@@ -15,6 +15,7 @@ from torch import Tensor
 from forerun.engine.draft import Draft
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import Drafter, Proposal
+from forerun.engine.target import ChunkSize
 from forerun.methods import Method, Parts
 from forerun.methods.base import integer
 
@@ -51,7 +52,7 @@ class LookupDrafter(Drafter):
         self.ngram = ngram
         self._indexes: dict[int, _Index] = {}
 
-    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: ChunkSize) -> Iterable[int]:
         self._indexes[seq.id] = _Index()
         return ()
 

@@ -28,6 +28,7 @@ from forerun.engine.engine import Drafter, Engine, Proposal, Step
 from forerun.engine.sequence import Request
 from forerun.engine.sequence import Sequence as EngineSequence
 from forerun.engine.step import RowOutcome
+from forerun.engine.target import ChunkSize
 from forerun.methods import Method, Parts
 from forerun.model.causal_lm import CausalLM
 from forerun.planning.guard import Guard, GuardedDrafter
@@ -98,7 +99,7 @@ class RandomDrafter(Drafter):
         self._most_nodes = numbers.choice((2, 8, 24))
         self._knowledge = numbers.random()  # probability that a made-up token is right
 
-    def admit(self, seq: EngineSequence, hidden: Tensor | None, chunk: int) -> Any:
+    def admit(self, seq: EngineSequence, hidden: Tensor | None, chunk: ChunkSize) -> Any:
         for drafter in self.drafters:
             yield from drafter.admit(seq, hidden if drafter.wants_hidden else None, chunk)
 

@@ -28,6 +28,7 @@ from forerun.planning.forecast import PlannedDrafter, PlannerByMode
 from forerun.planning.guard import Guard, GuardedDrafter
 
 if TYPE_CHECKING:
+    from forerun.engine.target import ChunkSize
     from forerun.model.prompt_folder import PromptFolder
 
 
@@ -163,7 +164,7 @@ class Split(PlannedDrafter):
         limits = [count for count in reads if count is not None]
         self.reads = max(limits) if limits and len(limits) == len(reads) else None
 
-    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: ChunkSize) -> Iterable[int]:
         """Let the drafter of the sequence's mode read the prompt."""
         drafter = self.drafters[seq.greedy]
         return drafter.admit(seq, hidden if drafter.wants_hidden else None, chunk)

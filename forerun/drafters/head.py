@@ -17,6 +17,7 @@ from forerun.drafters.beams import Array, Logits, searching
 from forerun.drafters.beams import grow as grow_trees
 from forerun.engine.draft import Draft
 from forerun.engine.step import Proposal
+from forerun.engine.target import next_size
 from forerun.methods.head import Heads, Paced
 from forerun.planning.cost_model import Costs, CostSource
 from forerun.planning.forecast import PlannedDrafter
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from forerun.backends.quantised_heads import Growth
     from forerun.engine.sequence import Sequence
     from forerun.engine.step import RowOutcome
+    from forerun.engine.target import ChunkSize
 
 ENOUGH_READ = 2048  # a step reads whole prompts until it has read so many tokens
 # Costs of the embedded target, if none were measured.
@@ -88,7 +90,7 @@ class HeadDrafter(PlannedDrafter):
             known = costs if costs is not None and costs.table.head else EMBEDDED_COSTS
             self.planner = TreePlanner(head, known, settings.block, self.nodes, beams)
 
-    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: ChunkSize) -> Iterable[int]:
         """Keep what the head reads of a prompt, for the first step that drafts."""
         head = self.head
         if hidden is None:
@@ -100,7 +102,7 @@ class HeadDrafter(PlannedDrafter):
         # The token after each state but the last.
         after = seq.tokens[len(seq.tokens) - len(hidden) : -1]
         reserve = seq.limit + self.depth * self.width
-        self.unread[seq.id] = head.prefill(seq.id, hidden[:-1], after, chunk, reserve)
+        self.unread[seq.id] = head.prefill(seq.id, hidden[:-1], after, next_size(chunk), reserve)
         return ()
 
     def drop(self, seq: Sequence) -> None:

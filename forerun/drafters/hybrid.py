@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
+from forerun.engine.target import next_size
 from forerun.methods import Hybrid, Method, Parts
 from forerun.planning.cost_model import Forwards
 from forerun.planning.forecast import Forecast, PlannedDrafter, StepSituation, forecast
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from forerun.engine.sequence import Sequence
     from forerun.engine.step import RowOutcome
+    from forerun.engine.target import ChunkSize
     from forerun.model.causal_lm import CausalLM
 
 THRESHOLD_WITHOUT_COSTS = 6.0
@@ -84,7 +86,7 @@ class HybridDrafter(PlannedDrafter):
     `threshold`. If it has no draft, the suffix draft is used, unless the chooser prefers none.
 
     The other drafter reads a prompt when it is first called: `MAX_READ` tokens per step for the
-    only row, else a chunk. One that wants hidden states gets them at once, and reads by itself.
+    only request, else a chunk. One that wants hidden states gets them at once, and reads by itself.
 
     The other drafter may have a guard for itself alone, which judges it by the steps in which it
     drafted for all rows. In a pause of that guard suffixes draft for all rows. Plain steps that the
@@ -122,9 +124,9 @@ class HybridDrafter(PlannedDrafter):
         # {sequence: a generator that makes the other drafter read on}, until its prompt is read
         self._unread: dict[int, Iterator[int]] = {}
         self._reading = -1  # the sequence whose prompt was read last, maybe in part
-        self._chunk = MAX_READ  # tokens of prompts to read in a step of several rows
+        self._chunk: ChunkSize = MAX_READ  # of the engine
 
-    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: ChunkSize) -> Iterator[int]:
         """Read a prompt for suffixes. The other drafter reads it later, if it is called."""
         yield from self.suffixes.admit(seq, hidden, chunk)
         unread = len(seq.tokens) if self.other.reads is None else self.other.reads
@@ -132,8 +134,8 @@ class HybridDrafter(PlannedDrafter):
         if self._draft is not None:
             known = self._draft.prompts.known(seq.tokens, seq.request.cache_salt)
         self._read[seq.id] = max(known, len(seq.tokens) - unread)
-        self._chunk = min(chunk, MAX_READ)
-        self._unread[seq.id] = iter(self.other.admit(seq, hidden, self._chunk))
+        self._chunk = chunk
+        self._unread[seq.id] = iter(self.other.admit(seq, hidden, self._size))
         if self.wants_hidden:
             for count in self._unread.pop(seq.id):
                 self._read[seq.id] += count
@@ -191,11 +193,15 @@ class HybridDrafter(PlannedDrafter):
         Returns:
             The sequences whose prompts are read to the end. For the others it drafts later.
         """
-        left = self._chunk if len(step_ids) > 1 else MAX_READ
+        size = self._size()
+        is_only = len(step_ids) == 1
+        left = MAX_READ if is_only else size
         if self._reading in self._unread and self._reading not in step_ids:
             left = 0  # an error of that sequence must not end one of this step
         for id in (self._reading, *(seq.id for seq in seqs)):
             while id in self._unread and left > 0:
+                if is_only and self._size() < size:
+                    break  # because a request has come, which waits for the next step
                 self._reading = id
                 count = next(self._unread[id], None)
                 if count is None:
@@ -204,6 +210,10 @@ class HybridDrafter(PlannedDrafter):
                     self._read[id] += count
                     left -= count
         return [seq for seq in seqs if seq.id not in self._unread]
+
+    def _size(self) -> int:
+        """Return the most tokens of the next chunk of a prompt."""
+        return min(next_size(self._chunk), MAX_READ)
 
     def observe(self, outcomes: abc.Sequence[RowOutcome], memo: HybridMemo | None) -> None:
         """Pass outcomes on to the other drafter and to the chooser.

@@ -26,6 +26,7 @@ from forerun.sampling.threads import one_thread
 if TYPE_CHECKING:
     from forerun.engine.sequence import Sequence
     from forerun.engine.step import RowOutcome
+    from forerun.engine.target import ChunkSize
     from forerun.model.causal_lm import CausalLM
     from forerun.planning.cost_model import CostSource
     from forerun.sampling.sampler import Drafted
@@ -124,7 +125,7 @@ class ChainDrafter(PlannedDrafter):
         # dropped, so this is no part of a proposal's memo.
         self._open: set[int] = set()
 
-    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: ChunkSize) -> Iterator[int]:
         """Run a prompt, if the draft model can read it and it does not fill its context.
 
         Otherwise nothing is ever drafted for the sequence.

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from forerun.engine.sequence import Sequence
     from forerun.engine.step import RowOutcome
+    from forerun.engine.target import ChunkSize
     from forerun.model.causal_lm import CausalLM
     from forerun.planning.cost_model import Costs
 
@@ -115,7 +116,7 @@ class OuroborosDrafter(ChainDrafter):
         self.extra_nodes = settings.suffixes * self.span
         self.rows: dict[int, _Row] = {}
 
-    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: ChunkSize) -> Iterator[int]:
         """Run a prompt and learn its phrases."""
         yield from super().admit(seq, hidden, chunk)
         shared = self.pool if seq.greedy and seq.shares else None

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from forerun.drafters.pools import SuffixMemory
     from forerun.engine.sequence import Sequence
+    from forerun.engine.target import ChunkSize
     from forerun.planning.cost_model import CostSource
 
 LONGEST_MATCH = 64  # in earlier outputs, in tokens
@@ -70,7 +71,7 @@ class SuffixDrafter(PlannedDrafter):
         if costs is not None:
             self.planner = SuffixPlanner(costs, settings.least)
 
-    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: ChunkSize) -> Iterator[int]:
         """Read a prompt in parts, so that a long one does not hold up the next step.
 
         Outputs that ended since the last admission are read here too. No step waits for them.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forerun.drafters.model_chain import Chain, ChainDrafter
 from forerun.engine.sequence import Sequence
+from forerun.engine.target import ChunkSize
 from forerun.model.causal_lm import CausalLM
 from forerun.model.prefix_store import common
 from forerun.planning.cost_model import CostSource
@@ -117,7 +118,7 @@ class TranslatedDrafter(ChainDrafter):
         self._target_ids = torch.tensor([*self._ids], device=model.device)
         self._draft_ids = torch.tensor([*self._ids.values()], device=model.device)
 
-    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: ChunkSize) -> Iterator[int]:
         """Translate a prompt and run it."""
         reader = self._readers[seq.id] = Reader(self.translation)
         reader.read(seq.tokens)

@@ -22,7 +22,7 @@ from forerun.engine.target import Target
 from forerun.engine.verify import committed, end_drafting_of_nan, judge, scores_after
 from forerun.failures import UNATTRIBUTABLE
 from forerun.sampling.probabilities import logprobs_of
-from forerun.sampling.sampler import CONSTRAINT_SECONDS
+from forerun.sampling.waits import short_waits
 
 __all__ = ["Drafter", "Engine", "Proposal", "QueueFullError", "Step"]
 
@@ -149,12 +149,13 @@ class Engine:
         try:
             self.scheduler.release_aborted()
             self.scheduler.admit(on_failure=self._recovery.blame)
-            seqs = self._ready(self._retries.choose(self.running))
-            if seqs:
-                for seq in seqs:
-                    seq.save_checkpoint(self._reports.number)
-                self._step(seqs)
-                self._retries.passed(seqs)
+            with short_waits():
+                seqs = self._ready(self._retries.choose(self.running))
+                if seqs:
+                    for seq in seqs:
+                        seq.save_checkpoint(self._reports.number)
+                    self._step(seqs)
+                    self._retries.passed(seqs)
         except BaseException as error:
             stepped = self._recovery.undo()
             if not stepped or isinstance(error, UNATTRIBUTABLE):
@@ -169,10 +170,9 @@ class Engine:
         """
         if all(seq.sampler.constraint is None for seq in seqs):
             return seqs
-        ready = [seq for seq in seqs if _is_ready(seq, 0.0)]
+        ready = [seq for seq in seqs if _is_ready(seq, waits=False)]
         if not ready:
-            until = perf_counter() + CONSTRAINT_SECONDS
-            ready = [seq for seq in seqs[:1] if _is_ready(seq, until)]
+            ready = [seq for seq in seqs[:1] if _is_ready(seq, waits=True)]
         for seq in ready:
             constraint = seq.sampler.constraint
             if constraint is None:
@@ -233,10 +233,10 @@ class Engine:
                 features.append(outcome.hidden[outcome.verdict.path])
 
 
-def _is_ready(seq: Sequence, until: float) -> bool:
-    """Return whether the scores after a sequence can be had at the time `until`."""
+def _is_ready(seq: Sequence, waits: bool) -> bool:
+    """Return whether the scores after a sequence can be had, now or after a short wait."""
     constraint = seq.sampler.constraint
-    return constraint is None or constraint.is_ready(seq.tokens, until)
+    return constraint is None or constraint.is_ready(seq.tokens, waits)
 
 
 def _grow(

@@ -219,7 +219,11 @@ class Scheduler:
         self._readings.add(Reading(seq, chunks, self._reserve(seq), len(seq.tokens)))
 
     def _chunks(self, seq: Sequence) -> Generator[Chunk, None, None]:
-        """Read a prompt, first with the target and then with the drafter."""
+        """Read a prompt, first with the target and then with the drafter.
+
+        The copies of a long prompt to the prefix store and to its row take as long as a chunk, so
+        they have a turn of their own.
+        """
         if seq.waited is None:
             seq.waited = perf_counter() - seq.added_at
         score_chunk = None
@@ -230,6 +234,7 @@ class Scheduler:
             largest = LARGEST_SCORED_CHUNK
             seq.prompt_logprobs = []
         length = len(seq.tokens) - 1
+        copies = 1 if length > LARGEST_CHUNK else 0  # counted as a token
         started_at = self._target.clock()
         for tokens in self._target.prefill(
             seq.tokens[:-1],
@@ -242,7 +247,7 @@ class Scheduler:
             if tokens >= SMALLEST_CHUNK:
                 self._prefill_rate = tokens / max(self._target.clock() - started_at, 1e-9)
             seq.report(self._target.prompt_read)
-            yield Chunk(tokens, length - self._target.prompt_read)
+            yield Chunk(tokens, length - self._target.prompt_read + copies)
             started_at = self._target.clock()
         self._target.join(seq.id, self._reserve(seq))
         hidden = self._target.prompt_hidden
@@ -250,8 +255,10 @@ class Scheduler:
             seq.features = RecentStates(self._drafter.reads, length, hidden)
         if seq.request.plain:
             return
+        if copies:
+            yield Chunk(0, length)
         count = 0
-        for tokens in self._drafter.admit(seq, hidden, self._chunk_size()):
+        for tokens in self._drafter.admit(seq, hidden, self._chunk_size):
             count += tokens
             yield Chunk(tokens, max(0, length - count))
 
@@ -259,11 +266,16 @@ class Scheduler:
         """Return the number of prompt tokens that fill `chunk_seconds`.
 
         It is a power of two, so that few sizes occur. If nothing runs it may be larger, because
-        then nobody waits for the next step.
+        then nobody waits for the next step. It always is if there is one sequence alone, whose
+        drafter reads its prompt: a drafter sees by that that no other request is there.
         """
         tokens = int(max(self._prefill_rate * self._limits.chunk_seconds, 1))
         power = 1 << (tokens.bit_length() - 1)
-        smallest = SMALLEST_CHUNK if self.running else SMALLEST_IDLE_CHUNK
+        is_busy = bool(self.running)
+        if is_busy and len(self.admitted) == 1 and not self.waiting:
+            is_busy = False
+            power *= 2
+        smallest = SMALLEST_CHUNK if is_busy else SMALLEST_IDLE_CHUNK
         return min(max(power, smallest), LARGEST_CHUNK)
 
     # Leaving.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from forerun.engine.acceptance import Verdict
     from forerun.engine.sequence import Sequence
-    from forerun.engine.target import Capture
+    from forerun.engine.target import Capture, ChunkSize
     from forerun.sampling.probabilities import Logprob
 
 
@@ -101,7 +101,7 @@ class Drafter(Protocol):
     extra_nodes: int = 0
     reads: int | None = None
 
-    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterable[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: ChunkSize) -> Iterable[int]:
         """Admit a sequence and run its prompt, and yield the number of tokens of each chunk.
 
         Other sequences may run between two chunks. A drafter around this one, such as `hybrid`, may
@@ -112,7 +112,8 @@ class Drafter(Protocol):
             hidden: [m, d] the target's states over the m tokens before the last one, if wanted. It
                 has at least `reads` of them, unless the prompt is shorter or begins like a known
                 text whose states are not kept (`forerun.model.prompts`).
-            chunk: the most tokens of a chunk.
+            chunk: the most tokens of a chunk, which follow the engine's load. Ask for them before
+                each (`forerun.engine.target.next_size`).
         """
         return ()
 

@@ -6,7 +6,6 @@ from collections import abc
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from time import perf_counter
 
 from torch import Tensor
 
@@ -16,7 +15,6 @@ from forerun.engine.sequence import Sequence
 from forerun.engine.step import RowOutcome
 from forerun.failures import UNATTRIBUTABLE, NotNumbersError
 from forerun.sampling.probabilities import best_of
-from forerun.sampling.sampler import CONSTRAINT_SECONDS
 from forerun.sampling.threads import one_thread
 
 
@@ -42,23 +40,22 @@ def judge(
     highest = iter(values)
     verdicts = []
     scores = []
-    until = perf_counter() + CONSTRAINT_SECONDS
     for seq, draft, row in zip(seqs, drafts, logits, strict=True):
         best = None
         if seq.sampler.is_argmax:
             size = len(draft)
             best = (list(islice(argmax, size)), list(islice(highest, size)))
-        nodes = _scorable(seq, draft, until)
+        nodes = _scorable(seq, draft)
         verdict, row_scores = _judge_row(seq, draft, row, best, nodes)
         verdicts.append(verdict)
         scores.append(row_scores)
     return verdicts, scores
 
 
-def _scorable(seq: Sequence, draft: Draft, until: float) -> list[int]:
+def _scorable(seq: Sequence, draft: Draft) -> list[int]:
     """Return the nodes at which scores can be had, each after its parent, the root first.
 
-    A sequence's constraint may need longer than `until`, a time of `perf_counter`, for the others.
+    A sequence's constraint may need longer for the others than the step may wait.
     """
     constraint = seq.sampler.constraint
     if constraint is None:
@@ -66,7 +63,7 @@ def _scorable(seq: Sequence, draft: Draft, until: float) -> list[int]:
     nodes = [0]
     for node in sorted(range(1, len(draft)), key=draft.depths.__getitem__):
         has_parent = draft.parents[node] in nodes
-        if has_parent and constraint.is_ready(_text_at(seq, draft, node), until):
+        if has_parent and constraint.is_ready(_text_at(seq, draft, node), waits=True):
             nodes.append(node)
     return sorted(nodes)
 

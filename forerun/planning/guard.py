@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
+from forerun.engine.target import next_size
 from forerun.planning.corrected_costs import CorrectedCosts, StepTime
 from forerun.planning.cost_model import mean_context
 from forerun.planning.forecast import PlannedDrafter, StepSituation, forecast
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from forerun.engine.sequence import Sequence
     from forerun.engine.step import RowOutcome
+    from forerun.engine.target import ChunkSize
 
 FIRST_PLAIN_STEPS = 2  # before anything is drafted: two, because the very first step is slow
 
@@ -210,10 +212,14 @@ class GuardedDrafter(PlannedDrafter):
         self._inside: dict[int, bool] = {}
         # How many admissions the drafter is within. The engine runs them in chunks between steps.
         self._admissions = 0
+        # {sequence: a generator that makes the drafter read on}, of those that it reads late
+        self._late: dict[int, Iterator[int]] = {}
+        self._chunk: ChunkSize = 1  # of the engine, once it has admitted a sequence
 
-    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: ChunkSize) -> Iterator[int]:
         """Admit a sequence, at once to the drafter if its drafts are expected to pay."""
         self._inside[seq.id] = False
+        self._chunk = chunk
         guard = self.guards[seq.greedy]
         guard.account.shorten_pause(len(self._inside))
         is_tried = not guard.paused and self._forecasts_gain(seq, seq.rows)
@@ -247,11 +253,14 @@ class GuardedDrafter(PlannedDrafter):
         asked, is_judged = self._choose(guard, seqs, step_rows)
         late = [seq for seq in asked if not self._inside[seq.id]]
         started_at = guard.clock()
-        self._admit_late(late)
+        self._read_late(late)
         if late and is_judged:
             now = guard.clock()
             guard.charge(len(seqs), now - started_at, may_be_regained=True)
             started_at = now
+        if not all(self._inside[seq.id] for seq in late):
+            asked = [seq for seq in asked if self._inside[seq.id]]
+            is_judged = is_judged and bool(asked)
         proposal = self.drafter.propose(asked) if asked else Proposal([], rests=guard.paused)
         if proposal.prompt_seconds and is_judged:
             begins = guard.account.begins
@@ -301,6 +310,7 @@ class GuardedDrafter(PlannedDrafter):
     def drop(self, seq: Sequence) -> None:
         """Forget a sequence, as the drafter does."""
         self._inside.pop(seq.id, None)
+        self._late.pop(seq.id, None)
         self.drafter.drop(seq)
 
     def _choose(
@@ -351,11 +361,19 @@ class GuardedDrafter(PlannedDrafter):
         situation = StepSituation(rows, length, seq.greedy, length, seq.remaining)
         return forecast(self.drafter, situation).pays
 
-    def _admit_late(self, seqs: list[Sequence]) -> None:
-        """Have the drafter read the whole texts of sequences."""
+    def _read_late(self, seqs: list[Sequence]) -> None:
+        """Have the drafter read texts that it has not read, up to two chunks of them in a step."""
+        left = next_size(self._chunk)
         for seq in seqs:
-            for _ in self.drafter.admit(seq, None, len(seq.tokens)):
-                pass
+            if left < 0:
+                return
+            if seq.id not in self._late:
+                self._late[seq.id] = iter(self.drafter.admit(seq, None, self._chunk))
+            for count in self._late[seq.id]:
+                left -= count
+                if left < 0:
+                    return
+            del self._late[seq.id]
             self._inside[seq.id] = True
 
 

@@ -13,20 +13,20 @@ are never text. They are allowed where a Lark grammar names them, as `<[ID]>`. E
 allowed only where the text may end.
 
 What may follow is found in other threads, because it may take long: the engine decodes the other
-requests meanwhile. A form that takes too long ends its request (`_Clock`).
+requests meanwhile. A form that takes too long ends its request (`_Budget`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from threading import Lock
-from time import perf_counter, thread_time
-from typing import TYPE_CHECKING, Any
+from time import sleep, thread_time
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -35,6 +35,7 @@ from transformers import PreTrainedTokenizerBase
 
 from forerun.sampling.sampler import Constraint
 from forerun.sampling.thoughts import Thoughts
+from forerun.sampling.waits import ends_soon
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -44,16 +45,18 @@ MAX_STATES = 64
 # Seconds that a thread may compute. Times are ours: a schema of an API takes 0.0005 for a text.
 SLOW_SECONDS = 0.01  # for what may follow a text; a slower form is decoded without drafts
 MAX_STATE_SECONDS = 2.0  # for the same, before the request ends
-# For reading a token, in which llguidance keeps Python's lock. A step of the engine takes the lock
-# several times, and waits that long each time. A schema of an API takes 0.0003.
-MAX_TOKEN_SECONDS = 0.01
+MAX_TOKEN_SECONDS = 0.01  # for reading a token, in which llguidance keeps Python's lock
 MAX_FORM_SECONDS = 30.0  # for all texts of a request
-# How long the engine waits for what may follow a text, before it goes on without that request.
-GRACE_SECONDS = 0.02
+# A call that has kept Python's lock for longer than `LOCK_SECONDS` is followed by a pause of
+# `PAUSES` times its length. A step of the engine takes the lock many times, so that without pauses
+# it would wait for many such calls. A schema of an API keeps the lock for 0.0003 s.
+LOCK_SECONDS = 0.001
+PAUSES = 9
 THREADS = 8  # for forms that are not known to be slow
 SLOW_THREADS = 2  # for those that are, so that they do not delay the others
 _INSTALL = "response_format needs the package llguidance: pip install '.[grammar]' in the clone"
 
+_T = TypeVar("_T")
 _Stop = Callable[[Sequence[int]], bool]
 # For each tokenizer: its length, llguidance's form of it, and the tokens that are special to it.
 _tokenizers: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, LLTokenizer, frozenset[int]]] = (
@@ -226,48 +229,61 @@ class _TooLongError(Exception):
     """A form has used up its time."""
 
 
+class _Stopwatch:
+    """The time that the calling thread computes. Turns of other threads do not count."""
+
+    def __init__(self) -> None:
+        self._started_at = thread_time()
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds since this was made, in the same thread."""
+        return thread_time() - self._started_at
+
+
 @dataclass
-class _Clock:
-    """The time that a request's form takes, without the time in which other threads run.
+class _Budget:
+    """The time that a request's form may take.
 
     Attributes:
-        spent: seconds so far.
-        is_slow: whether a text has taken more than `SLOW_SECONDS`.
-        started_at: when the present text was begun.
+        spent: seconds for the texts before the present one.
+        is_slow: whether one of them has taken more than `SLOW_SECONDS`.
     """
 
     spent: float = 0.0
     is_slow: bool = False
-    started_at: float = field(default_factory=thread_time)
 
-    def begin(self) -> None:
-        """Begin with a text."""
-        self.started_at = thread_time()
-
-    def end(self) -> None:
-        """End with a text."""
-        seconds = thread_time() - self.started_at
+    def add(self, seconds: float) -> None:
+        """Count the seconds of a text that has been read."""
         self.spent += seconds
         self.is_slow |= seconds > SLOW_SECONDS
 
-    @property
-    def is_over(self) -> bool:
-        """Return whether the present text may not be tried again."""
-        seconds = thread_time() - self.started_at
-        return seconds > MAX_STATE_SECONDS / 2 or self.spent + seconds > MAX_FORM_SECONDS
-
-    def check(self, token_at: float | None = None) -> None:
-        """Raise _TooLongError if too much time is gone.
-
-        `token_at` is when the reading of a token began.
-        """
-        now = thread_time()
-        if token_at is not None and now - token_at > MAX_TOKEN_SECONDS:
+    def check(self, text_seconds: float, token_seconds: float = 0.0) -> None:
+        """Raise _TooLongError if the present text, or a token of it, has taken too long."""
+        if token_seconds > MAX_TOKEN_SECONDS:
             raise _TooLongError(f"a token took more than {MAX_TOKEN_SECONDS} seconds")
-        if now - self.started_at > MAX_STATE_SECONDS:
+        if text_seconds > MAX_STATE_SECONDS:
             raise _TooLongError(f"a text took more than {MAX_STATE_SECONDS:g} seconds")
-        if self.spent + now - self.started_at > MAX_FORM_SECONDS:
+        if self.spent + text_seconds > MAX_FORM_SECONDS:
             raise _TooLongError(f"its texts took more than {MAX_FORM_SECONDS:g} seconds together")
+
+    def allows_again(self, text_seconds: float) -> bool:
+        """Return whether the present text may be read once more."""
+        is_short = text_seconds <= MAX_STATE_SECONDS / 2
+        return is_short and self.spent + text_seconds <= MAX_FORM_SECONDS
+
+
+def _sharing_lock(call: Callable[[], _T]) -> tuple[_T, float]:
+    """Call llguidance where it keeps Python's lock, and leave the lock to others afterwards.
+
+    Return what the call returns, and the seconds that it has computed.
+    """
+    watch = _Stopwatch()
+    result = call()
+    seconds = watch.seconds
+    if seconds > LOCK_SECONDS:
+        sleep(PAUSES * seconds)
+    return result, seconds
 
 
 class Grammar(Constraint):
@@ -313,7 +329,7 @@ class Grammar(Constraint):
         self._matcher: LLMatcher | None = None
         self._read_tokens: list[int] = []  # the text that the matcher has read
         self._states: dict[tuple[int, ...], _State] = {} if first is None else {(): first}
-        self._clock = _Clock()
+        self._budget = _Budget()
         self._job: Future[None] | None = None
         self._lock = Lock()  # a request may be given to several engines
 
@@ -336,9 +352,8 @@ class Grammar(Constraint):
         No token is allowed after an end token.
         """
         ids = list(tokens)
-        until = perf_counter() + GRACE_SECONDS
         for count, token in enumerate(chain):
-            if not self.is_ready(ids, until):
+            if not self.is_ready(ids, waits=True):
                 return count
             if not self._state(ids[self._start :]).allows(token):
                 return count
@@ -348,10 +363,10 @@ class Grammar(Constraint):
     @property
     def is_slow(self) -> bool:
         """Return whether states take so long that drafts, which need many, do not pay."""
-        return self._clock.is_slow
+        return self._budget.is_slow
 
-    def is_ready(self, ids: Sequence[int], until: float = 0.0) -> bool:
-        """Return whether what may follow `ids` is known at the time `until` of `perf_counter`.
+    def is_ready(self, ids: Sequence[int], waits: bool = False) -> bool:
+        """Return whether what may follow `ids` is known, now or after a short wait.
 
         If it is not, a job begins to find it, unless the job of another text still runs.
         """
@@ -360,8 +375,7 @@ class Grammar(Constraint):
             return True
         while text not in self._states:
             job = self._begin(text)
-            wait([job], max(0.0, until - perf_counter()))
-            if not job.done():
+            if not job.done() and not (waits and ends_soon(job)):
                 return False
         return True
 
@@ -373,7 +387,7 @@ class Grammar(Constraint):
         Raises FormError for output that the grammar forbids or that cannot be continued. Drafts
         never cause this, but a grammar may lead to a dead end or become too large for llguidance.
         """
-        if not self.is_ready(ids, 0.0 if self.is_slow else perf_counter() + GRACE_SECONDS):
+        if not self.is_ready(ids, waits=not self.is_slow):
             return False
         state = self._state(ids[self._start :])
         if state.error is not None:
@@ -438,32 +452,35 @@ class Grammar(Constraint):
         """Find what may follow a text. This is the job of another thread."""
         if text in self._states:
             return
-        self._clock.begin()
+        watch = _Stopwatch()
         try:
-            state = self._read(text)
-            if self._matcher is None and not self._clock.is_over:
+            state = self._read(text, watch)
+            if self._matcher is None and self._budget.allows_again(watch.seconds):
                 # Once more with a new matcher, because earlier texts may have used up a limit.
-                state = self._read(text)
+                state = self._read(text, watch)
         except BaseException as error:  # also a panic of llguidance, which is in Rust
             state = _State(error=f"llguidance failed: {_line(error)}")
-        self._clock.end()
+        self._budget.add(watch.seconds)
         if len(self._states) >= MAX_STATES:
             del self._states[next(iter(self._states))]
         self._states[text] = state
 
-    def _read(self, text: tuple[int, ...]) -> _State:
-        """Return what may follow a text. After an error or an interrupt the matcher is replaced."""
+    def _read(self, text: tuple[int, ...], watch: _Stopwatch) -> _State:
+        """Return what may follow a text. After an error or an interrupt the matcher is replaced.
+
+        `watch` was started with the text.
+        """
         if not self._tokens.ends.isdisjoint(text):
             return _State(is_complete=True)
         matcher = self._matcher
         self._matcher = None  # it comes back if it has read the text without an error
         try:
             if matcher is None:
-                matcher = self._beginning.deep_copy()
+                matcher = _sharing_lock(self._beginning.deep_copy)[0]
                 self._read_tokens = []
-            if self._moves_to(matcher, text):
+            if self._moves_to(matcher, text, watch):
                 state = self._state_after(matcher)
-                self._clock.check()
+                self._budget.check(watch.seconds)
             else:
                 state = _State(error="the grammar forbids that text")
         except _TooLongError as error:
@@ -473,7 +490,7 @@ class Grammar(Constraint):
         self._matcher = matcher
         return state
 
-    def _moves_to(self, matcher: LLMatcher, text: tuple[int, ...]) -> bool:
+    def _moves_to(self, matcher: LLMatcher, text: tuple[int, ...], watch: _Stopwatch) -> bool:
         """Move the matcher from the text that it has read to another one, if that is allowed.
 
         Raises _TooLongError.
@@ -490,11 +507,11 @@ class Grammar(Constraint):
                 return False
             if not self._allows(matcher, text[:index], token):
                 return False
-            started_at = thread_time()
-            if not matcher.consume_token(token):
+            is_allowed, seconds = _sharing_lock(partial(matcher.consume_token, token))
+            if not is_allowed:
                 return False
             self._read_tokens.append(token)
-            self._clock.check(started_at)
+            self._budget.check(watch.seconds, seconds)
         return True
 
     def _allows(self, matcher: LLMatcher, text: tuple[int, ...], token: int) -> bool:
@@ -505,7 +522,8 @@ class Grammar(Constraint):
         """
         state = self._states.get(text)
         if state is None or state.allowed is None:
-            return matcher.validate_tokens([token]) == 1
+            count, _ = _sharing_lock(partial(matcher.validate_tokens, [token]))
+            return count == 1
         return state.allows(token)
 
     def _state_after(self, matcher: LLMatcher) -> _State:

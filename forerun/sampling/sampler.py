@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +22,6 @@ from forerun.sampling.thoughts import Thoughts
 
 # Where the random number of a token comes from; None is torch's default generator.
 Source = SeededSampler | torch.Generator | None
-CONSTRAINT_SECONDS = 0.02  # how long drafting waits for a constraint of a row
 _BLOCK_TOKENS = 256  # tokens whose probabilities are summed together
 _FLOOR_FACTORS = (64, 8, 1)  # most distributions have few tokens above the first floor
 
@@ -163,11 +161,15 @@ class Constraint(LogitsProcessor):
         """Return whether it takes so long that drafts do not pay."""
         return False
 
-    def is_ready(self, ids: Sequence[int], until: float = 0.0) -> bool:
-        """Return whether scores after `ids` can be had at the time `until` of `perf_counter`.
+    def is_ready(self, ids: Sequence[int], waits: bool = False) -> bool:
+        """Return whether scores after `ids` can be had at once.
 
         Else another thread goes on to make that possible. A call does not return before it is. A
         constraint that is quick need not implement this.
+
+        Args:
+            ids: the tokens before the scores.
+            waits: whether to wait for the other thread (`forerun.sampling.waits`).
         """
         return True
 
@@ -435,7 +437,7 @@ def _scores_by_row(
         if not sampler.processors:
             continue
         constraint = sampler.constraint
-        if constraint is not None and not constraint.is_ready(prefix(row), _soon()):
+        if constraint is not None and not constraint.is_ready(prefix(row), waits=True):
             raise RowError(row)
         try:
             scores[row] = sampler.scores(logits[row : row + 1], partial(_prefix_of, prefix, row))[0]
@@ -444,10 +446,6 @@ def _scores_by_row(
         except BaseException as error:
             raise RowError(row) from error
     return scores
-
-
-def _soon() -> float:
-    return perf_counter() + CONSTRAINT_SECONDS
 
 
 def _prefix_of(prefix: Callable[[int], list[int]], row: int, _choice: int) -> list[int]:

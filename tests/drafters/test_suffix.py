@@ -22,7 +22,7 @@ from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine, Proposal
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Drafter, RowOutcome
-from forerun.engine.target import Capture
+from forerun.engine.target import Capture, ChunkSize, next_size
 from forerun.methods import AR, SD, Hybrid, Parts, Suffix, method
 from forerun.model.causal_lm import CausalLM
 from forerun.planning.cost_model import Costs
@@ -409,9 +409,11 @@ class Fixed(PlainDrafter):
         self.seen: list[list[int]] = []
         self.read: list[int] = []
 
-    def admit(self, seq: Sequence, hidden: Any, chunk: int) -> abc.Iterator[int]:
-        for start in range(0, len(seq.tokens), chunk):
-            self.read.append(len(seq.tokens[start : start + chunk]))
+    def admit(self, seq: Sequence, hidden: Any, chunk: ChunkSize) -> abc.Iterator[int]:
+        left = len(seq.tokens)
+        while left:
+            self.read.append(min(left, next_size(chunk)))
+            left -= self.read[-1]
             yield self.read[-1]
 
     def propose(self, seqs: list[Sequence]) -> Proposal:
@@ -564,6 +566,17 @@ def test_a_prompt_is_read_when_it_is_first_needed() -> None:
     made.drop(seqs[3])
     made.propose(seqs[4:])
     assert other.read[5:] == [2] and other.asked[2] == [4]
+
+
+def test_a_request_that_comes_does_not_wait_until_the_only_prompt_is_read() -> None:
+    """The engine has smaller chunks then."""
+    made = beside(other := Fixed())
+    seq = Sequence(Request([*range(50)], 20), 0)
+    list(made.admit(seq, None, lambda: 16 if len(other.read) < 2 else 8))
+    made.propose([seq])
+    assert other.read == [16, 16]
+    made.propose([seq])
+    assert other.read == [16, 16, 8, 8, 2] and other.asked == [[0]]
 
 
 @pytest.mark.parametrize("gamma", [1, 3])

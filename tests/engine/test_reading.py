@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from forerun import Decoder
 from forerun.drafters.plain import PlainDrafter
 from forerun.engine.engine import Engine
-from forerun.engine.sequence import Request
+from forerun.engine.scheduler import LARGEST_CHUNK
+from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Step
+from forerun.engine.target import ChunkSize, next_size
 from forerun.methods import method
 from forerun.model.causal_lm import CausalLM
 from tests.support import toys
@@ -116,6 +119,74 @@ def test_an_abort_is_seen_after_the_chunk(is_beside: bool) -> None:
     assert [step.finish_reason for step in steps[long]] == ["abort"]
     if other is not None:
         assert len(tokens_of(steps[other])) == 2
+
+
+class Copies(TableLM):
+    """Notes chunks (c), copies to the prefix store (C) and to rows (J), and steps (.)."""
+
+    def __init__(self) -> None:
+        super().__init__(TABLE)
+        self.done: list[str] = []
+
+    def prefill(self, *args: Any, **how: Any) -> Iterator[int]:
+        for size in super().prefill(*args, **how):
+            self.done.append("c")
+            yield size
+        self.done.append("C")
+
+    def join(self, id: int, reserve: int = 0) -> None:
+        self.done.append("J")
+        super().join(id, reserve)
+
+    def forward(self, ids: Any, *args: Any, **how: Any) -> Any:
+        self.done.append(".")
+        return super().forward(ids, *args, **how)
+
+
+class Reads(PlainDrafter):
+    """Reads prompts in chunks (d) of the sizes that it is told."""
+
+    def __init__(self, done: list[str], on_chunk: Any = lambda size: None) -> None:
+        self.done = done
+        self.on_chunk = on_chunk
+
+    def admit(self, seq: Sequence, hidden: Any, chunk: ChunkSize) -> Iterator[int]:
+        left = len(seq.tokens)
+        while left > 0:
+            size = next_size(chunk)
+            left -= size
+            self.done.append("d")
+            self.on_chunk(size)
+            yield size
+
+
+def test_copies_of_a_long_prompt_are_a_turn_of_their_own() -> None:
+    """Between its last chunk and the drafter's first one others make their steps."""
+    target = Copies()
+    engine = Engine(target, Reads(target.done), chunk_seconds=1e-9)
+    steps: dict[int, list[Step]] = {}
+    engine.add(Request([1], 2000, plain=True))
+    toys.take_step(engine, steps)
+    target.done.clear()
+    long = engine.add(Request(text(LARGEST_CHUNK + 2), 2))
+    until_first(engine, long, steps)
+    assert "c.CJ.d.d" in "".join(target.done)
+
+
+def test_the_chunks_of_a_drafter_follow_the_load() -> None:
+    """They are large while its request is alone, and small as soon as others stream."""
+    sizes: list[int] = []
+
+    def note(size: int) -> None:
+        sizes.append(size)
+        if len(sizes) == 2:
+            engine.add(Request(text(20, 3), 400, plain=True))
+
+    engine = Engine(TableLM(TABLE), Reads([], note), chunk_seconds=1e-9)
+    long = engine.add(Request(text(1900), 2))
+    steps = toys.drain(engine)
+    assert len(tokens_of(steps[long])) == 2
+    assert sizes[0] == 256 and sizes[-1] == CHUNK and sizes.count(CHUNK) > 20
 
 
 def test_one_that_fails_while_others_are_read_fails_alone() -> None:

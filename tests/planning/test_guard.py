@@ -335,6 +335,36 @@ def test_a_late_sequence_waits_for_a_prompt_that_is_being_run() -> None:
     assert not guarded._admissions and not guarded._inside
 
 
+def test_a_long_text_that_is_read_late_is_read_between_steps() -> None:
+    """Others wait for two chunks of it at most, and its drafts begin when all is read."""
+    model = TableLM(TARGET)
+    guarded = GuardedDrafter(ChainDrafter(model, FixedLength(2)), Scheduled(lambda: True, True))
+    text = [id % 4 for id in range(21)]
+    late = Sequence(Request(text, 9), 0)
+    assert not list(guarded.admit(late, None, 2))
+    guarded.guards[True].account.pause(0)
+    read = []
+    proposals = []
+    while not proposals or not proposals[-1].drafts[0].drafted:
+        before = model.prefilled
+        proposals.append(guarded.propose([late]))
+        read.append(model.prefilled - before)
+        assert len(read) <= len(text)
+    assert sum(read) == len(text) - 1 and max(read) == 4
+    assert all(proposal.memo.judge is None for proposal in proposals[:-1])
+    assert proposals[-1].memo.judge is not None
+    # One that leaves meanwhile takes its reading with it.
+    other = Sequence(Request(text, 9), 1)
+    guarded.guards[True].account.pause(4)
+    assert not list(guarded.admit(other, None, 2))
+    guarded.guards[True].account.pause(0)
+    guarded.propose([other])
+    assert guarded._late
+    guarded.drop(late)
+    guarded.drop(other)
+    assert not guarded._late and not guarded._inside
+
+
 def test_a_draft_that_is_late_is_charged() -> None:
     bench = Bench()
     bench.call(200)

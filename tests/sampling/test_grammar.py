@@ -9,6 +9,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -32,6 +33,7 @@ from forerun.engine.sequence import Request, Sequence
 from forerun.methods import AR, SD, Hybrid, Lyanna, Method, Ouroboros, Pacer, Parts, Suffix
 from forerun.planning.stop_rules import FixedLength
 from forerun.sampling import response_format as formats
+from forerun.sampling import waits
 from forerun.sampling.sampler import Sampler
 from tests.support import toys
 from tests.support.patience import patient
@@ -209,11 +211,12 @@ class Late(grammar.Grammar):
     last: tuple[int, ...] = ()
     is_slow = False
 
-    def is_ready(self, ids: Any, until: float = 0.0) -> bool:
-        if until and ids[-1] in (3, 4) and tuple(ids) != self.last:
+    def is_ready(self, ids: Any, waits: bool = False) -> bool:
+        if waits and ids[-1] in (3, 4) and tuple(ids) != self.last:
             return False
         self.last = tuple(ids)
-        return super().is_ready(ids, until + 1e9)
+        with patient():
+            return super().is_ready(ids, waits=True)
 
 
 def late(seed: int | None = None, rows: int = ROWS) -> list[Request]:
@@ -320,6 +323,68 @@ def test_others_are_decoded_while_a_mask_is_computed() -> None:
     toys.take_step(shared.engine, steps)
     assert steps[gone][-1].finish_reason == "abort" and not shared.engine.running
     held.go.set()
+
+
+class Never(grammar.Grammar):
+    """A grammar that finds at once what may follow two tokens, and never what follows more."""
+
+    def _begin(self, text: Any) -> Future[None]:
+        job = Future[None]()
+        if len(text) <= 2:
+            self._find(text)
+            job.set_result(None)
+        return job
+
+
+class Waits:
+    """A clock that goes on with waits alone, each of which takes all the time that it has."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def wait(self, jobs: Any, timeout: float) -> None:
+        self.now += timeout
+
+
+@pytest.mark.parametrize("name", ["suffix", "sd", "ouroboros"])
+def test_all_waits_of_a_step_have_one_limit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is drafted, and for however many rows whose masks do not come."""
+    clock = Waits()
+    monkeypatch.setattr(waits, "wait", clock.wait)
+    monkeypatch.setattr(waits, "perf_counter", lambda: clock.now)
+    shared = decoder(name)
+    text = "the cat sat on the cat sat on the cat sat"
+    own = compiled(regex("[a-z ]{30}"), tiny_tokenizer())
+    start = len(tiny_tokenizer().encode(text))
+    for _ in range(4):
+        rule = Never(own._beginning, own._tokens, start)
+        how = {"max_new_tokens": 40, "logits_processor": LogitsProcessorList([rule])}
+        request = shared.request(text, **how)
+        shared.engine.add(replace(request, stop=rule.stop(None)))
+    shared.engine.add(shared.request("a", max_new_tokens=30))
+    longest = 0.0
+    for _ in range(8):
+        before = clock.now
+        shared.engine.step()
+        longest = max(longest, clock.now - before)
+    assert longest == pytest.approx(waits.STEP_SECONDS)
+
+
+def test_a_call_that_has_kept_the_lock_is_followed_by_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python's lock, which the engine needs meanwhile. Short calls need no pause."""
+    pauses: list[float] = []
+    monkeypatch.setattr(grammar, "sleep", pauses.append)
+    constraint = compiled(regex("[a-z ]{30,40}"), tiny_tokenizer())
+    text = tuple(tiny_tokenizer().encode("the cat sat on the cat sat"))
+    monkeypatch.setattr(grammar, "LOCK_SECONDS", 600.0)
+    assert constraint.text_state(text).error is None and not pauses
+    monkeypatch.setattr(grammar, "LOCK_SECONDS", 0.0)
+    constraint = compiled(regex("[a-z ]{30,40}"), tiny_tokenizer())
+    pauses.clear()
+    assert constraint.text_state(text).error is None
+    assert len(pauses) >= len(text) and min(pauses) > 0
 
 
 SCHEMA = {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
-from forerun.sampling import grammar
+from forerun.sampling import waits
 
 
-def patient() -> AbstractContextManager[object]:
-    """Return a context in which a form is waited for, however late its thread gets its turn."""
-    return mock.patch.object(grammar, "GRACE_SECONDS", 600.0)
+@contextmanager
+def patient() -> Iterator[None]:
+    """In this block a form is waited for, however late its thread gets its turn."""
+    with mock.patch.object(waits, "STEP_SECONDS", 600.0), waits.short_waits():
+        yield
