@@ -256,7 +256,8 @@ FR_INLINE ints add_products(int bits, ints a, codes w, ints x) {
     __asm__("" : "+x"(a));
     return a;
 #elif HAS_NEON
-    int8x16_t c[2], b[2];
+    int8x16_t c[2];
+    int8x16_t b[2];
     int32x4_t s[2];
     memcpy(c, &w, 32);
     memcpy(b, &x, 32);
@@ -283,7 +284,8 @@ typedef struct {
 /* Adds the products of two rows with the codes for 8 inputs, which two vectors hold by fours. */
 FR_INLINE void add_matrices(pair_sums *a, codes first, codes last, const int8_t *q,
                             const int8_t *r) {
-    int32x4_t x[2], y[2];
+    int32x4_t x[2];
+    int32x4_t y[2];
     int8x16_t inputs = vcombine_s8(vld1_s8(q), vld1_s8(r));
     memcpy(x, &first, 32);
     memcpy(y, &last, 32);
@@ -523,6 +525,10 @@ FR_INLINE void tile(shape l, int n, code_source from, const uint8_t *group, int 
         int bits = code_bits(l.bits, l.scales);
         if (fetches) prefetch(group + share * (size_t)(count * part / SIDE + b), share);
         int scale_size = l.scales == D || l.scales == DM || l.scales == NL ? 2 : 1;
+        const uint8_t *own_scales = at + scale_size * LANES * part;
+        /* With one part registers suffice to read them early, and a single row waits less. */
+        block_scales s = {0};
+        if (SIDE == 1) s = read_scales(l.scales, own_scales, d[0], m[0]);
 #if HAS_I8MM
         if (n > 1) {
             sum_pairs(l, n, from, block, part, b, x, sum);
@@ -534,8 +540,8 @@ FR_INLINE void tile(shape l, int n, code_source from, const uint8_t *group, int 
 #endif
         UNROLL
         for (int i = 0; i < SIDE; i++) {
-            const uint8_t *own_scales = at + scale_size * LANES * (part + i);
-            block_scales s = read_scales(l.scales, own_scales, d[i], m[i]);
+            if (SIDE > 1)
+                s = read_scales(l.scales, own_scales + scale_size * LANES * i, d[i], m[i]);
             UNROLL
             for (int r = 0; r < n; r++)
                 f[r][i] = add_block(bits, l.scales, sum[r][i], &s, x + r, f[r][i]);

@@ -78,7 +78,9 @@ FR_INLINE f8 fma8(f8 a, f8 b, f8 c) {
 #if defined(__FMA__)
     return (f8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #elif defined(__aarch64__)
-    float32x4_t x[2], y[2], z[2];
+    float32x4_t x[2];
+    float32x4_t y[2];
+    float32x4_t z[2];
     memcpy(x, &a, 32);
     memcpy(y, &b, 32);
     memcpy(z, &c, 32);

@@ -67,7 +67,9 @@ class SuffixDrafter(PlannedDrafter):
         self.settings = settings
         self.memory = memory
         self.rows: dict[int, _Text] = {}
-        self.planner = SuffixPlanner(costs, settings.least) if costs is not None else None
+        self.planner: SuffixPlanner | None = None
+        if costs is not None:
+            self.planner = SuffixPlanner(costs, settings.least)
 
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: ChunkSize) -> Iterator[int]:
         """Read a prompt in parts, so that a long one does not hold up the next step.

@@ -276,8 +276,10 @@ def test_a_full_disk_is_one_line_and_the_job_goes_on_later(tmp_path: Path) -> No
 ENDING = {
     "full": """
 import resource
+import sys
 from forerun import cli
 
+sys.dont_write_bytecode = True  # Python would keep what the limit leaves of it
 resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
 cli.main()
 """,
