@@ -8,7 +8,6 @@ import gc
 import pickle
 import weakref
 from collections.abc import Sequence
-from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -251,7 +250,7 @@ def test_sampled_tokens_follow_transformers_distribution(kind: str) -> None:
     }
     stats: list[Any] = []
     # A copy has no decoder of another test, whose costs would forbid drafts in such a batch.
-    model = deepcopy(target())
+    model = copy.deepcopy(target())
     output = fast(model, inputs, **options, draft=draft() if kind == "draft" else None, stats=stats)
     observed = [int((output[:, len(prompt)] == token).sum()) for token in tokens]
     assert sum(observed) == count and sum(row.tested for row in stats) >= count

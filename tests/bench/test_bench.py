@@ -550,6 +550,10 @@ def test_a_prompt_is_read_again_but_for_its_known_beginning(
         yield from prefill(self, *given, **named)
         read.append(self.prefilled - before)
 
+    # What a position takes is known from a forward of one token, which is not counted here.
+    assert all(
+        model is not None and model.position_bytes for model in (decoder.target, decoder.draft)
+    )
     monkeypatch.setattr(CausalLM, "prefill", counting)
     outputs = [run([prompt], [0], None, known).tokens for known in ([], [], [12])]
     # Target and draft read all but the last token. The known beginning is read first, all of it by
