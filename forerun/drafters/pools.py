@@ -96,6 +96,7 @@ class SuffixMemory:
         with self.lock:
             self._automaton = None
             self._texts = {}
+            self._unread = []
 
     @property
     def automaton(self) -> Automaton:
@@ -141,6 +142,7 @@ class SuffixMemory:
                 oldest = next(iter(self._texts))
                 del self._texts[oldest]
                 size -= len(oldest)
+            self._unread = []  # because a new automaton reads all texts
 
 
 def _read(automaton: Automaton, text: Sequence[int]) -> None:

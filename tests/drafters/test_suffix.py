@@ -603,3 +603,12 @@ def test_a_memory_whose_change_was_broken_off_mends_itself(monkeypatch: pytest.M
     for text in texts:
         (state, length), (other, same) = (each.automaton.match(text) for each in (memory, whole))
         assert length == same and memory.automaton.counts[state] == whole.automaton.counts[other]
+
+
+def test_texts_that_nobody_asks_about_are_bounded() -> None:
+    memory = SuffixMemory(100)
+    for number in range(1000):
+        memory.add(range(30 * number, 30 * number + 30))
+    assert sum(map(len, memory._unread)) <= 100
+    memory.clear()
+    assert not memory._unread and len(memory) == 0
