@@ -89,7 +89,8 @@ def _run() -> int:
 
     try:
         status = app(standalone_mode=False)
-        sys.stdout.flush()  # a full disk is noticed here, and not when Python ends
+        if sys.stdout is not None:  # as it is where it is closed
+            sys.stdout.flush()  # a full disk is noticed here, and not when Python ends
         return status if isinstance(status, int) else 0
     except typer.Abort:
         return INTERRUPTED

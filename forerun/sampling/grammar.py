@@ -52,6 +52,7 @@ MAX_FORM_SECONDS = 30.0  # for all texts of a request
 # it would wait for many such calls. A schema of an API keeps the lock for 0.0003 s.
 LOCK_SECONDS = 0.001
 PAUSES = 9
+LONGEST_PAUSE = 0.1  # seconds, because a form that is waited for must not stand still for long
 THREADS = 8  # for forms that are not known to be slow
 SLOW_THREADS = 2  # for those that are, so that they do not delay the others
 _INSTALL = "response_format needs the package llguidance: pip install '.[grammar]' in the clone"
@@ -282,7 +283,7 @@ def _sharing_lock(call: Callable[[], _T]) -> tuple[_T, float]:
     result = call()
     seconds = watch.seconds
     if seconds > LOCK_SECONDS:
-        sleep(PAUSES * seconds)
+        sleep(min(PAUSES * seconds, LONGEST_PAUSE))
     return result, seconds
 
 
