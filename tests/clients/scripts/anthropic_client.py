@@ -20,15 +20,6 @@ TOOL: Any = {
         "required": ["city"],
     },
 }
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "job": {"enum": list(tries.JOBS)},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-    },
-    "required": ["job", "age"],
-    "additionalProperties": False,
-}
 
 
 def asked(tokens: int = 200, **more: Any) -> dict[str, Any]:
@@ -105,7 +96,7 @@ def forced() -> None:
 
 def structured() -> None:
     user = [{"role": "user", "content": tries.PERSON}]
-    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    form = {"format": {"type": "json_schema", "schema": tries.SCHEMA}}
     person = json.loads(text_of(CLIENT.messages.create(**asked(messages=user, output_config=form))))
     tries.check_person(person["job"], person["age"])
 

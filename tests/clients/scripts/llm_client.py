@@ -30,15 +30,6 @@ MODELS = f"""\
   supports_schema: true
   supports_tools: true
 """
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "job": {"enum": ["engineer", "teacher"]},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-    },
-    "required": ["job", "age"],
-    "additionalProperties": False,
-}
 TOOL = '''
 def get_weather(city: str) -> str:
     """Get the weather of a city."""
@@ -75,7 +66,7 @@ def goes_on() -> None:
 
 def schema() -> None:
     for model in ("ours", "ours-responses"):
-        person = json.loads(llm("-m", model, "--schema", json.dumps(SCHEMA), tries.PERSON))
+        person = json.loads(llm("-m", model, "--schema", json.dumps(tries.SCHEMA), tries.PERSON))
         tries.check_person(person["job"], person["age"])
 
 

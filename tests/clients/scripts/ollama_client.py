@@ -12,15 +12,6 @@ CLIENT = ollama.Client(host=tries.SERVER, timeout=300)
 USER = [{"role": "user", "content": tries.HELLO}]
 SHORT = {"temperature": 0, "num_predict": tries.TOKENS}
 LONG = {"temperature": 0, "num_predict": 200}
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "job": {"enum": list(tries.JOBS)},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-    },
-    "required": ["job", "age"],
-    "additionalProperties": False,
-}
 
 
 def get_weather(city: str) -> str:
@@ -79,7 +70,9 @@ def tools() -> None:
 def structured() -> None:
     user = [{"role": "user", "content": tries.PERSON}]
     for is_streamed in (False, True):
-        parts: Any = CLIENT.chat(tries.MODEL, user, format=SCHEMA, options=LONG, stream=is_streamed)
+        parts: Any = CLIENT.chat(
+            tries.MODEL, user, format=tries.SCHEMA, options=LONG, stream=is_streamed
+        )
         texts = [part.message.content or "" for part in (parts if is_streamed else [parts])]
         person = json.loads("".join(texts))
         tries.check_person(person["job"], person["age"])

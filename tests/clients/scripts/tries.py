@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from typing import Any
 
 SERVER, MODEL = sys.argv[1:]
 URL = f"{SERVER}/v1"
@@ -22,6 +23,15 @@ PERSON = "Ada is 36 years old and an engineer."
 # For modes that send no schema.
 SPELLED = f"{PERSON} Answer with JSON alone: job, which is engineer or teacher, and age."
 JOBS = ("engineer", "teacher")
+SCHEMA: Any = {  # of PERSON
+    "type": "object",
+    "properties": {
+        "job": {"enum": list(JOBS)},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    },
+    "required": ["job", "age"],
+    "additionalProperties": False,
+}
 TOKENS = 12  # of a plain answer
 
 
