@@ -100,18 +100,21 @@ MEMORIES: dict[str, tuple[dict[str, str], Collection[int], list[set[int]]]] = {
 }
 
 
-def write_all(texts: dict[str, str], folder: Path) -> None:
+def pretend(
+    texts: dict[str, str], allowed: Collection[int], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Make a folder the root of a Linux machine whose process may use some CPUs."""
     for path, text in texts.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
+    monkeypatch.setattr(cores.sys, "platform", "linux")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed), raising=False)
 
 
 @pytest.mark.parametrize("name", MEMORIES)
 def test_nodes_of_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts, allowed, nodes = MEMORIES[name]
-    write_all(texts, tmp_path)
-    monkeypatch.setattr(cores.sys, "platform", "linux")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed), raising=False)
+    pretend(texts, allowed, tmp_path, monkeypatch)
     assert memory_nodes(tmp_path) == nodes
     monkeypatch.setattr(cores.sys, "platform", "win32")
     assert memory_nodes(tmp_path) == []
@@ -120,9 +123,7 @@ def test_nodes_of_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", MACHINES)
 def test_machines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts, allowed, threads = MACHINES[name]
-    write_all(texts, tmp_path)
-    monkeypatch.setattr(cores.sys, "platform", "linux")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(allowed), raising=False)
+    pretend(texts, allowed, tmp_path, monkeypatch)
     assert physical_cores(tmp_path) == threads
 
 
