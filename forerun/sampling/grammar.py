@@ -48,11 +48,12 @@ MAX_STATE_SECONDS = 2.0  # for the same, before the request ends
 MAX_TOKEN_SECONDS = 0.01  # for reading a token, in which llguidance keeps Python's lock
 MAX_FORM_SECONDS = 30.0  # for all texts of a request
 # A call that has kept Python's lock for longer than `LOCK_SECONDS` is followed by a pause of
-# `PAUSES` times its length. A step of the engine takes the lock many times, so that without pauses
-# it would wait for many such calls. A schema of an API keeps the lock for 0.0003 s.
+# `PAUSES` times its length, at most `LONGEST_PAUSE` seconds because requests may wait for the form.
+# A step of the engine takes the lock many times, so that without pauses it would wait for many such
+# calls. A schema of an API keeps the lock for 0.0003 s.
 LOCK_SECONDS = 0.001
 PAUSES = 9
-LONGEST_PAUSE = 0.1  # seconds, because a form that is waited for must not stand still for long
+LONGEST_PAUSE = 0.1
 THREADS = 8  # for forms that are not known to be slow
 SLOW_THREADS = 2  # for those that are, so that they do not delay the others
 _INSTALL = "response_format needs the package llguidance: pip install '.[grammar]' in the clone"

@@ -385,6 +385,11 @@ def test_a_call_that_has_kept_the_lock_is_followed_by_a_pause(
     pauses.clear()
     assert constraint.text_state(text).error is None
     assert len(pauses) >= len(text) and min(pauses) > 0
+    monkeypatch.setattr(grammar, "PAUSES", 1e9)  # as after a call that takes very long
+    constraint = compiled(regex("[a-z ]{30,40}"), tiny_tokenizer())
+    pauses.clear()
+    assert constraint.text_state(text).error is None
+    assert max(pauses) == grammar.LONGEST_PAUSE
 
 
 SCHEMA = {
