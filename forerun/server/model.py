@@ -10,7 +10,7 @@ from time import perf_counter
 from forerun.api.decoder import Decoder
 from forerun.server.app import Service, Settings, app_of
 from forerun.server.errors import ApiError
-from forerun.server.memory import MemoryShare, prefix_memory, weight_memory
+from forerun.server.memory import MemoryShare, prefix_memory
 from forerun.server.worker import Worker
 
 
@@ -91,7 +91,7 @@ class Model:
         """Note what is known once the model is loaded."""
         decoder = self.worker.decoder
         assert decoder is not None
-        self.weight_bytes = weight_memory(decoder)
+        self.weight_bytes = self.worker.weight_bytes
         self.prefix_bytes = prefix_memory(decoder)
         self.context = decoder.target.context
         self.state = State.LOADED

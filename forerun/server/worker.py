@@ -19,7 +19,12 @@ from forerun.failures import UNATTRIBUTABLE
 from forerun.sampling.grammar import prepare
 from forerun.server.errors import ApiError, loading, queue_full, shutting_down, to_api_error
 from forerun.server.job import Job
-from forerun.server.memory import MemoryShare, default_kv_memory, default_prefix_bytes
+from forerun.server.memory import (
+    MemoryShare,
+    default_kv_memory,
+    default_prefix_bytes,
+    weight_memory,
+)
 
 _LOG = logging.getLogger("forerun.server")
 
@@ -65,6 +70,7 @@ class Worker:
         self._make = make
         self._share = share or MemoryShare()
         self.decoder: Decoder | None = None
+        self.weight_bytes = 0  # of the decoder, once it is loaded
         self.failed: BaseException | None = None
         self.ready = asyncio.Event()
         self.on_step: Callable[[Step, float], None] = lambda step, at: None
@@ -214,7 +220,10 @@ class Worker:
 
     def _load(self) -> Session:
         """Load the decoder, and return its session after a first request."""
-        decoder = self._bounded(self._make())
+        decoder = self._make()
+        # Before the first steps, as for the bounds, because what these steps keep is no weight.
+        self.weight_bytes = weight_memory(decoder)
+        decoder = self._bounded(decoder)
         session = decoder.session
         # The first steps of an engine measure and build what later ones use.
         session.add([decoder.request([0] * 4, max_new_tokens=8, ignore_eos=True)]).collect()

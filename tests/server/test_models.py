@@ -20,11 +20,12 @@ import httpx2
 import ollama
 import openai
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from forerun import cli
 from forerun.api.decoder import Decoder
-from forerun.server import early_streams
+from forerun.server import early_streams, worker
 from forerun.server.app import Settings
 from forerun.server.dispatch import create_models_app
 from forerun.server.memory import MemoryShare, weight_memory
@@ -193,6 +194,25 @@ def test_the_least_recently_used_model_leaves_and_its_memory_is_free() -> None:
         assert server.states == {"a": "unloaded", "b": "loaded", "c": "loaded"}
         assert text == answered(server.ask("c"))
         assert [model.loads for model in server.models.all] == [1, 2, 1]
+
+
+def test_what_the_first_steps_keep_makes_no_model_too_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Decoder] = []
+
+    def make() -> Decoder:
+        made.append(make_decoder())
+        return made[-1]
+
+    def keep(tokenizer: Any) -> None:
+        vars(made[-1].target)["kept"] = torch.ones(1000)
+
+    monkeypatch.setattr(worker, "prepare", keep)
+    size = weight_memory(make_decoder())
+    with several({"a": make}, size) as server:
+        answered(server.ask("a"))
+        assert weight_memory(made[-1]) > size == server.models.all[0].weight_bytes
 
 
 def test_a_model_with_running_requests_stays_and_those_who_wait_take_turns() -> None:
