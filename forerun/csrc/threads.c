@@ -178,9 +178,13 @@ static void spin(int thread, uint32_t seen) {
     }
 }
 
-/* Workers that are neighbours share a node, as their shares are adjacent in memory. */
+/* Workers that are neighbours share a node, as their shares are adjacent in memory. A node gets as
+   many workers as its share of the cores that this process may use. */
 static void stay_on_node(int thread) {
-    int node = (int)((int64_t)thread * nodes.count / pool.wanted);
+    int core = (int)((int64_t)thread * nodes.first[nodes.count] / pool.wanted);
+    int node = 0;
+    while (core >= nodes.first[node + 1])
+        node++;
     fr_stay_on(nodes.cores + nodes.first[node], nodes.first[node + 1] - nodes.first[node]);
 }
 

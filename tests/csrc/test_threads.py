@@ -88,6 +88,11 @@ def test_workers_stay_on_the_cores_of_their_node_and_give_the_same_tokens() -> N
         assert generated() == expected
         # The second of four threads belongs to the first node, as the caller does.
         until(lambda: places() == [set(nodes[0]), set(nodes[1]), set(nodes[1])])
+        library().fr_threads(1)
+        # A node with three of four cores gets three of four threads.
+        spread(library(), [nodes[0], nodes[1][:1] * 3])
+        assert generated() == expected
+        until(lambda: places() == [set(nodes[1][:1])] * 3)
     finally:
         numbers = (ctypes.c_int32 * 1)(0)
         assert library().fr_nodes(numbers, numbers, 1) == 1
