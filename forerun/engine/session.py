@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from threading import Event, Lock
-from time import sleep
+from time import monotonic, sleep
 from weakref import ref
 
 from forerun.engine.engine import Engine, Step
@@ -22,6 +22,7 @@ FAILURES_TO_REPORT = 3
 PAUSE_SECONDS = 0.05  # before such a step is tried again
 # How long `drive` rests before it gives freed memory back. Until then the next request may use it.
 REST_SECONDS = 1.0
+BUSY_SECONDS = 30.0  # between two such calls while there is always work
 SIDE_TURNS = 4  # side works that take turns; the others wait, because each may hold memory
 
 
@@ -209,8 +210,8 @@ class Session:
     ) -> None:
         """Step the engine whenever there is something to do, until `stop`.
 
-        Side works are advanced between the steps. After REST_SECONDS without work, memory that was
-        freed goes back to the system.
+        Side works are advanced between the steps. After REST_SECONDS without work, and every
+        BUSY_SECONDS with it, memory that was freed goes back to the system.
 
         Args:
             on_steps: called with the result of each `advance`.
@@ -218,7 +219,11 @@ class Session:
                 with no request to blame. The engine has undone them, and goes on.
         """
         failures = 0
+        given_back_at = monotonic()
         while not self._stopping:
+            if monotonic() - given_back_at > BUSY_SECONDS:
+                give_back()
+                given_back_at = monotonic()
             self._advance_side_work()
             if not self.engine.busy:
                 if not self._side_works:

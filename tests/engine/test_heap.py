@@ -66,3 +66,26 @@ def test_an_engine_that_rests_gives_memory_back_once(monkeypatch: pytest.MonkeyP
     thread.join(60)
     assert not thread.is_alive() and calls == [False] * 4
     assert not any(run.open for run in runs)
+
+
+def test_an_engine_that_never_rests_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    session = Session(Engine(CausalLM(tiny("llama")), PlainDrafter()))
+    run = session.add([Request([5, 6], 60)])
+    steps = 0
+
+    def give_back() -> None:
+        calls.append(session.engine.busy)
+
+    def on_steps(_: object) -> None:
+        nonlocal steps
+        steps += 1
+        if not run.open:
+            session.stop()
+
+    monkeypatch.setattr(sessions, "give_back", give_back)
+    monkeypatch.setattr(sessions, "BUSY_SECONDS", 0.0)
+    session.drive(on_steps, calls.append)
+    assert steps > 50
+    assert len(calls) >= steps - 1
+    assert all(calls)
