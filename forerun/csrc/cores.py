@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
+
+from forerun.control_groups import group_folders, read_text
 
 # Environment variables by which a user chooses the number of threads of torch.
 CHOSEN_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
@@ -66,8 +67,8 @@ def memory_nodes(root: Path = ROOT) -> list[frozenset[int]]:
         return []
     allowed = os.sched_getaffinity(0)
     folder = root / "sys/devices/system/node"
-    online = sorted(_cpus(_read(folder / "online")))
-    nodes = [_cpus(_read(folder / f"node{node}/cpulist")) & allowed for node in online]
+    online = sorted(_cpus(read_text(folder / "online")))
+    nodes = [_cpus(read_text(folder / f"node{node}/cpulist")) & allowed for node in online]
     used = [node for node in nodes if node]
     is_known = sum(map(len, used)) == len(allowed) and frozenset().union(*used) == allowed
     return used if is_known and len(used) > 1 else []
@@ -81,7 +82,7 @@ def _limited(cores: int, root: Path) -> int:
 
 def _siblings(cpu: int, root: Path) -> frozenset[int]:
     """Return the hyperthreads of a CPU's core, or none if they are unknown."""
-    return _cpus(_read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
+    return _cpus(read_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
 
 
 def _fast(siblings: dict[int, frozenset[int]], root: Path) -> set[frozenset[int]] | None:
@@ -91,7 +92,7 @@ def _fast(siblings: dict[int, frozenset[int]], root: Path) -> set[frozenset[int]
     """
     if not all(siblings.values()):
         return None
-    slow = _cpus(_read(root / "sys/devices/cpu_atom/cpus"))
+    slow = _cpus(read_text(root / "sys/devices/cpu_atom/cpus"))
     capacities = {cpu: _capacity(cpu, root) for cpu in siblings}
     smallest = MIN_CAPACITY * max(capacities.values(), default=0)
     fast = [cpu for cpu in siblings if cpu not in slow and capacities[cpu] >= smallest]
@@ -99,7 +100,7 @@ def _fast(siblings: dict[int, frozenset[int]], root: Path) -> set[frozenset[int]
 
 
 def _capacity(cpu: int, root: Path) -> int:
-    text = _read(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity").strip()
+    text = read_text(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity").strip()
     return int(text) if text.isdecimal() else 0
 
 
@@ -108,26 +109,16 @@ def _quota(root: Path) -> float | None:
 
     Each group may have a limit: version 2 in cpu.max, version 1 in two files.
     """
-    limits = [limit for folder in _groups(root) if (limit := _limit_of(folder)) is not None]
+    limits = [
+        limit for folder in group_folders("cpu", root) if (limit := _limit_of(folder)) is not None
+    ]
     return min(limits, default=None)
 
 
-def _groups(root: Path) -> Iterable[Path]:
-    """Yield the folders of the process's group and of those around it."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number != "0" and "cpu" not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / ("" if number == "0" else controllers)
-        group = top / path.strip("/")
-        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(top))
-    yield root / "sys/fs/cgroup/cpu"  # as a container of version 1 sees its own group
-
-
 def _limit_of(folder: Path) -> float | None:
-    limit = _read(folder / "cpu.max").split()
+    limit = read_text(folder / "cpu.max").split()
     if not limit:
-        limit = [_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        limit = [read_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
     if len(limit) != 2 or not all(part.isdecimal() and int(part) for part in limit):
         return None  # no limit is written as "max" or -1
     return int(limit[0]) / int(limit[1])
@@ -139,10 +130,3 @@ def _cpus(text: str) -> frozenset[int]:
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         cpus.update(range(int(first), int(last or first) + 1))
     return frozenset(cpus)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""

@@ -24,6 +24,7 @@ from ray.serve.exceptions import RayServeException
 
 from forerun.api.decoder import Decoder
 from forerun.server.app import Settings, create_app
+from forerun.server.memory import MemoryShare
 from forerun.server.worker import Worker
 
 _LOG = logging.getLogger("forerun.server")
@@ -57,9 +58,9 @@ class Replica:
     """A server with its engine. Ray counts it as started when its model is loaded."""
 
     async def __init__(  # type: ignore[misc]
-        self, make: Callable[[], Decoder], settings: Settings
+        self, make: Callable[[], Decoder], settings: Settings, share: MemoryShare
     ) -> None:
-        self._worker = Worker(make)
+        self._worker = Worker(make, share)
         self._settings = settings
         self._worker.start()
         await self._worker.until_ready()
@@ -113,6 +114,13 @@ def gpus_per_replica(replicas: int, device: str | None) -> float:
     return GPU_FRACTIONS // replicas_per_gpu / GPU_FRACTIONS
 
 
+def machine_share(replicas: int) -> float:
+    """Return the part of a machine's memory for each replica, as Ray spreads them evenly."""
+    machines = sum(node["Alive"] for node in ray.nodes())
+    replicas_per_machine = -(-replicas // machines)
+    return 1 / replicas_per_machine
+
+
 def application(
     make: Callable[[], Decoder], settings: Settings, plan: ReplicaPlan
 ) -> serve.Application:
@@ -130,7 +138,7 @@ def application(
         # In all: a model that cannot be loaded ends the server.
         max_constructor_retry_count=3,
     )
-    return deployment(Replica).bind(make, settings)
+    return deployment(Replica).bind(make, settings, MemoryShare(gpus or machine_share(plan.count)))
 
 
 def run(

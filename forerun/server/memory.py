@@ -12,14 +12,21 @@ from forerun.api.build import draft_share
 from forerun.api.decoder import Decoder
 from forerun.api.options import DEFAULT_PREFIX_BYTES
 from forerun.backends.held import held_bytes
+from forerun.control_groups import group_folders, read_text
 
 # The other half is needed because old and new buffers exist together while a buffer grows, and for
 # all that is not keys and values of the target.
-KV_MEMORY_SHARE = 0.5  # of the free memory
+KV_MEMORY_SHARE = 0.5  # of the free memory that earlier texts leave
 PREFIX_SHARE = 0.25  # of the free memory, at most
 # The earlier texts of a model have room for so many tokens, or for a text as long as the context if
 # that is shorter. Coding agents send prompts of 20,000 tokens with every request.
 PREFIX_TOKENS = 2**15
+# Files of a control group: its limit, what it uses, and, in memory.stat, the cached files of this
+# that the kernel can drop. Those of version 2 come first.
+GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 @dataclass(frozen=True)
@@ -70,20 +77,22 @@ def default_prefix_bytes(decoder: Decoder, share: MemoryShare) -> int:
     return min(bounds)
 
 
-def default_kv_memory(device: torch.device, share: float = 1.0) -> int | None:
-    """Return the bytes for keys and values on a device that has its models already.
+def default_kv_memory(decoder: Decoder, share: MemoryShare) -> int | None:
+    """Return the bytes for keys and values of a decoder's target, whose models are loaded.
 
-    None if the free memory of the device is unknown. `share` is that of one engine of several.
+    None if the free memory of the device is unknown.
     """
-    free = free_memory(device)
-    return None if free is None else max(1, int(share * KV_MEMORY_SHARE * free))
+    free = free_memory(decoder.target.device)
+    if free is None:
+        return None
+    return max(1, int(KV_MEMORY_SHARE * (share.part * free - prefix_memory(decoder))))
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:
     """Return the free bytes of a device, or None if they are unknown.
 
-    On a CPU the result also keeps within the limit of the process's control group. `root` is where
-    /proc and /sys are mounted.
+    On a CPU the result also keeps within the limits of the process's control groups. `root` is
+    where /proc and /sys are mounted.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -93,27 +102,28 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:
 
 
 def _available_memory(root: Path) -> int | None:
-    available = re.search(r"^MemAvailable: +(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+    available = re.search(
+        r"^MemAvailable: +(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE
+    )
     return 1024 * int(available[1]) if available else None
 
 
 def _control_group_memory(root: Path) -> int | None:
-    """Return the bytes that a control group (version 2) leaves, as a container sees its own group.
+    """Return the bytes that the process's control groups leave it, or None without a limit."""
+    rooms = (_room(folder) for folder in group_folders("memory", root))
+    return min((room for room in rooms if room is not None), default=None)
 
-    None if there is no group, or if it has no limit, which is written as "max".
+
+def _room(group: Path) -> int | None:
+    """Return the bytes that a control group leaves, or None if it has no limit.
+
+    No limit is written as "max" in version 2, and as a very large number in version 1.
     """
-    group = root / "sys/fs/cgroup"
-    limit = _read(group / "memory.max").strip()
-    used = _read(group / "memory.current").strip()
-    if not (limit.isdecimal() and used.isdecimal()):
-        return None
-    inactive = re.search(r"^inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE)
-    reclaimable = int(inactive[1]) if inactive else 0  # cached files that the kernel can drop
-    return max(0, int(limit) - int(used) + reclaimable)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""
+    for limit_name, used_name, cached_name in GROUP_FILES:
+        limit = read_text(group / limit_name).strip()
+        used = read_text(group / used_name).strip()
+        if limit.isdecimal() and used.isdecimal():
+            statistics = read_text(group / "memory.stat")
+            cached = re.search(rf"^{cached_name} (\d+)", statistics, re.MULTILINE)
+            return max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0))
+    return None

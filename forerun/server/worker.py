@@ -240,15 +240,10 @@ class Worker:
         The free memory is measured now, because the models have theirs already. Without a bound one
         client could take all of the rest.
         """
-        bounds: dict[str, int] = {}
-        if decoder.options.kv_memory is None:
-            kv_memory = default_kv_memory(decoder.target.device, self._share.part)
-            if kv_memory is not None:
-                bounds["kv_memory"] = kv_memory
         if decoder.options.prefix_bytes is None:
-            bounds["prefix_bytes"] = default_prefix_bytes(decoder, self._share)
-        if bounds:
-            decoder = decoder.replace(**bounds)
+            decoder = decoder.replace(prefix_bytes=default_prefix_bytes(decoder, self._share))
+        if decoder.options.kv_memory is None:
+            decoder = decoder.replace(kv_memory=default_kv_memory(decoder, self._share))
         options = decoder.options
         if options.kv_memory is not None:
             _LOG.info("keys and values may take %.2f GiB", options.kv_memory / 2**30)

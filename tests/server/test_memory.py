@@ -49,6 +49,66 @@ def test_earlier_texts_have_room_for_a_context_within_what_is_free(
     assert default(limit=8 * weights, part=1 / weights) == 1
 
 
+# {name: (files under /proc and /sys, bytes that the groups leave)}.
+GROUPS = {
+    "none": ({}, None),
+    "that of a container": ({"memory.max": "900", "memory.current": "200"}, 700),
+    "without a limit": ({"memory.max": "max", "memory.current": "200"}, None),
+    "a service's": (
+        {
+            "memory.max": "max",
+            "memory.current": "5000",
+            "system.slice/a.service/memory.max": "900",
+            "system.slice/a.service/memory.current": "300",
+            "system.slice/a.service/memory.stat": "anon 200\ninactive_file 50\n",
+            "system.slice/memory.max": "1000",
+            "system.slice/memory.current": "990",
+            "system.slice/memory.stat": "inactive_file 900\n",
+        },
+        650,
+    ),
+    "a tighter one around it": (
+        {
+            "system.slice/a.service/memory.max": "900",
+            "system.slice/a.service/memory.current": "300",
+            "system.slice/memory.max": "1000",
+            "system.slice/memory.current": "990",
+        },
+        10,
+    ),
+    "of version 1": (
+        {
+            "memory/job/memory.limit_in_bytes": "900",
+            "memory/job/memory.usage_in_bytes": "300",
+            "memory/job/memory.stat": "inactive_file 7\ntotal_inactive_file 20\n",
+        },
+        620,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_all_control_groups_around_the_process_bound_its_memory(name: str, tmp_path: Path) -> None:
+    files, left = GROUPS[name]
+    texts = {f"sys/fs/cgroup/{path}": text for path, text in files.items()}
+    texts["proc/self/cgroup"] = "5:cpu:/other\n4:memory:/job\n0::/system.slice/a.service\n"
+    for path, text in texts.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert memory.free_memory(torch.device("cpu"), tmp_path) == left
+
+
+def test_keys_and_values_take_half_of_what_earlier_texts_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder = make_decoder(prefix_bytes=100)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10_000)
+    taken = memory.prefix_memory(decoder)
+    assert 100 < taken < 1000  # the draft keeps texts too
+    assert memory.default_kv_memory(decoder, MemoryShare()) == (10_000 - taken) // 2
+    assert memory.default_kv_memory(decoder, MemoryShare(0.5)) == (5000 - taken) // 2
+
+
 def test_the_server_says_how_much_earlier_texts_take() -> None:
     body = {"prompt": "the cat sat on the mat", "max_tokens": 4, "temperature": 0}
     for given in (None, 0, 50_000):
