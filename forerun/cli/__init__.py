@@ -152,6 +152,8 @@ def _leave(status: int, reason: str = "") -> NoReturn:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
+        if stream is None:  # it was closed before Python began
+            continue
         with suppress(OSError, RuntimeError, ValueError):
             stream.flush()
     if reason:

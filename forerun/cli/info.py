@@ -70,6 +70,8 @@ def file_facts(model: str) -> dict[str, Any]:
     if source.gguf is None:
         raise ValueError(f"{model!r} is no GGUF file, and forerun info shows facts only of these")
     file = open_gguf(source.gguf)
+    if not file.weights:
+        raise ValueError(f"{model!r} has no tensors")
     sizes = file.bytes_by_type
     facts = {
         "file": str(source.gguf),

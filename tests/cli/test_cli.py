@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import gguf
 import pytest
 
 import forerun
@@ -316,6 +317,34 @@ cli.main()
 """,
     )
     assert (done.returncode, done.stderr) == (status, "forerun: terminated\n")
+
+
+def test_a_signal_ends_a_command_whose_output_is_closed() -> None:
+    done = run(
+        program="""
+import os
+import signal
+import sys
+import time
+from forerun import cli
+
+sys.stdout = None
+cli._run = lambda: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(100)
+cli.main()
+"""
+    )
+    assert (done.returncode, done.stderr) == (143, "forerun: terminated\n")
+
+
+def test_a_file_without_tensors_has_no_facts(tmp_path: Path) -> None:
+    path = tmp_path / "empty.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    done = run("info", str(path))
+    assert (done.returncode, done.stderr) == (2, f"forerun: '{path}' has no tensors\n")
 
 
 def test_sizes_have_units() -> None:
