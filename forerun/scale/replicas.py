@@ -116,7 +116,7 @@ def gpus_per_replica(replicas: int, device: str | None) -> float:
 
 def machine_share(replicas: int) -> float:
     """Return the part of a machine's memory for each replica, as Ray spreads them evenly."""
-    machines = sum(node["Alive"] for node in ray.nodes())
+    machines = sum(node["Alive"] and "CPU" in node["Resources"] for node in ray.nodes())
     replicas_per_machine = -(-replicas // machines)
     return 1 / replicas_per_machine
 

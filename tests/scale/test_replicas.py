@@ -45,6 +45,8 @@ def test_replicas_have_their_share_of_a_cluster(monkeypatch: pytest.MonkeyPatch)
         (3, "cpu"): 0,
     }
     assert {each: replicas.gpus_per_replica(*each) for each in shares} == shares
+    parts = {1: 1, 2: 1, 3: 1 / 2, 4: 1 / 2, 5: 1 / 3}  # on two machines
+    assert {count: replicas.machine_share(count) for count in parts} == parts
 
     def run(count: int, cpus: int) -> None:
         plan = replicas.ReplicaPlan(count, capacity=8, cpus=cpus, device=None, drain=1.0)
