@@ -85,7 +85,10 @@ def default_kv_memory(decoder: Decoder, share: MemoryShare) -> int | None:
     free = free_memory(decoder.target.device)
     if free is None:
         return None
-    return max(1, int(KV_MEMORY_SHARE * (share.part * free - prefix_memory(decoder))))
+    left = share.part * free
+    # A user may allow earlier texts more than there is.
+    left -= min(prefix_memory(decoder), left / 2)
+    return max(1, int(KV_MEMORY_SHARE * left))
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:

@@ -107,6 +107,7 @@ def test_keys_and_values_take_half_of_what_earlier_texts_leave(
     assert 100 < taken < 1000  # the draft keeps texts too
     assert memory.default_kv_memory(decoder, MemoryShare()) == (10_000 - taken) // 2
     assert memory.default_kv_memory(decoder, MemoryShare(0.5)) == (5000 - taken) // 2
+    assert memory.default_kv_memory(decoder, MemoryShare(0.01)) == 25
 
 
 def test_the_server_says_how_much_earlier_texts_take() -> None:
