@@ -37,9 +37,11 @@ from forerun.drafters.model_chain import ChainDrafter
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.acceptance import Verdict
 from forerun.engine.draft import Draft
+from forerun.engine.scheduler import LARGEST_CHUNK
 from forerun.engine.sequence import Request
 from forerun.engine.sequence import Sequence as EngineSequence
 from forerun.engine.step import Drafter, RowOutcome
+from forerun.engine.target import ChunkSize, EngineChunks
 from forerun.methods import AR, SD, Hybrid, Parts, Suffix
 from forerun.planning.corrected_costs import CorrectedCosts
 from forerun.planning.cost_model import Costs, costs_of
@@ -177,7 +179,7 @@ class RecordedDraft:
         """Return the time in seconds."""
         return self.now / 1000
 
-    def prefill(self, tokens: Sequence[int], chunk: int, **_: Any) -> Iterator[int]:
+    def prefill(self, tokens: Sequence[int], chunk: ChunkSize, **_: Any) -> Iterator[int]:
         """Read a prompt."""
         self.now += self._costs.at(len(tokens) / 2).reading(len(tokens))
         self._read = len(tokens)
@@ -260,13 +262,14 @@ def replayed(recording: Recording, made: Made) -> list[float]:
     """Return the ms of each text, decoded one after the other by one drafter."""
     size = 1 + max(max(*text.prompt, *text.output) for text in recording.texts)
     model = RecordedDraft(recording, size)
+    chunks = EngineChunks(lambda: LARGEST_CHUNK, is_alone=lambda: True)
     drafter = made(model, recording)
     times = []
     for id, text in enumerate(recording.texts):
         started_at = model.now
         model.texts[id] = text
         seq = EngineSequence(Request(text.prompt, len(text.output)), id)
-        for _ in drafter.admit(seq, None, len(text.prompt)):
+        for _ in drafter.admit(seq, None, chunks):
             pass
         while seq.remaining:
             step(drafter, model, seq, text, recording.costs)

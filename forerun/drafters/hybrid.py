@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.draft import Draft
 from forerun.engine.step import Drafter, Proposal
-from forerun.engine.target import next_size
+from forerun.engine.target import is_alone, next_size
 from forerun.methods import Hybrid, Method, Parts
 from forerun.planning.cost_model import Forwards
 from forerun.planning.forecast import Forecast, PlannedDrafter, StepSituation, forecast
@@ -193,23 +193,25 @@ class HybridDrafter(PlannedDrafter):
         Returns:
             The sequences whose prompts are read to the end. For the others it drafts later.
         """
-        size = self._size()
-        is_only = len(step_ids) == 1
-        left = MAX_READ if is_only else size
+        ids = [self._reading, *(seq.id for seq in seqs)]
         if self._reading in self._unread and self._reading not in step_ids:
-            left = 0  # an error of that sequence must not end one of this step
-        for id in (self._reading, *(seq.id for seq in seqs)):
-            while id in self._unread and left > 0:
-                if is_only and self._size() < size:
-                    break  # because a request has come, which waits for the next step
+            ids = []  # an error of that sequence must not end one of this step
+        read = 0
+        for id in ids:
+            # The limit may fall meanwhile, because a request comes, which waits for the next step.
+            while id in self._unread and read < self._limit():
                 self._reading = id
                 count = next(self._unread[id], None)
                 if count is None:
                     del self._unread[id]
                 else:
                     self._read[id] += count
-                    left -= count
+                    read += count
         return [seq for seq in seqs if seq.id not in self._unread]
+
+    def _limit(self) -> int:
+        """Return how many tokens of prompts this step may wait for at present."""
+        return MAX_READ if is_alone(self._chunk) else self._size()
 
     def _size(self) -> int:
         """Return the most tokens of the next chunk of a prompt."""

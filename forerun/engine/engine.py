@@ -180,6 +180,8 @@ class Engine:
             seq.settle()
             if constraint.is_slow and not seq.request.plain:
                 seq.request = replace(seq.request, plain=True)
+                # Because it is not asked for this one again. It may be reading its prompt.
+                self.drafter.drop(seq)
         self.scheduler.end([seq for seq in ready if seq.finish_reason is not None])
         return [seq for seq in ready if seq.finish_reason is None]
 

@@ -14,7 +14,7 @@ from forerun.engine.reporting import Reports
 from forerun.engine.retries import Retries
 from forerun.engine.sequence import Phase, Request, Sequence
 from forerun.engine.step import Drafter
-from forerun.engine.target import Target
+from forerun.engine.target import EngineChunks, Target
 from forerun.failures import UNATTRIBUTABLE
 
 # Numbers of prompt tokens that are read at once.
@@ -258,25 +258,26 @@ class Scheduler:
         if copies:
             yield Chunk(0, length)
         count = 0
-        for tokens in self._drafter.admit(seq, hidden, self._chunk_size):
+        chunks = EngineChunks(self._chunk_size, self._has_one)
+        for tokens in self._drafter.admit(seq, hidden, chunks):
             count += tokens
             yield Chunk(tokens, max(0, length - count))
 
     def _chunk_size(self) -> int:
         """Return the number of prompt tokens that fill `chunk_seconds`.
 
-        It is a power of two, so that few sizes occur. If nothing runs it may be larger, because
-        then nobody waits for the next step. It always is if there is one sequence alone, whose
-        drafter reads its prompt: a drafter sees by that that no other request is there.
+        It is a power of two, so that few sizes occur. If nothing runs, or one sequence alone whose
+        drafter reads its prompt, it may be larger, because then nobody waits for the next step.
         """
         tokens = int(max(self._prefill_rate * self._limits.chunk_seconds, 1))
         power = 1 << (tokens.bit_length() - 1)
-        is_busy = bool(self.running)
-        if is_busy and len(self.admitted) == 1 and not self.waiting:
-            is_busy = False
-            power *= 2
+        is_busy = bool(self.running) and not self._has_one()
         smallest = SMALLEST_CHUNK if is_busy else SMALLEST_IDLE_CHUNK
         return min(max(power, smallest), LARGEST_CHUNK)
+
+    def _has_one(self) -> bool:
+        """Return whether there is one request alone, in whatever phase."""
+        return len(self.admitted) == 1 and not self.waiting
 
     # Leaving.
 

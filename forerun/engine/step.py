@@ -143,7 +143,10 @@ class Drafter(Protocol):
         return
 
     def drop(self, seq: Sequence) -> None:
-        """Forget a sequence that has ended or failed, even if it was never admitted."""
+        """Forget a sequence that has ended or failed or has become `plain`.
+
+        It may never have been admitted, or be forgotten already.
+        """
         return
 
 

@@ -16,8 +16,23 @@ if TYPE_CHECKING:
 # these numbers of layers, side by side. 0 stands for the embeddings. The states after all layers
 # are taken before the last norm.
 Capture = Literal["", "head"] | tuple[int, ...]
-# How many tokens a chunk of a prompt has at most. A function is asked before each chunk.
-ChunkSize = int | Callable[[], int]
+
+
+@dataclass(frozen=True)
+class EngineChunks:
+    """How an engine reads prompts.
+
+    Attributes:
+        size: says how many tokens the next chunk has at most.
+        is_alone: says whether there is one request alone, so that no other waits for its steps.
+    """
+
+    size: Callable[[], int]
+    is_alone: Callable[[], bool]
+
+
+# How many tokens a chunk of a prompt has at most. It is asked for before each chunk.
+ChunkSize = int | Callable[[], int] | EngineChunks
 
 
 class Output(NamedTuple):
@@ -139,4 +154,11 @@ class Target(Protocol):
 
 def next_size(chunk: ChunkSize) -> int:
     """Return the number of tokens that the next chunk has at most."""
-    return chunk if isinstance(chunk, int) else chunk()
+    if isinstance(chunk, int):
+        return chunk
+    return chunk.size() if isinstance(chunk, EngineChunks) else chunk()
+
+
+def is_alone(chunk: ChunkSize) -> bool:
+    """Return whether an engine says that its chunks are those of the only request."""
+    return isinstance(chunk, EngineChunks) and chunk.is_alone()

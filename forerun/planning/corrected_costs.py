@@ -21,6 +21,12 @@ FACTOR_RATE = 0.05  # in a factor: one step changes it by 2 % at most
 # is corrected at this rate, by all of the surprise.
 WRONG_AFTER = 4
 WRONG_RATE = 0.3
+# Another part proves this only by one of so many last observations, because the load changes.
+RECENT = 64
+# The logarithm of a raised factor is e times smaller after so many observations of other parts,
+# because a phase may have been slow, and sizes that look dear are not run again. Those that really
+# are dear are tried for a few steps then.
+FORGETTING = 2048
 # The table is made anew when a factor has changed by this, so that planners can keep what they have
 # computed from it.
 CHANGE = log(1.05)
@@ -86,6 +92,9 @@ class CorrectedCosts(CostSource):
     A part that surprises again and again while another one does not is corrected faster, because
     each step by a table that is far off costs time.
 
+    Factors above 1 of parts that steps no longer have return to 1 slowly, so that what has looked
+    dear is tried again.
+
     Times depend on the machine, so lengths of drafts do too. Greedy and seeded output does not.
     """
 
@@ -125,6 +134,7 @@ class CorrectedCosts(CostSource):
         if not (0 < ms < inf and expected_ms > 0):
             return
         entry = _nearest(self._tables[name], size)
+        self._forget((name, entry))
         factor = self._factor(name, entry)
         surprise = log(ms / expected_ms) - factor - self._load
         if self._is_wrong((name, entry), surprise):
@@ -134,11 +144,20 @@ class CorrectedCosts(CostSource):
         self._load += LOAD_RATE * surprise
         self._factors[name, entry] = factor + FACTOR_RATE * surprise
 
+    def _forget(self, observed: Part) -> None:
+        """Let raised factors return to 1, and that of the observed part.
+
+        That of a part which is observed alone is else as low as the load is high.
+        """
+        for part, factor in self._factors.items():
+            if factor > 0 or part == observed:
+                self._factors[part] = factor * exp(-1 / FORGETTING)
+
     def _is_wrong(self, part: Part, size: float) -> bool:
         """Record a surprise, and return whether it shows that the factor of its part is wrong.
 
-        It does if another part was not surprised to the same side since the first of the row. Else
-        it may be the load.
+        It does if another part was not surprised to the same side lately, and since the first of
+        the row. Else it may be the load.
         """
         self._observed += 1
         side = 0
@@ -156,8 +175,9 @@ class CorrectedCosts(CostSource):
         self._surprises[part] = surprise
         if side == 0 or surprise.in_a_row < WRONG_AFTER:
             return False
+        since = max(surprise.first, self._observed - RECENT)
         return any(
-            other.number > surprise.first and side * other.size < LARGEST_SURPRISE / 2
+            other.number > since and side * other.size < LARGEST_SURPRISE / 2
             for other in self._surprises.values()
             if other is not surprise
         )

@@ -154,7 +154,8 @@ class GuardMemo:
         started_at: when the step began. The time of drafts' prompts is left out.
         proposed_at: when the drafts were made.
         ran: whether the drafter ran a forward.
-        time: what is known of the step's time, if it is to correct costs.
+        time: what is known of the step's time, if it is to correct costs. A step with constraints
+            is not, because it also waits for them.
         inner: the drafter's own memo.
     """
 
@@ -252,12 +253,11 @@ class GuardedDrafter(PlannedDrafter):
         guard = self.guards[all(seq.greedy for seq in seqs)]
         asked, is_judged = self._choose(guard, seqs, step_rows)
         late = [seq for seq in asked if not self._inside[seq.id]]
-        started_at = guard.clock()
+        begun_at = guard.clock()
         self._read_late(late)
+        started_at = guard.clock() if late else begun_at
         if late and is_judged:
-            now = guard.clock()
-            guard.charge(len(seqs), now - started_at, may_be_regained=True)
-            started_at = now
+            guard.charge(len(seqs), started_at - begun_at, may_be_regained=True)
         if not all(self._inside[seq.id] for seq in late):
             asked = [seq for seq in asked if self._inside[seq.id]]
             # Because a forward for a few rows costs nearly that of all, and gains for a few alone.
@@ -266,12 +266,14 @@ class GuardedDrafter(PlannedDrafter):
         if proposal.prompt_seconds and is_judged:
             begins = guard.account.begins
             guard.charge(len(seqs), proposal.prompt_seconds, may_be_regained=begins)
-            started_at += proposal.prompt_seconds
+        # A guard around this one charges both. For it, too, they are no part of the step.
+        prompt_seconds = started_at - begun_at + proposal.prompt_seconds
+        started_at += proposal.prompt_seconds
         drafts = {seq.id: Draft.root(seq.tokens[-1]) for seq in seqs}
         drafts |= zip([seq.id for seq in asked], proposal.drafts, strict=True)
         time = None
         proposed_at = started_at
-        if self._costs is not None:
+        if self._costs is not None and not _has_constraints(seqs):
             proposed_at = guard.clock()
             time = _time_of_drafts(seqs, proposal, proposed_at - started_at)
         memo = GuardMemo(
@@ -285,7 +287,12 @@ class GuardedDrafter(PlannedDrafter):
             time=time,
             inner=proposal.memo,
         )
-        return replace(proposal, drafts=[drafts[seq.id] for seq in seqs], memo=memo)
+        return replace(
+            proposal,
+            drafts=[drafts[seq.id] for seq in seqs],
+            prompt_seconds=prompt_seconds,
+            memo=memo,
+        )
 
     def observe(self, outcomes: abc.Sequence[RowOutcome], memo: GuardMemo | None) -> None:
         """Pass the outcomes on to the drafter, and judge the step."""
@@ -387,6 +394,11 @@ def _is_complete(outcomes: abc.Sequence[RowOutcome], memo: GuardMemo) -> bool:
     if len(outcomes) < memo.rows:
         return False
     return all(outcome.sequence.error is None for outcome in outcomes)
+
+
+def _has_constraints(seqs: list[Sequence]) -> bool:
+    """Return whether a sequence has a constraint, for which its steps may wait."""
+    return any(seq.sampler.constraint is not None for seq in seqs)
 
 
 def _time_of_drafts(seqs: list[Sequence], proposal: Proposal, seconds: float) -> StepTime:

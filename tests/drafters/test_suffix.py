@@ -22,7 +22,7 @@ from forerun.engine.draft import Draft
 from forerun.engine.engine import Engine, Proposal
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Drafter, RowOutcome
-from forerun.engine.target import Capture, ChunkSize, next_size
+from forerun.engine.target import Capture, ChunkSize, EngineChunks, next_size
 from forerun.methods import AR, SD, Hybrid, Parts, Suffix, method
 from forerun.model.causal_lm import CausalLM
 from forerun.planning.cost_model import Costs
@@ -35,6 +35,7 @@ from tests.support.toys import (
     DRAFT,
     TARGET,
     TableLM,
+    drain,
     fit,
     noisy_copy,
     piecemeal,
@@ -158,7 +159,7 @@ def begun(
     drafter: Drafter, tokens: abc.Sequence[int], room: int = 20, *options: Any, **more: Any
 ) -> Sequence:
     seq = Sequence(Request(list(tokens), room, *options, **more))
-    list(drafter.admit(seq, None, 8))
+    list(drafter.admit(seq, None, 16))
     return seq
 
 
@@ -551,7 +552,7 @@ def test_an_automatic_threshold_moves_from_one_drafter_to_the_other() -> None:
 
 
 def test_a_prompt_is_read_when_it_is_first_needed() -> None:
-    """A prompt is read in pieces if its row is alone, else a chunk per step.
+    """A prompt is read in pieces if its request is alone, else a chunk per step.
 
     A row that leaves meanwhile holds nobody up.
     """
@@ -559,7 +560,7 @@ def test_a_prompt_is_read_when_it_is_first_needed() -> None:
     texts = [3, 4, 5, 6, 7, 3, 4, 5], [*range(20)], [9, 8, 7], [*range(30)], [1, 2]
     seqs = [Sequence(Request(text, 20), id) for id, text in enumerate(texts)]
     for seq in seqs:
-        list(made.admit(seq, None, 8))
+        list(made.admit(seq, None, EngineChunks(lambda: 8, lambda: False)))
     for rows in (seqs[:1], seqs[:3], seqs[:3], seqs[:3], seqs[:4]):
         made.propose(rows)
     assert other.read == [8, 8, 4, 3, 8] and other.asked == [[1, 2]] * 2
@@ -569,14 +570,39 @@ def test_a_prompt_is_read_when_it_is_first_needed() -> None:
 
 
 def test_a_request_that_comes_does_not_wait_until_the_only_prompt_is_read() -> None:
-    """The engine has smaller chunks then."""
+    """Nor does one whose prompt the target is reading, though it is no row of the step yet."""
     made = beside(other := Fixed())
-    seq = Sequence(Request([*range(50)], 20), 0)
-    list(made.admit(seq, None, lambda: 16 if len(other.read) < 2 else 8))
+    seq = Sequence(Request([*range(60)], 20), 0)
+    list(made.admit(seq, None, EngineChunks(lambda: 16, lambda: len(other.read) < 2)))
+    for steps in (1, 2):
+        made.propose([seq])
+        assert other.read == [16, 16, 16][: steps + 1] and not other.asked
     made.propose([seq])
-    assert other.read == [16, 16]
-    made.propose([seq])
-    assert other.read == [16, 16, 8, 8, 2] and other.asked == [[0]]
+    assert other.read == [16, 16, 16, 12] and other.asked == [[0]]
+
+
+def test_a_prompt_of_a_row_that_becomes_plain_holds_nobody_up() -> None:
+    """Its form proves slow while the other drafter is reading its prompt."""
+
+    class Slow(Only):
+        is_slow = False
+
+    made = HybridDrafter(SuffixDrafter(Suffix()), other := Fixed(), 99.0)
+    engine = Engine(TableLM(TARGET), made, chunk_seconds=1e-9)
+    form = Slow()
+    texts = [[id % 4 for id in range(90)], [3, 2, 1]]
+    sampler = Sampler(True, LogitsProcessorList([form]))
+    ids = [engine.add(Request(texts[0], 40, sampler)), engine.add(Request(texts[1], 40))]
+    for _ in range(9):
+        if len(made._unread) < 2 or not other.read:
+            engine.step()
+    assert made._unread.keys() == set(ids) and other.read and not other.asked
+    form.is_slow = True
+    for _ in range(4):
+        engine.step()
+    assert not made._unread and other.asked[-1] == ids[1:]
+    assert ids[0] not in made.suffixes.rows
+    drain(engine)
 
 
 @pytest.mark.parametrize("gamma", [1, 3])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import abc
 from dataclasses import replace
 
 import pytest
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from forerun import Decoder
 from forerun.drafters.model_chain import ChainDrafter
@@ -15,7 +18,13 @@ from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Proposal
 from forerun.methods import SD
 from forerun.model.causal_lm import CausalLM
-from forerun.planning.corrected_costs import WRONG_AFTER, CorrectedCosts, StepTime
+from forerun.planning.corrected_costs import (
+    FORGETTING,
+    RECENT,
+    WRONG_AFTER,
+    CorrectedCosts,
+    StepTime,
+)
 from forerun.planning.cost_model import Costs
 from forerun.planning.forecast import StepSituation
 from forerun.planning.guard import Guard, GuardedDrafter
@@ -23,6 +32,7 @@ from forerun.planning.length import LengthChooser
 from forerun.planning.source_chooser import SourceChooser
 from forerun.planning.stop_rules import BestLength, FixedLength
 from forerun.planning.tree_plan import TreePlanner
+from forerun.sampling.sampler import Constraint, Sampler
 from tests.planning.test_guard import TARGET, Clock, Ticking
 from tests.planning.test_mutants import tree_head
 from tests.support.toys import TableLM, decode, noisy_copy, random_table, tiny, tokens_of
@@ -132,6 +142,41 @@ def test_a_part_is_not_found_wrong_while_nothing_else_is_observed(factor: float)
     assert relative(costs.table) == pytest.approx(relative(COSTS), rel=0.3)
 
 
+def test_what_looked_dear_in_a_slow_phase_looks_as_cheap_as_before_later() -> None:
+    """Though no step drafts any more, because drafts look dear."""
+    slow = replace(DRAFTED, draft_ms=8 * DRAFTED.draft_ms, target_ms=4 * DRAFTED.target_ms)
+    costs = after([PLAIN, slow], 20)
+    assert relative(costs.table) > 4 * relative(COSTS)
+    assert LengthChooser(costs).length(ONE_ROW) < LengthChooser(COSTS).length(ONE_ROW)
+    for _ in range(4 * FORGETTING):
+        costs.observe(PLAIN)
+    assert relative(costs.table) == pytest.approx(relative(COSTS), rel=0.1)
+    assert costs.table.verify(8) / costs.table.verify(1) == pytest.approx(1.8, rel=0.1)
+    assert LengthChooser(costs).length(ONE_ROW) == LengthChooser(COSTS).length(ONE_ROW)
+
+
+def test_what_is_cheaper_than_the_table_says_is_not_forgotten() -> None:
+    costs = after([PLAIN, replace(DRAFTED, draft_ms=DRAFTED.draft_ms / 3)])
+    before = relative(costs.table)
+    for _ in range(4 * FORGETTING):
+        costs.observe(PLAIN)
+    assert before < 0.5 * relative(COSTS)
+    assert relative(costs.table) == pytest.approx(before, rel=0.1)
+
+
+def test_an_old_observation_proves_nothing_about_the_present_load() -> None:
+    """The draft model was as fast as expected, but long before the machine became busy."""
+    costs = after([PLAIN, DRAFTED], 50)
+    by_suffixes = replace(DRAFTED, forwards=0, forward_rows=0, target_ms=8 * DRAFTED.target_ms)
+    costs.observe(replace(DRAFTED, target_ms=8 * DRAFTED.target_ms))
+    for _ in range(2 * RECENT):
+        costs.observe(PLAIN)
+    for _ in range(WRONG_AFTER - 1):
+        costs.observe(replace(PLAIN, target_ms=8 * PLAIN.target_ms))
+        costs.observe(by_suffixes)
+    assert costs.table.verify(8) / costs.table.verify(1) == pytest.approx(1.8, rel=0.2)
+
+
 def test_each_size_of_a_forward_has_its_factor_and_untried_ones_that_of_the_nearest() -> None:
     costs = after([PLAIN, replace(DRAFTED, target_ms=36.0)])
     table = costs.table
@@ -173,14 +218,28 @@ def test_forwards_of_several_sizes_correct_nothing(lengths: tuple[int, int], row
     assert proposal.forwards == 4 and proposal.forward_rows == rows
 
 
-def guarded_steps(draft_seconds: float) -> tuple[list[Step], CorrectedCosts]:
+class Anything(Constraint):
+    """A constraint that forbids nothing."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+    def fitting(self, tokens: abc.Sequence[int], chain: abc.Sequence[int]) -> int:
+        return len(chain)
+
+
+def guarded_steps(
+    draft_seconds: float, processor: LogitsProcessor | None = None
+) -> tuple[list[Step], CorrectedCosts]:
     """Decode with a draft that often agrees, and a table in which it costs next to nothing."""
     clock = Clock()
     costs = CorrectedCosts(Costs({1: 1000.0, 64: 1000.0}, {1: 20.0}))
     draft = Ticking(TARGET + 0.5 * random_table(8, 6), clock, draft_seconds)
     drafter = ChainDrafter(draft, BestLength(costs), costs=costs)
     guarded = GuardedDrafter(drafter, Guard(clock), None, costs)
-    (steps,) = decode(Ticking(TARGET, clock, 1.0), guarded, [Request([0], 900)])
+    processors = LogitsProcessorList([processor]) if processor is not None else None
+    request = Request([0], 900, Sampler(True, processors))
+    (steps,) = decode(Ticking(TARGET, clock, 1.0), guarded, [request])
     return steps, costs
 
 
@@ -192,6 +251,13 @@ def test_a_guarded_engine_corrects_its_table_and_lengths_but_no_token() -> None:
     assert max(step.drafted for step in dear[-20:]) < max(step.drafted for step in cheap[-20:])
     (plain,) = decode(TableLM(TARGET), PlainDrafter(), [Request([0], 900)])
     assert tokens_of(dear) == tokens_of(cheap) == tokens_of(plain)
+
+
+def test_steps_with_constraints_correct_nothing() -> None:
+    """Because such a step may also wait until it is known what they allow."""
+    steps, costs = guarded_steps(0.2, Anything())
+    assert sum(step.drafted for step in steps) > 100
+    assert costs.table is costs.measured
 
 
 def test_nothing_is_corrected_without_a_guard() -> None:

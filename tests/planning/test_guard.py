@@ -384,6 +384,33 @@ def test_a_draft_that_is_late_is_charged() -> None:
     )
 
 
+def test_what_a_guard_reads_late_is_no_part_of_a_step_for_one_around_it() -> None:
+    """Nor of a step that the guard does not judge, because suffixes draft for a row of it."""
+    clock = Clock()
+    pace = Guard(clock)
+    pace.account.pause(1)
+    inner = GuardedDrafter(SlowPrompts(clock), pace)
+    seqs = [Sequence(Request([0], 9), id) for id in range(2)]
+    for seq in seqs:
+        assert not list(inner.admit(seq, None, 8))
+    pace.account.pause(0)
+    before = clock.now
+    proposal = inner.propose(seqs, 3)
+    assert proposal.memo.judge is None
+    assert proposal.prompt_seconds == 10 == clock.now - before
+    assert proposal.memo.started_at == clock.now
+    # The guard around it charges this to its account, beside the step.
+    outer = GuardedDrafter(PassesOn(inner), around := Guard(clock))
+    for _ in range(FIRST_PLAIN_STEPS):
+        around.record(1, 1, 1.0, drafted=False)
+    late = Sequence(Request([0], 9), 2)
+    pace.account.pause(1)
+    list(outer.admit(late, None, 8))
+    pace.account.pause(0)
+    memo = outer.propose([late]).memo
+    assert around.account.balance == CREDIT - 5 and memo.started_at == clock.now
+
+
 class SlowPrompts(PlainDrafter):
     def __init__(self, clock: Clock, wants_hidden: bool = False) -> None:
         self.clock, self.wants_hidden = clock, wants_hidden
@@ -416,6 +443,19 @@ def test_prompts_of_drafts_have_to_be_earned() -> None:
         )
     )
     assert pace.paused and pace.account.balance == CREDIT
+
+
+class PassesOn(PlainDrafter):
+    """Has a guarded drafter draft in steps that others share, as `hybrid` does."""
+
+    def __init__(self, inner: GuardedDrafter) -> None:
+        self.inner = inner
+
+    def admit(self, seq: Sequence, hidden: Tensor | None, chunk: int) -> Iterator[int]:
+        yield from self.inner.admit(seq, hidden, chunk)
+
+    def propose(self, seqs: list[Sequence]) -> Proposal:
+        return self.inner.propose(seqs, len(seqs) + 1)
 
 
 class ReadsLate(SlowPrompts):
