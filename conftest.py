@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,10 +55,46 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("fast")
 
 
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k` have taken items away
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the first case of each test, if that was asked for. Rules of style keep all files."""
-    if not config.getoption("first_cases"):
-        return
+    """Keep what was asked for, and let slow tests run first where processes share the suite."""
+    if config.getoption("first_cases"):
+        keep_first_cases(items)
+    items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Return the items in an order in which each worker begins with slow ones.
+
+    Each worker gets an equal piece of the list, and a long test that starts last would leave the
+    others idle. The tests of a module stay together, because its fixtures are made once.
+    """
+    if workers == 1:
+        return items
+    modules: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        modules.setdefault(item.path, []).append(item)
+    slow = [tests for tests in modules.values() if any(map(is_slow, tests))]
+    rest = [test for tests in modules.values() if tests not in slow for test in tests]
+    pieces: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    for tests in slow:
+        shortest = min(pieces, key=len)
+        shortest.extend(sorted(tests, key=is_slow, reverse=True))
+    for number, piece in enumerate(pieces):
+        room = len(items) * (number + 1) // workers - len(items) * number // workers
+        more = max(room - len(piece), 0)
+        piece.extend(rest[:more])
+        del rest[:more]
+    return [item for piece in pieces for item in piece] + rest
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Return whether a test is marked `slow`."""
+    return item.get_closest_marker("slow") is not None
+
+
+def keep_first_cases(items: list[pytest.Item]) -> None:
+    """Keep the first case of each test. Rules of style keep all files."""
     first: dict[str, pytest.Item] = {}
     kept = []
     for item in items:
