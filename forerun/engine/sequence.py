@@ -18,6 +18,7 @@ from forerun.failures import UNATTRIBUTABLE
 from forerun.sampling.probabilities import Logprob, logprobs_of
 from forerun.sampling.sampler import Sampler
 from forerun.sampling.seeded import SeededSampler, SeededStream
+from forerun.sampling.waits import short_waits
 
 Mode = Literal["greedy", "sampled"]
 
@@ -193,6 +194,8 @@ class Sequence:
             self.tokens.append(token)
             try:
                 stopped = token in self.eos or self._stopped(scores, count - 1)
+                if not stopped and not self.remaining:
+                    stopped = self._is_complete_at_last()
             except UNATTRIBUTABLE:
                 raise
             except BaseException as error:
@@ -220,6 +223,16 @@ class Sequence:
             raise
         except BaseException as error:
             self.error = error
+
+    def _is_complete_at_last(self) -> bool:
+        """Ask the rule once more, with a wait of its own, because others may have used the step's.
+
+        There is no next step in which `settle` could ask.
+        """
+        if self.request.stop is None:
+            return False
+        with short_waits():
+            return self.request.stop(self.tokens)
 
     def report(self, read: int) -> None:
         """Call the request's `progress`, if any, with the number of prompt tokens read.

@@ -15,6 +15,7 @@ from functools import cache
 from itertools import product
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -368,6 +369,22 @@ def test_all_waits_of_a_step_have_one_limit(name: str, monkeypatch: pytest.Monke
         shared.engine.step()
         longest = max(longest, clock.now - before)
     assert longest == pytest.approx(waits.STEP_SECONDS)
+
+
+def test_the_last_token_has_a_wait_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of its step may be used up, and a whole answer would seem to be cut by its length."""
+    original = waits.wait
+    monkeypatch.setattr(
+        waits, "wait", lambda jobs, timeout: original(jobs, 600 if timeout > 0 else 0)
+    )
+    compiled_form = compiled(regex("the cat"), tiny_tokenizer())
+    rule = type(compiled_form)(compiled_form._beginning, compiled_form._tokens, 1)
+    text = tiny_tokenizer().encode("the cat")
+    seq = Sequence(Request([5], len(text), stop=rule.stop(None)))
+    with waits.short_waits():
+        monkeypatch.setattr(waits._allowance.get(), "left", 0.0)
+        assert seq.extend(text, Mock()) == len(text)
+    assert (seq.error, seq.finish_reason) == (None, "stop")
 
 
 def test_a_call_that_has_kept_the_lock_is_followed_by_a_pause(
