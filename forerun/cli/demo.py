@@ -354,7 +354,7 @@ def _show(comparison: Comparison, console: Console) -> None:
         speeds = comparison.plain_speeds
         console.print(
             "The machine is busy: plain decoding's own speed was "
-            f"{min(speeds):.0f} to {max(speeds):.0f} tokens/s."
+            f"{min(speeds):.1f} to {max(speeds):.1f} tokens/s."
         )
 
 
