@@ -14,7 +14,7 @@ def group_folders(controller: str, root: Path) -> Iterator[Path]:
         root: where /proc and /sys are mounted.
     """
     top = root / "sys/fs/cgroup"
-    for line in read_text(root / "proc/self/cgroup").splitlines():
+    for line in system_text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0":
             yield from _upwards(top / path.strip("/"), top)
@@ -29,8 +29,11 @@ def _upwards(folder: Path, top: Path) -> Iterator[Path]:
     yield from (path for path in (folder, *folder.parents) if path.is_relative_to(top))
 
 
-def read_text(path: Path) -> str:
-    """Return what a file of the system says, or nothing if it cannot be read."""
+def system_text(path: Path) -> str:
+    """Return what a file of the system says, or nothing if it cannot be read.
+
+    `forerun.files.read_text` is for a user's files, whose faults are errors.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except OSError:

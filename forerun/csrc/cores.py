@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from forerun.control_groups import group_folders, read_text
+from forerun.control_groups import group_folders, system_text
 
 # Environment variables by which a user chooses the number of threads of torch.
 CHOSEN_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
@@ -67,8 +67,8 @@ def memory_nodes(root: Path = ROOT) -> list[frozenset[int]]:
         return []
     allowed = os.sched_getaffinity(0)
     folder = root / "sys/devices/system/node"
-    online = sorted(_cpus(read_text(folder / "online")))
-    nodes = [_cpus(read_text(folder / f"node{node}/cpulist")) & allowed for node in online]
+    online = sorted(_cpus(system_text(folder / "online")))
+    nodes = [_cpus(system_text(folder / f"node{node}/cpulist")) & allowed for node in online]
     used = [node for node in nodes if node]
     is_known = sum(map(len, used)) == len(allowed) and frozenset().union(*used) == allowed
     return used if is_known and len(used) > 1 else []
@@ -82,7 +82,9 @@ def _limited(cores: int, root: Path) -> int:
 
 def _siblings(cpu: int, root: Path) -> frozenset[int]:
     """Return the hyperthreads of a CPU's core, or none if they are unknown."""
-    return _cpus(read_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
+    return _cpus(
+        system_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    )
 
 
 def _fast(siblings: dict[int, frozenset[int]], root: Path) -> set[frozenset[int]] | None:
@@ -92,7 +94,7 @@ def _fast(siblings: dict[int, frozenset[int]], root: Path) -> set[frozenset[int]
     """
     if not all(siblings.values()):
         return None
-    slow = _cpus(read_text(root / "sys/devices/cpu_atom/cpus"))
+    slow = _cpus(system_text(root / "sys/devices/cpu_atom/cpus"))
     capacities = {cpu: _capacity(cpu, root) for cpu in siblings}
     smallest = MIN_CAPACITY * max(capacities.values(), default=0)
     fast = [cpu for cpu in siblings if cpu not in slow and capacities[cpu] >= smallest]
@@ -100,7 +102,7 @@ def _fast(siblings: dict[int, frozenset[int]], root: Path) -> set[frozenset[int]
 
 
 def _capacity(cpu: int, root: Path) -> int:
-    text = read_text(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity").strip()
+    text = system_text(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity").strip()
     return int(text) if text.isdecimal() else 0
 
 
@@ -116,9 +118,9 @@ def _quota(root: Path) -> float | None:
 
 
 def _limit_of(folder: Path) -> float | None:
-    limit = read_text(folder / "cpu.max").split()
+    limit = system_text(folder / "cpu.max").split()
     if not limit:
-        limit = [read_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        limit = [system_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
     if len(limit) != 2 or not all(part.isdecimal() and int(part) for part in limit):
         return None  # no limit is written as "max" or -1
     return int(limit[0]) / int(limit[1])

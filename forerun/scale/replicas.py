@@ -116,7 +116,7 @@ def gpus_per_replica(replicas: int, device: str | None) -> float:
 
 def machine_share(replicas: int) -> float:
     """Return the part of a machine's memory for each replica, as Ray spreads them evenly."""
-    machines = sum(node["Alive"] and "CPU" in node["Resources"] for node in ray.nodes())
+    machines = sum(cores > 0 for cores in _cores_by_node())
     replicas_per_machine = -(-replicas // machines)
     return 1 / replicas_per_machine
 
@@ -192,12 +192,17 @@ def run(
 
 def _check_cores(plan: ReplicaPlan) -> None:
     """Raise ValueError if the cluster lacks cores. A replica has all of its cores on one node."""
-    cores = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    cores = _cores_by_node()
     if sum(count // plan.cpus for count in cores) < plan.count:
         raise ValueError(
             f"--replicas {plan.count} with {plan.cpus} threads each do not fit into {sum(cores)} "
             "cores"
         )
+
+
+def _cores_by_node() -> list[int]:
+    """Return the cores of each node that lives, 0 for one that Ray gives no work."""
+    return [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
 
 
 def _reason(name: str, error: Exception) -> str:

@@ -12,7 +12,7 @@ from forerun.api.build import draft_share
 from forerun.api.decoder import Decoder
 from forerun.api.options import DEFAULT_PREFIX_BYTES
 from forerun.backends.held import held_bytes
-from forerun.control_groups import group_folders, read_text
+from forerun.control_groups import group_folders, system_text
 
 # The other half is needed because old and new buffers exist together while a buffer grows, and for
 # all that is not keys and values of the target.
@@ -106,7 +106,7 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:
 
 def _available_memory(root: Path) -> int | None:
     available = re.search(
-        r"^MemAvailable: +(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE
+        r"^MemAvailable: +(\d+) kB", system_text(root / "proc/meminfo"), re.MULTILINE
     )
     return 1024 * int(available[1]) if available else None
 
@@ -123,10 +123,10 @@ def _room(group: Path) -> int | None:
     No limit is written as "max" in version 2, and as a very large number in version 1.
     """
     for limit_name, used_name, cached_name in GROUP_FILES:
-        limit = read_text(group / limit_name).strip()
-        used = read_text(group / used_name).strip()
+        limit = system_text(group / limit_name).strip()
+        used = system_text(group / used_name).strip()
         if limit.isdecimal() and used.isdecimal():
-            statistics = read_text(group / "memory.stat")
+            statistics = system_text(group / "memory.stat")
             cached = re.search(rf"^{cached_name} (\d+)", statistics, re.MULTILINE)
             return max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0))
     return None
