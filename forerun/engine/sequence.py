@@ -195,7 +195,7 @@ class Sequence:
             try:
                 stopped = token in self.eos or self._stopped(scores, count - 1)
                 if not stopped and not self.remaining:
-                    stopped = self._is_complete_at_last()
+                    stopped = self._is_ended_at_last()
             except UNATTRIBUTABLE:
                 raise
             except BaseException as error:
@@ -214,25 +214,26 @@ class Sequence:
 
         A rule of a constraint may not have known that when the token came.
         """
-        if self.request.stop is None or len(self.tokens) == self.prompt_length:
+        if len(self.tokens) == self.prompt_length:
             return
         try:
-            if self.request.stop(self.tokens):
+            if self._is_ended_by_rule():
                 self.finish_reason = "stop"
         except UNATTRIBUTABLE:
             raise
         except BaseException as error:
             self.error = error
 
-    def _is_complete_at_last(self) -> bool:
+    def _is_ended_by_rule(self) -> bool:
+        return self.request.stop is not None and self.request.stop(self.tokens)
+
+    def _is_ended_at_last(self) -> bool:
         """Ask the rule once more, with a wait of its own, because others may have used the step's.
 
         There is no next step in which `settle` could ask.
         """
-        if self.request.stop is None:
-            return False
         with short_waits():
-            return self.request.stop(self.tokens)
+            return self._is_ended_by_rule()
 
     def report(self, read: int) -> None:
         """Call the request's `progress`, if any, with the number of prompt tokens read.
@@ -280,7 +281,7 @@ class Sequence:
 
     def _stopped(self, scores: Callable[[int], Tensor], index: int) -> bool:
         """Return whether the last token, the step's token `index`, ends the sequence."""
-        if self.request.stop is not None and self.request.stop(self.tokens):
+        if self._is_ended_by_rule():
             return True
         if not self.request.criteria:
             return False
