@@ -244,7 +244,7 @@ class ServingOptions(DecodeOptions):
             metavar="SIZE",
             help=(
                 "Bytes for the target's keys and values, for example 2GiB. Default: half of the "
-                "free memory."
+                "free memory that earlier texts leave."
             ),
         ),
     ] = None
