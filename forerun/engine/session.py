@@ -226,8 +226,8 @@ class Session:
                 given_back_at = monotonic()
             self._advance_side_work()
             if not self.engine.busy:
-                if not self._side_works:
-                    self._rest()
+                if not self._side_works and self._rest():
+                    given_back_at = monotonic()
                 continue
             try:
                 with self._turn:
@@ -245,12 +245,14 @@ class Session:
             failures = 0
             on_steps(steps)
 
-    def _rest(self) -> None:
-        """Wait until there is something to do."""
-        if not self._wake.wait(REST_SECONDS):
+    def _rest(self) -> bool:
+        """Wait until there is something to do, and return whether memory was given back."""
+        is_long = not self._wake.wait(REST_SECONDS)
+        if is_long:
             give_back()
             self._wake.wait()
         self._wake.clear()
+        return is_long
 
     def stop(self) -> None:
         """End `drive` after its present step."""

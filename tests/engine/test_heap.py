@@ -53,7 +53,12 @@ def test_an_engine_that_rests_gives_memory_back_once(monkeypatch: pytest.MonkeyP
         calls.append(session.engine.busy)
         given.set()
 
+    def now() -> float:
+        """Each rest is long, and the request that ends it must not wait for one more call."""
+        return 2 * sessions.BUSY_SECONDS * len(calls)
+
     monkeypatch.setattr(sessions, "give_back", give_back)
+    monkeypatch.setattr(sessions, "monotonic", now)
     monkeypatch.setattr(sessions, "REST_SECONDS", 0.01)
     thread = threading.Thread(target=session.drive, args=(lambda steps: None, calls.append))
     thread.start()
