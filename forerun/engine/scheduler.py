@@ -221,8 +221,8 @@ class Scheduler:
     def _chunks(self, seq: Sequence) -> Generator[Chunk, None, None]:
         """Read a prompt, first with the target and then with the drafter.
 
-        The copies of a long prompt to the prefix store and to its row take as long as a chunk, so
-        they have a turn of their own.
+        A long prompt is also copied to the prefix store, and where memory cannot be moved to its
+        row. That takes as long as a chunk, so it has turns of its own.
         """
         if seq.waited is None:
             seq.waited = perf_counter() - seq.added_at
@@ -261,7 +261,7 @@ class Scheduler:
         chunks = EngineChunks(self._chunk_size, self._has_one)
         for tokens in self._drafter.admit(seq, hidden, chunks):
             count += tokens
-            yield Chunk(tokens, max(0, length - count))
+            yield Chunk(tokens, max(0, length - count) + copies)
 
     def _chunk_size(self) -> int:
         """Return the number of prompt tokens that fill `chunk_seconds`.

@@ -114,6 +114,8 @@ class Target(Protocol):
     ) -> Iterator[int]:
         """Run a prompt in chunks of at most `chunk` tokens, and yield the number in each.
 
+        A 0 is yielded after another piece of work on the prompt.
+
         `on_logits` is called with the logits [n, V] of each chunk. Only the last captured states
         are kept, as many as a head needs that reads `reads` positions (`RecentStates`).
 
@@ -131,7 +133,7 @@ class Target(Protocol):
         cache_salt: str = "",
         capture: Capture = "",
     ) -> None:
-        """Save a row's committed positions in the prefix store, if any.
+        """Save a row's committed positions in the prefix store, if any, right before `drop`.
 
         `hidden` [n, d] are the states at the last n of these positions.
         """

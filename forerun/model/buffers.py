@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import platform
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -17,14 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forerun.model.pages import MACHINES, NO_RESERVE, can_move, move
+
 MAPPED = 2**20  # bytes of a buffer, addresses included, from which it is a mapping
 PAGE = mmap.PAGESIZE
 COUNTED = "2\n"  # the content of overcommit_memory if addresses count as memory, used or not
-# Python 3.13 has a name for this flag. The number holds for the MACHINES.
-NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-MACHINES = ("x86_64", "aarch64")  # for which addresses are reserved
+MOVED_PAGES = 2**18  # bytes of entries from which their pages move, because fewer are soon copied
 
-Shape = tuple[int, int, int, int]
+Shape = Sequence[int]  # rows, groups, positions, D
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,28 +61,56 @@ class Buffer:
         self._release(row * self._row_bytes, self._row_bytes)
 
     def take(self, row: int, source: Buffer, source_row: int, length: int) -> None:
-        """Copy the first `length` positions of another buffer's row, and release that row.
+        """Move the first `length` positions of another buffer's row here, and release that row.
 
-        The source stays as it is if it is not releasable. If its groups are whole pages, each is
-        released once it is copied, so that only one group's entries take memory twice at a time.
+        The source stays as it is if it is not releasable. The pages of a long row move without a
+        copy, and with them what the source holds behind these positions. Else the entries are
+        copied. If the source's groups are whole pages, each is then released once it is copied, so
+        that only one group's entries take memory twice at a time.
         """
-        group_bytes = source.whole.stride(1) * source.whole.element_size()
-        by_group = source.is_releasable and group_bytes % PAGE == 0
+        if self._move_pages(row, source, source_row, length):
+            return
+        by_group = source.is_releasable and source._group_bytes % PAGE == 0
         for group in range(self.whole.shape[1]):
             self.whole[row, group, :length] = source.whole[source_row, group, :length]
             if by_group:
-                start = source_row * source._row_bytes + group * group_bytes
-                source._release(start, group_bytes)
+                start = source_row * source._row_bytes + group * source._group_bytes
+                source._release(start, source._group_bytes)
         if source.is_releasable and not by_group:
             source.release(source_row)
+
+    def _move_pages(self, row: int, source: Buffer, source_row: int, length: int) -> bool:
+        """Move a whole row of another buffer here, and return whether that was possible."""
+        is_long = self._row_bytes // self.whole.shape[2] * length >= MOVED_PAGES
+        is_alike = self.whole.shape[1:] == source.whole.shape[1:]
+        is_releasable = self.is_releasable and source.is_releasable
+        if not (is_long and is_alike and is_releasable and can_move()):
+            return False
+        return move(source._address(source_row), self._address(row), self._row_bytes)
+
+    def detached(self, row: int, length: int) -> Buffer:
+        """Return a buffer with the first `length` positions of a row, which loses its entries.
+
+        Call it only if the buffer is releasable. Raises MemoryError.
+        """
+        alone = _mapped(self.whole, (1, *self.whole.shape[1:]))
+        alone.take(0, self, row, length)
+        return alone
 
     def _release(self, start: int, size: int) -> None:
         assert self.pages is not None
         self.pages.madvise(mmap.MADV_DONTNEED, start, size)
 
+    def _address(self, row: int) -> int:
+        return self.whole.data_ptr() + row * self._row_bytes
+
     @property
     def _row_bytes(self) -> int:
         return self.whole.stride(0) * self.whole.element_size()
+
+    @property
+    def _group_bytes(self) -> int:
+        return self.whole.stride(1) * self.whole.element_size()
 
 
 def new_buffer(like: Tensor, shape: Shape, reserved: Shape) -> Buffer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from hashlib import blake2b
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
@@ -26,6 +27,7 @@ from forerun.model.eager import EagerForward, lm_head
 from forerun.model.fingerprint import fingerprint, same_model
 from forerun.model.forward import DraftHead, Forward, FusedDraft
 from forerun.model.kv_cache import KVCache
+from forerun.model.prefix_store import Text
 from forerun.model.prompts import ROW, PromptCache
 from forerun.model.rows import Rows
 from forerun.model.segments import layout_of
@@ -202,7 +204,8 @@ class CausalLM(Rows):
     ) -> Iterator[int]:
         """Run a prompt, which may be empty, in the prompt cache.
 
-        Yields the size of each chunk, at most `chunk` tokens. `join` then copies the prompt to
+        Yields the size of each chunk, at most `chunk` tokens, and 0 whenever a layer of a long text
+        was copied from or to the prefix store. `join` then copies the prompt to
         rows, or moves a long one to the first. A prefix that was run before under the same salt,
         and that the last prompt, the prefix store or the shelf still holds, is not run again. With
         `on_logits` all tokens are run, and it gets the logits [n, V] of each chunk.
@@ -217,7 +220,10 @@ class CausalLM(Rows):
         prompts = self._begin_reading()
         first = first_kept(len(tokens), reads)
         try:
-            count = prompts.begin(tokens, cache_salt, capture, on_logits is None, reads)
+            for _ in prompts.begin(tokens, cache_salt, capture, on_logits is None, reads):
+                yield 0
+                self.prompts = prompts
+            count = len(prompts.tokens)
             while count < len(tokens):
                 part = tokens[count : count + next_size(chunk)]
                 count += len(part)
@@ -231,7 +237,9 @@ class CausalLM(Rows):
                 self.prefilled += len(part)
                 yield len(part)
                 self.prompts = prompts
-            prompts.end()
+            for _ in prompts.end():
+                yield 0
+                self.prompts = prompts
         finally:
             self._reading = [other for other in self._reading if other is not prompts]
 
@@ -289,7 +297,7 @@ class CausalLM(Rows):
     ) -> None:
         """Save a sequence's committed positions for later prompts with the same salt.
 
-        Call it before `drop`.
+        Call it right before `drop`, because a long text is moved rather than copied.
 
         Args:
             id: the sequence.
@@ -304,8 +312,11 @@ class CausalLM(Rows):
             return
         if hidden is not None:
             hidden = hidden[: max(0, len(hidden) - (committed - length))]
-        stored = self.cache.view(id, length)
-        self.prompts.remember(tokens[:length], stored, hidden, cache_salt, capture)
+        text = Text(tokens[:length], hidden, cache_salt, capture)
+        detach = partial(self.prompts.detach, self.cache, id, length)
+        self.prompts.remember(
+            text, self.cache.view(id, length), detach if self.cache.is_releasable else None
+        )
 
     @torch.inference_mode()
     def forget_prompt(self) -> None:

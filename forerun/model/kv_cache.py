@@ -5,7 +5,7 @@ Hugging Face models take it in place of their own cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -222,14 +222,25 @@ class KVCache(Cache):
 
     def copy_in(self, id: int, stored: Stored, length: int) -> None:
         """Replace a sequence's entries by the first `length` positions of a `view`."""
-        row = self._rows[id]
+        for _ in self.copy_in_pieces(id, stored, length):
+            pass
+
+    def copy_in_pieces(self, id: int, stored: Stored, length: int) -> Iterator[None]:
+        """Do as `copy_in`, a layer at a time.
+
+        The sequence has no positions until the last layer is copied. No other call may change it
+        before.
+        """
         self.reserve(0, length)
+        self.crop_to([id], [0])
         for layer, entry in zip(self.layers, stored, strict=True):
             if entry is not None and length:
                 layer.lazy_initialization(*entry)
+                row = self._rows[id]
                 layer.keys[row, :, :length] = entry[0][:, :length]
                 layer.values[row, :, :length] = entry[1][:, :length]
-        self.lengths[row] = length
+                yield
+        self.lengths[self._rows[id]] = length
 
     def take(self, id: int, source: KVCache, other: int, length: int) -> None:
         """Replace a sequence's entries by the first `length` positions of one in another cache.
@@ -250,8 +261,28 @@ class KVCache(Cache):
         for layer, given in pairs:
             layer.take(row, given, source_row, length)
         self.lengths[row] = length
-        source.lengths[source_row] = 0
-        source._reaches[source_row] = 0
+        # What the other sequence has behind these positions may have come along.
+        reach = max(source.lengths[source_row], source._reaches[source_row])
+        self._reaches[row] = max(self._reaches[row], reach)
+        source._forget_entries(source_row)
+
+    def detach(self, id: int, length: int) -> Stored:
+        """Return a sequence's first `length` positions in memory of their own.
+
+        The sequence loses all of its entries, which are moved rather than copied (`Buffer.take`).
+        The cache must be releasable. Raises MemoryError.
+        """
+        row = self._rows[id]
+        detached: Stored = [
+            layer.detached(row, length) if layer.is_initialized else None for layer in self.layers
+        ]
+        self._forget_entries(row)
+        return detached
+
+    def _forget_entries(self, row: int) -> None:
+        """Note that a row has lost its entries, and is zeros."""
+        self.lengths[row] = 0
+        self._reaches[row] = 0
 
     # Forwards.
 
@@ -462,6 +493,12 @@ class KVLayer(CacheLayerMixin):
         """
         for buffer, given in zip(self._storage, source._storage, strict=True):
             buffer.take(row, given, source_row, length)
+
+    def detached(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [G, n, D] of a row's first positions, which the row loses."""
+        parts = [buffer.detached(row, length).whole[0, :, :length] for buffer in self._storage]
+        keys, values = parts if self.both is None else parts[0].chunk(2)
+        return keys, values
 
     def _allocated(self, keys: Tensor, values: Tensor, rows: int, positions: int) -> Buffers:
         """Return buffers for keys and values like these: one for both if they are of one size."""

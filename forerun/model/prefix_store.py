@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +12,42 @@ from torch import Tensor
 
 from forerun.engine.target import Capture
 from forerun.model.kv_cache import Stored
-from forerun.sampling.threads import one_thread
 
 Tokens = NDArray[np.int64]  # [n]
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """A text whose keys and values are to be kept.
+
+    Attributes:
+        tokens: the text.
+        hidden: captured states [n, d] at its last n positions, or None.
+        cache_salt: only prompts with this salt may find it.
+        capture: what `hidden` are.
+    """
+
+    tokens: Sequence[int]
+    hidden: Tensor | None = None
+    cache_salt: str = ""
+    capture: Capture = "head"
+
+    @cached_property
+    def ids(self) -> Tokens:
+        """The tokens as an array."""
+        return np.asarray(self.tokens, dtype=np.int64)
+
+    @property
+    def states(self) -> Capture:
+        """Which states it has; "" for none."""
+        return "" if self.hidden is None else self.capture
+
+    def bytes_with(self, stored: Stored) -> int:
+        """Return the bytes of its keys, values and states."""
+        parts = [part for pair in stored if pair is not None for part in pair]
+        if self.hidden is not None:
+            parts.append(self.hidden)
+        return sum(part.numel() * part.element_size() for part in parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,38 +55,58 @@ class Prefix:
     """A text with its keys and values, for prompts with the same cache salt.
 
     Attributes:
-        tokens: the text.
+        text: the text.
         stored: its keys and values.
-        hidden: captured states [n, d] at its last n positions, or None.
         bytes: the size of keys, values and states.
-        cache_salt: only prompts with this salt find it.
-        capture: what `hidden` are.
     """
 
-    tokens: Tokens
+    text: Text
     stored: Stored
-    hidden: Tensor | None
     bytes: int
-    cache_salt: str
-    capture: Capture
 
     @property
-    def state_count(self) -> int:
-        """How many of its last positions it has states for."""
-        return 0 if self.hidden is None else len(self.hidden)
+    def tokens(self) -> Tokens:
+        """The text."""
+        return self.text.ids
+
+    @property
+    def capture(self) -> Capture:
+        """Which states it has; "" for none."""
+        return self.text.states
 
     def states_before(self, length: int) -> Tensor | None:
         """Return the states [n, d] at the last n of its first `length` positions, if any."""
-        if self.hidden is None:
+        hidden = self.text.hidden
+        if hidden is None:
             return None
-        count = len(self.hidden) - (len(self.tokens) - length)
-        return self.hidden[:count] if count > 0 else None
+        count = len(hidden) - (len(self.tokens) - length)
+        return hidden[:count] if count > 0 else None
 
     def serves(self, capture: Capture, reads: int | None) -> bool:
         """Return whether it helps a prompt whose states `capture` are wanted: see `PromptCache`."""
         if not capture or reads is not None:
             return True
         return self.capture == capture and self.state_count == len(self.tokens)
+
+    @property
+    def state_count(self) -> int:
+        """How many of its last positions it has states for."""
+        return 0 if self.text.hidden is None else len(self.text.hidden)
+
+    def has(self, text: Text) -> bool:
+        """Return whether it is a text, or continues it, with all that is known of that."""
+        if self.text.cache_salt != text.cache_salt or text.states not in ("", self.capture):
+            return False
+        if common(self.tokens, text.ids) < len(text.ids):
+            return False
+        count = 0 if text.hidden is None else len(text.hidden)
+        return len(self.tokens) > len(text.ids) or self.state_count >= count
+
+    def is_part_of(self, text: Text) -> bool:
+        """Return whether a text is this one, or continues it, with states of the same kind."""
+        if self.text.cache_salt != text.cache_salt or self.capture not in ("", text.states):
+            return False
+        return common(self.tokens, text.ids) == len(self.tokens)
 
 
 class PrefixStore:
@@ -95,7 +149,7 @@ class PrefixStore:
         best_length = held
         best_states = 0
         for entry in self._entries:
-            if entry.cache_salt != cache_salt or not entry.serves(capture, reads):
+            if entry.text.cache_salt != cache_salt or not entry.serves(capture, reads):
                 continue
             length = common(entry.tokens, prompt)
             states = entry.states_before(length) if capture == entry.capture else None
@@ -112,54 +166,33 @@ class PrefixStore:
         self.hit_tokens += best_length - held
         return best, best_length
 
-    def put(
-        self,
-        tokens: Sequence[int],
-        stored: Stored,
-        hidden: Tensor | None = None,
-        cache_salt: str = "",
-        capture: Capture = "head",
-    ) -> None:
-        """Store a text with copies of its keys and values, and of its last hidden states.
+    def wants(self, text: Text, size: int) -> bool:
+        """Return whether it would keep a text of `size` bytes.
 
-        A text is ignored if it alone is larger than the limit, or if the store has it already.
-
-        Args:
-            tokens: the text.
-            stored: keys and values [G, n, D] by layer.
-            hidden: states [m, d] at its last m positions, or None.
-            cache_salt: only prompts with this salt find it.
-            capture: what `hidden` are.
+        A text that alone is larger than the limit is not kept. One that the store has already, as
+        it is or continued, counts as used now.
         """
-        if hidden is None:
-            capture = ""
-        state_count = len(hidden) if hidden is not None else 0
-        text = np.asarray(tokens, dtype=np.int64)
-        parts = [part for pair in stored if pair is not None for part in pair]
-        if hidden is not None:
-            parts.append(hidden)
-        size = sum(part.numel() * part.element_size() for part in parts)
         if size > self.limit:
+            return False
+        holders = [entry for entry in self._entries if entry.has(text)]
+        if holders:
+            self._touch(holders[-1])
+        return not holders
+
+    def put(self, text: Text, stored: Stored) -> None:
+        """Keep a text with its keys and values [G, n, D] by layer, if the store wants it.
+
+        These tensors, and the text's states, are the store's own from now on: no copies are made.
+        """
+        size = text.bytes_with(stored)
+        if not self.wants(text, size):
             return
-        for entry in [entry for entry in self._entries[::-1] if entry.cache_salt == cache_salt]:
-            length = common(entry.tokens, text)
-            if length == len(text) and capture in ("", entry.capture):
-                is_longer = len(entry.tokens) > length
-                if is_longer or entry.state_count >= state_count:
-                    self._touch(entry)
-                    return
-            if length == len(entry.tokens) and entry.capture in ("", capture):
+        for entry in list(self._entries):
+            if entry.is_part_of(text):
                 self._remove(entry)
         while self.bytes + size > self.limit:
             self._remove(self._entries[0])
-        # One thread copies usual sizes, because torch's other threads would wait actively for the
-        # next layer's copy, on cores that the engine's next forward needs.
-        with one_thread(max((part.numel() for part in parts), default=0)):
-            copies = [
-                None if pair is None else (pair[0].clone(), pair[1].clone()) for pair in stored
-            ]
-            hidden_copy = None if hidden is None else hidden.clone()
-        self._entries.append(Prefix(text, copies, hidden_copy, size, cache_salt, capture))
+        self._entries.append(Prefix(text, stored, size))
         self.bytes += size
 
     def _touch(self, entry: Prefix) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from forerun.engine.recent_states import RecentStates
 from forerun.engine.target import Capture
 from forerun.model.kv_cache import KVCache, Stored, are_numbers
-from forerun.model.prefix_store import Prefix, PrefixStore, common
+from forerun.model.prefix_store import Prefix, PrefixStore, Text, common
 from forerun.sampling.threads import one_thread
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("forerun")
 ROW = 0  # the only sequence of a prompt's cache
-MOVED = 2**24  # bytes of keys and values from which a prompt moves to its row
+LONG = 2**24  # bytes of keys and values from which a text is moved where that is possible
 
 
 class PromptCache:
@@ -79,8 +80,11 @@ class PromptCache:
         capture: Capture,
         reuse: bool,
         reads: int | None = None,
-    ) -> int:
-        """Prepare the cache for a prompt.
+    ) -> Iterator[None]:
+        """Prepare the cache for a prompt. Afterwards `tokens` are those that need not be run.
+
+        Known keys and values are copied a layer at a time, with a yield after each if there are
+        many, because the caller may have other work that cannot wait for all of them.
 
         Args:
             tokens: the prompt.
@@ -88,9 +92,6 @@ class PromptCache:
             capture: the hidden states that are wanted.
             reuse: whether known texts may be reused.
             reads: how many of the last states a head reads; None for all.
-
-        Returns:
-            The number of tokens that need not be run: 0 without `reuse`.
         """
         held = self._keep_common(tokens, cache_salt, capture, reuse, reads)
         prefix: Prefix | None = None
@@ -100,7 +101,11 @@ class PromptCache:
                 prefix, held = match
         states: Tensor | None = None
         if prefix is not None:
-            self.cache.copy_in(ROW, prefix.stored, held)
+            self.tokens = []
+            is_long = prefix.bytes >= LONG
+            for _ in self.cache.copy_in_pieces(ROW, prefix.stored, held):
+                if is_long:
+                    yield
             if capture == prefix.capture:
                 states = prefix.states_before(held)
         else:
@@ -119,7 +124,6 @@ class PromptCache:
                 pieces = self.shelf.read(tokens, held, capture, cache_salt, reads)
                 for entries, hidden in pieces:
                     self._extend(entries, hidden, tokens)
-        return len(self.tokens)
 
     def _keep_common(
         self,
@@ -192,13 +196,11 @@ class PromptCache:
         """Return the captured hidden states [n, d] at the last n positions, or None before any."""
         return self._states.joined()
 
-    def end(self) -> None:
-        """Add the prompt, which was run completely, to the store."""
+    def end(self) -> Iterator[None]:
+        """Add the prompt, which was run completely, to the store. Yields as `begin` does."""
         if self.tokens:
-            stored = self._view(len(self.tokens))
-            self.remember(
-                self.tokens, stored, self.hidden, self._cache_salt, self.capture, has_ended=False
-            )
+            text = Text(list(self.tokens), self.hidden, self._cache_salt, self.capture)
+            yield from self._remember(text, self._view(len(self.tokens)), None, has_ended=False)
 
     def copy_to(self, cache: KVCache, id: int, reserve: int) -> None:
         """Add a row for a sequence, with the prompt, which moves there if it is long."""
@@ -206,7 +208,7 @@ class PromptCache:
         cache.add(id, max(reserve, length))
         if not length:
             return
-        is_long = self._home is None and self._bytes >= MOVED
+        is_long = self._home is None and self._bytes >= LONG
         if is_long and self.cache.is_releasable and cache.is_releasable:
             cache.take(id, self.cache, ROW, length)
             self._home = cache, id
@@ -235,6 +237,15 @@ class PromptCache:
             self.cache.take(ROW, cache, id, len(self.tokens))
             self._home = None
 
+    def detach(self, cache: KVCache, id: int, length: int) -> Stored:
+        """Return the entries of a sequence that is about to be dropped, for the store.
+
+        If the prompt has moved to this sequence, it is forgotten.
+        """
+        if self._home == (cache, id):
+            self.forget()
+        return cache.detach(id, length)
+
     @property
     def _bytes(self) -> int:
         """Return the bytes of the prompt's keys and values."""
@@ -245,31 +256,63 @@ class PromptCache:
         cache, id = self._home or (self.cache, ROW)
         return cache.view(id, length)
 
-    def remember(
-        self,
-        tokens: Sequence[int],
-        stored: Stored,
-        hidden: Tensor | None,
-        cache_salt: str,
-        capture: Capture,
-        has_ended: bool = True,
-    ) -> None:
-        """Add a text to the store and the shelf, as far as these exist.
+    def remember(self, text: Text, stored: Stored, detach: Callable[[], Stored] | None) -> None:
+        """Add a text that has ended to the store and the shelf, as far as these exist.
+
+        Args:
+            text: the text.
+            stored: its keys and values [G, n, D] by layer.
+            detach: returns them in memory that nobody else uses; None if they must be copied.
+        """
+        for _ in self._remember(text, stored, detach, has_ended=True):
+            pass
+
+    def _remember(
+        self, text: Text, stored: Stored, detach: Callable[[], Stored] | None, has_ended: bool
+    ) -> Iterator[None]:
+        """Do as `remember`, and yield between the layers of a long text.
 
         Nothing is added unless all keys, values and states are finite. A lack of memory is logged
-        and does not raise, because the request has its answer without it. `hidden` [n, d] are the
-        states at the text's last n positions.
+        and does not raise, because the request has its answer without it.
         """
         if self.store is None and self.shelf is None:
             return
-        parts = [part for pair in stored if pair is not None for part in pair]
-        if not are_numbers(parts if hidden is None else [*parts, hidden]):
-            return
+        size = text.bytes_with(stored)
+        # All at once, if they are few, because each check waits for a GPU.
+        pieces = [[pair] for pair in stored] if size >= LONG else [stored]
+        for piece in pieces:
+            if not are_numbers(_parts(piece, text.hidden)):
+                return
+            if size >= LONG:
+                yield
         try:
             if self.shelf is not None:
                 with one_thread(0):  # as in `begin`
-                    self.shelf.put(tokens, stored, hidden, cache_salt, capture, has_ended)
-            if self.store is not None:
-                self.store.put(tokens, stored, hidden, cache_salt, capture)
+                    self.shelf.put(text, stored, has_ended)
+            if self.store is not None and self.store.wants(text, size):
+                kept: Stored = []
+                if detach is not None and size >= LONG:
+                    kept = detach()
+                else:
+                    for piece in pieces:
+                        kept += _copies(piece)
+                        if size >= LONG:
+                            yield
+                hidden = None if text.hidden is None else text.hidden.clone()
+                self.store.put(replace(text, hidden=hidden), kept)
         except (MemoryError, RuntimeError) as error:  # including torch.OutOfMemoryError
             _LOG.warning("a text is not kept for later prompts: %r", error)
+
+
+def _parts(stored: Stored, hidden: Tensor | None = None) -> list[Tensor]:
+    """Return keys, values and states in one list."""
+    parts = [part for pair in stored if pair is not None for part in pair]
+    return parts if hidden is None else [*parts, hidden]
+
+
+def _copies(stored: Stored) -> Stored:
+    """Return copies of keys and values."""
+    # One thread copies usual sizes, because torch's other threads would wait actively for the next
+    # layer's copy, on cores that the engine's next forward needs.
+    with one_thread(max((part.numel() for part in _parts(stored)), default=0)):
+        return [None if pair is None else (pair[0].clone(), pair[1].clone()) for pair in stored]

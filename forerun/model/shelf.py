@@ -16,7 +16,7 @@ from forerun.engine.recent_states import first_kept
 from forerun.engine.target import Capture
 from forerun.files import private_folder
 from forerun.model.kv_cache import Stored
-from forerun.model.prefix_store import Tokens, common
+from forerun.model.prefix_store import Text, Tokens, common
 from forerun.model.segments import (
     MIN_SEGMENT,
     NAME,
@@ -207,29 +207,21 @@ class Shelf:
             yield stored, None if hidden is None else hidden[first:end]
         self.touch(names)
 
-    def put(
-        self,
-        tokens: Sequence[int],
-        stored: Stored,
-        hidden: Tensor | None,
-        cache_salt: str,
-        capture: Capture,
-        has_ended: bool,
-    ) -> None:
+    def put(self, text: Text, stored: Stored, has_ended: bool) -> None:
         """Keep a text of at least SEGMENT_LENGTH tokens; ignore a shorter one.
 
         Copies are made now, and written to files later. A segment has a file with hidden states
         only if those of all of its tokens are given.
 
         Args:
-            tokens: the text.
-            stored: keys and values [G, n, D] by layer.
-            hidden: states [m, d] at its last m positions, or None.
-            cache_salt: only prompts with this salt find the text.
-            capture: what `hidden` are.
+            text: the text.
+            stored: its keys and values [G, n, D] by layer.
             has_ended: whether no token follows. If one may, the tokens after the last whole
                 segment are not kept, because a longer segment would replace theirs.
         """
+        tokens = text.tokens
+        hidden = text.hidden
+        capture = text.states
         if len(tokens) < SEGMENT_LENGTH:
             return
         known_from = len(tokens)  # the first position whose hidden state is given
@@ -239,7 +231,7 @@ class Shelf:
         names: list[str] = []
         files: list[NewFile] = []
         room = self.folder.room()
-        for segment in split(root_of(self._model, cache_salt), tokens):
+        for segment in split(root_of(self._model, text.cache_salt), tokens):
             if len(segment.tokens) < SEGMENT_LENGTH and not has_ended:
                 break
             if room <= 0:  # the text's beginning is kept

@@ -22,7 +22,7 @@ from forerun.engine.sequence import Request
 from forerun.heads.heads import HiddenDrafter
 from forerun.methods import Lyanna, method
 from forerun.model.causal_lm import CausalLM
-from forerun.model.prefix_store import PrefixStore
+from forerun.model.prefix_store import PrefixStore, Text
 from forerun.model.prompt_folder import PromptFolder
 from forerun.model.segments import SEGMENT_LENGTH
 from tests.support import families
@@ -191,7 +191,7 @@ def test_of_two_texts_that_match_the_one_with_more_states_is_taken() -> None:
     store = PrefixStore(10_000)
     stored: Any = [(torch.zeros(1, 6, 2), torch.zeros(1, 6, 2))]
     for last, count in ((1, 2), (2, 5), (3, 3)):
-        store.put([7, 7, 7, 7, last, 9], stored, torch.ones(count, 4))
+        store.put(Text([7, 7, 7, 7, last, 9], torch.ones(count, 4)), stored)
     best = store.find([7, 7, 7, 7, 8], capture="head", reads=READS)
     assert best is not None and best[1] == 4 and best[0].tokens[4] == 2
     states = best[0].states_before(4)

@@ -5,6 +5,7 @@ And memory that cannot be allocated, which harms nothing else.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -28,15 +29,17 @@ from forerun.engine.sequence import Request
 from forerun.methods import method
 from forerun.model import buffers as buffers_module
 from forerun.model import kv_cache as cache_module
+from forerun.model import pages as pages_module
 from forerun.model.buffers import can_reserve
 from forerun.model.causal_lm import CausalLM
 from forerun.model.kv_cache import BLOCK, KVCache
+from forerun.model.pages import can_move
 from forerun.server.memory import free_memory
-from tests.support.caches import DIM, HEADS, LAYERS, Pair
+from tests.support.caches import DIM, HEADS, LAYERS, Pair, same
 from tests.support.families import tiny
 from tests.support.toys import noisy_copy, refuses, take_step, tokens_of
 
-CALLS = ["add", "commit", "commit", "forget", "crop", "drop", "reset", "copy", "take"]
+CALLS = ["add", "commit", "commit", "forget", "crop", "drop", "reset", "copy", "take", "detach"]
 
 
 # Reservations that are large, outgrown at once, or not whole pages per row; and buffers that are
@@ -123,6 +126,19 @@ class Calls:
             prompt.lists[0] = []
         prompt.check()
 
+    def detach(self) -> None:
+        """Take the beginning of a row out of the cache, where memory can be moved."""
+        id = self.pick()
+        length = self.draw(st.integers(0, len(self.pair.lists[id])))
+        if self.pair.cache.is_releasable:
+            stored = self.pair.cache.detach(id, length)
+            detached = self.pair.lists[id][:length]
+            self.pair.lists[id] = []
+            for number, both in enumerate(stored):
+                assert length == 0 or both is not None
+                if both is not None:
+                    same(*both, detached, number)
+
 
 @pytest.mark.slow
 @given(st.data())
@@ -132,6 +148,8 @@ def test_any_order_of_calls_equals_lists(data: st.DataObject) -> None:
         patch.setattr(cache_module, "BLOCK", 4)  # many growths
         patch.setattr(cache_module, "RESERVED_ROWS", 3)
         patch.setattr(buffers_module, "MAPPED", 1)
+        moved_bytes = data.draw(st.sampled_from([1, 50, 10**9]), "bytes that move")
+        patch.setattr(buffers_module, "MOVED_PAGES", moved_bytes)
         patches = dict(MEMORIES[data.draw(st.sampled_from(sorted(MEMORIES)), "memory")])
         context = patches.pop("context", None)
         for name, value in patches.items():
@@ -268,6 +286,55 @@ def test_a_row_that_is_taken_is_nowhere_twice() -> None:
         and one.length(0) == 0
         and bool((other.layers[3].keys[0, :, :1000] == 1).all())
     )
+
+
+def written_pages() -> int:
+    """Return how many pages this process was given so far."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return int(fields[7])
+
+
+@counts_memory
+@pytest.mark.skipif(not can_move(), reason="entries are copied here")
+def test_pages_of_long_rows_move_without_a_copy() -> None:
+    one = KVCache(8)
+    other = KVCache(8)
+    for id in (0, 1):
+        one.add(id, 1000)
+        fill(one, id, 1000)
+    other.add(5, 1000)
+    fill(other, 5, 100)  # so that it has buffers
+    pages = 1000 * one.position_bytes // mmap.PAGESIZE
+    before = written_pages()
+    one.drop(0)  # the second row takes its place
+    other.take(5, one, 1, 1000)
+    (keys, values), *_ = other.detach(5, 1000)
+    assert written_pages() - before < pages // 10
+    assert keys.shape == values.shape == (8, 1000, 64)
+    assert bool((keys == 1).all() and (values == 1).all())
+    assert not other.layers[0].keys.any() and not one.layers[0].keys.any()
+
+
+@pytest.mark.skipif(not can_move(), reason="entries are copied here")
+def test_rows_are_copied_where_a_move_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        """A C library whose `mremap` unmaps its target before it fails, as Linux may."""
+
+        real = pages_module._libc()
+        mmap = real.mmap
+
+        def mremap(self, source: int, size: int, _: int, flags: int, target: int) -> int:
+            ctypes.CDLL(None).munmap(ctypes.c_void_p(target), ctypes.c_size_t(size))
+            return 2**64 - 1
+
+    cache = KVCache(8)
+    for id in (0, 1):
+        cache.add(id, 1000)
+        fill(cache, id, 1000)
+    monkeypatch.setattr(pages_module, "_libc", Failing)
+    cache.drop(0)
+    assert all(bool((layer.keys[0, :, :1000] == 1).all()) for layer in cache.layers)
+    assert not any(layer.keys[1].any() for layer in cache.layers)
 
 
 @pytest.mark.skipif(not can_reserve(), reason="nothing is reserved here")

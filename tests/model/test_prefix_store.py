@@ -20,7 +20,7 @@ from forerun.backends import prepare
 from forerun.model.buffers import can_reserve
 from forerun.model.causal_lm import CausalLM
 from forerun.model.eager import capture_hidden_states
-from forerun.model.prefix_store import PrefixStore, common
+from forerun.model.prefix_store import PrefixStore, Text, common
 from tests.support.toys import VOCAB, extend, random_tree, tiny
 
 HALF = [5, 9, 3, 7, 7, 2, 11, 60, 4, 8]
@@ -38,7 +38,7 @@ def texts(store: PrefixStore) -> list[list[int]]:
 def test_the_longest_common_prefix_is_found() -> None:
     store = PrefixStore(10_000)
     for fill, text in enumerate(([1, 2, 3, 4], [1, 2, 7, 7, 7], [2, 2])):
-        store.put(text, stored(len(text), fill))
+        store.put(Text(text), stored(len(text), fill))
     found = store.find([1, 2, 7, 9])
     assert found is not None
     entry, length = found
@@ -54,22 +54,24 @@ def test_the_longest_common_prefix_is_found() -> None:
 
 def test_hidden_states_are_part_of_a_hit_where_they_are_wanted() -> None:
     store = PrefixStore(10_000)
-    store.put([1, 2, 3], stored(3))
+    store.put(Text([1, 2, 3]), stored(3))
     assert store.find([1, 2], capture="head") is None
-    store.put([1, 2], stored(2), torch.ones(2, 4))  # shorter, but with what the longer one lacks
+    store.put(
+        Text([1, 2], torch.ones(2, 4)), stored(2)
+    )  # shorter, but with what the longer one lacks
     assert store.find([1, 2, 3], capture="head")[1] == 2 and store.find([1, 2, 3])[1] == 3
-    store.put([1, 2, 3, 4], stored(4), torch.ones(4, 4))
+    store.put(Text([1, 2, 3, 4], torch.ones(4, 4)), stored(4))
     assert texts(store) == [[1, 2, 3, 4]] and store.bytes == 4 * 32
 
 
 def test_the_least_recently_used_goes_first() -> None:
     store = PrefixStore(16 * 10)
     for text in ([1] * 4, [2] * 4):
-        store.put(text, stored(4))
+        store.put(Text(text), stored(4))
     store.find([1, 1])
-    store.put([3] * 3, stored(3))
+    store.put(Text([3] * 3), stored(3))
     assert texts(store) == [[1] * 4, [3] * 3] and store.bytes == 16 * 7
-    store.put([4] * 11, stored(11))  # too large for all of it: nothing has to go
+    store.put(Text([4] * 11), stored(11))  # too large for all of it: nothing has to go
     assert texts(store) == [[1] * 4, [3] * 3]
 
 
@@ -81,7 +83,7 @@ def test_a_store_holds_no_more_than_its_limit_and_finds_the_best(
 ) -> None:
     store = PrefixStore(16 * most)
     for text in puts:
-        store.put(text, stored(len(text)))
+        store.put(Text(text), stored(len(text)))
         held = texts(store)
         assert store.bytes == 16 * sum(map(len, held)) <= store.limit
         assert not any(one != other and one == other[: len(one)] for one in held for other in held)
@@ -184,11 +186,15 @@ def test_a_prefill_that_is_given_up_leaves_a_usable_prompt_cache() -> None:
 
 
 @contextmanager
-def prompts_that_move() -> Iterator[None]:
-    """Every prompt is long enough to move to its row, and every buffer a mapping."""
+def long_texts(moved_bytes: int = 1) -> Iterator[None]:
+    """Every text is long enough to move to its row, and every buffer a mapping.
+
+    Pages move where they hold `moved_bytes`, and fewer entries are copied.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("forerun.model.prompts.MOVED", 1)
+        patch.setattr("forerun.model.prompts.LONG", 1)
         patch.setattr("forerun.model.buffers.MAPPED", 1)
+        patch.setattr("forerun.model.buffers.MOVED_PAGES", moved_bytes)
         yield
 
 
@@ -196,7 +202,7 @@ def prompts_that_move() -> Iterator[None]:
 @pytest.mark.parametrize("prefix_bytes", [0, 10**6])
 def test_a_long_prompt_moves_to_its_row_and_is_known_there(prefix_bytes: int) -> None:
     lm = CausalLM(model("llama")).fresh(prefix_bytes)
-    with prompts_that_move():
+    with long_texts():
         assert prefilled(lm, HALF) == len(HALF)
         lm.join(1)
         assert lm.prompts.cache.lengths == [0] and not any(
@@ -226,7 +232,7 @@ def test_a_long_prompt_moves_to_its_row_and_is_known_there(prefix_bytes: int) ->
 @torch.inference_mode()
 def test_a_moved_prompt_that_is_not_finite_is_run_again() -> None:
     lm = CausalLM(model("llama"))
-    with prompts_that_move():
+    with long_texts():
         prefilled(lm, HALF)
         lm.join(1)
         lm.cache.layers[0].values[0, 0, 2] = torch.nan
@@ -235,13 +241,72 @@ def test_a_moved_prompt_that_is_not_finite_is_run_again() -> None:
         assert not lm.cache.layers[0].values.isnan().any()
 
 
+def sizes(lm: CausalLM, prompt: Sequence[int]) -> list[int]:
+    """Run a prompt, and return what `prefill` yields."""
+    return list(lm.prefill(prompt, 512))
+
+
+def test_layers_of_long_texts_are_copied_one_at_a_time() -> None:
+    lm = CausalLM(model("llama")).fresh(prefix_bytes=10**6)
+    layers = len(lm.cache.layers)
+    assert sizes(lm, HALF) == [len(HALF)]  # a short one
+    with long_texts():
+        assert sizes(lm, [*HALF, 1]) == [1] + 2 * layers * [0]  # looked at and copied to the store
+        lm.forget_prompt()
+        assert sizes(lm, [*HALF, 1]) == 2 * layers * [0]  # copied from the store and looked at
+        lm.join(1)
+    logits = lm.extend([1], [[6, 5]])[0]
+    expected, _ = alone(lm, [*HALF, 1, 6, 5])
+    torch.testing.assert_close(logits, expected[-2:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pieces", range(1, 9))
+def test_a_reading_that_is_given_up_between_two_layers_harms_no_other(pieces: int) -> None:
+    lm = CausalLM(model("llama")).fresh(prefix_bytes=10**6)
+    with long_texts():
+        prefilled(lm, HALF)
+        lm.forget_prompt()
+        begun = lm.prefill([*HALF, 1], 512)
+        for _, _ in zip(range(pieces), begun, strict=False):
+            pass
+        begun.close()
+        for id, text in enumerate(([*HALF[:4], 2], [*HALF, 1, 2])):
+            prefilled(lm, text)
+            lm.join(id)
+            logits = lm.extend([id], [[6, 5]])[0]
+            expected, _ = alone(lm, [*text, 6, 5])
+            torch.testing.assert_close(logits, expected[-2:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(not can_reserve(), reason="texts are copied here")
+def test_a_long_text_that_has_ended_is_moved_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = CausalLM(model("llama")).fresh(prefix_bytes=10**6)
+    with long_texts():
+        prefilled(lm, HALF)
+        lm.join(1)
+        lm.extend([1], [[8, 8, 9]])
+        lm.join(2)
+        monkeypatch.setattr(torch.Tensor, "clone", None)  # no copy is made
+        lm.save_prefix(1, [*HALF, 8, 8, 9])
+        monkeypatch.undo()
+        lm.drop(1)
+        assert not any(layer.keys[1:].any() for layer in lm.cache.layers)
+        assert prefilled(lm, [*HALF, 8, 8, 9, 1]) == 1
+        lm.join(3)
+        for id, text in ((2, HALF), (3, [*HALF, 8, 8, 9, 1])):
+            logits = lm.extend([id], [[6, 5]])[0]
+            expected, _ = alone(lm, [*text, 6, 5])
+            torch.testing.assert_close(logits, expected[-2:], atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.slow
 @given(st.data())
 @settings(max_examples=40)
 def test_rows_that_join_and_leave_in_any_order_have_the_logits_of_a_run_alone(
     data: st.DataObject,
 ) -> None:
-    with prompts_that_move() if data.draw(st.booleans(), "long") else nullcontext():
+    moved_bytes = data.draw(st.sampled_from([None, 1, 10**9]), "bytes that move")
+    with long_texts(moved_bytes) if moved_bytes else nullcontext():
         _join_and_leave(data)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from forerun.model.kv_cache import Stored
+from forerun.model.prefix_store import Text
 from forerun.model.prompt_folder import PromptFolder
 from forerun.model.segments import MIN_SEGMENT, SEGMENT_LENGTH, Layout, Shape
 from forerun.model.shelf import Shelf
@@ -28,7 +29,7 @@ def shelf_in(path: Path, limit: int = LARGE, model: str = MODEL) -> Shelf:
 
 
 def put(shelf: Shelf, text: Sequence[int], salt: str = "") -> None:
-    shelf.put(text, keys_of(text), None, salt, "", True)
+    shelf.put(Text(text, None, salt), keys_of(text), has_ended=True)
     assert shelf.folder.wait(60)
 
 
