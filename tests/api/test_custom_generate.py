@@ -163,7 +163,7 @@ def test_lyanna_takes_its_head_or_a_folder(tmp_path: Path) -> None:
     for method, given in (("lyanna", head), ("lyanna", tmp_path), ("pacer-lyanna", head)):
         stats: list[Any] = []
         for _ in range(2):
-            found = fast(
+            output = fast(
                 model,
                 padded(PROMPTS),
                 **GREEDY,
@@ -172,7 +172,7 @@ def test_lyanna_takes_its_head_or_a_folder(tmp_path: Path) -> None:
                 guard=False,
                 stats=stats,
             )
-            assert found.tolist() == wanted
+            assert output.tolist() == wanted
         assert sum(row.drafted for row in stats) > 0
     refuses(
         "belongs to another target",

@@ -79,13 +79,13 @@ def test_users_own_processors_and_criteria_are_obeyed(
     def twelve(input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
         return torch.full((len(input_ids),), input_ids.shape[1] == ids.shape[1] + 12)
 
-    own = {"logits_processor": processors, "stopping_criteria": StoppingCriteriaList([twelve])}
-    theirs = target.generate(ids, do_sample=False, max_new_tokens=40, eos_token_id=None, **own)[
+    options = {"logits_processor": processors, "stopping_criteria": StoppingCriteriaList([twelve])}
+    theirs = target.generate(ids, do_sample=False, max_new_tokens=40, eos_token_id=None, **options)[
         0, ids.shape[1] :
     ]
     assert len(theirs) == 12
     for decoder in decoders.values():
-        result = decoder.generate("def add", max_new_tokens=40, ignore_eos=True, **own)
+        result = decoder.generate("def add", max_new_tokens=40, ignore_eos=True, **options)
         assert (result.tokens, result.finish_reason) == (theirs.tolist(), "stop")
 
 
@@ -120,10 +120,10 @@ def test_sampling_params_stand_alone(target: PreTrainedModel) -> None:
     model.generation_config.update(
         do_sample=True, temperature=5.0, repetition_penalty=3.0, max_length=17
     )
-    own = Decoder(model, TOKENIZER, method=method("ar"))
+    decoder = Decoder(model, TOKENIZER, method=method("ar"))
     plain = Decoder(target, TOKENIZER, method=method("ar"))
     assert (
-        own.generate("def add", max_new_tokens=30).tokens
+        decoder.generate("def add", max_new_tokens=30).tokens
         == plain.generate("def add", max_new_tokens=30).tokens
     )
 

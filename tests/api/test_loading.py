@@ -104,9 +104,11 @@ def test_differing_tokenizers_are_named(copies: Path, monkeypatch: pytest.Monkey
     refuses(message, translation_for, changed(more="<new>"), copies / "target", "vLLM")
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_a_draft_folder_with_the_same_tokenizer_or_none_is_taken(own: bool, copies: Path) -> None:
-    if own:
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_a_draft_folder_with_the_same_tokenizer_or_none_is_taken(
+    has_tokenizer: bool, copies: Path
+) -> None:
+    if has_tokenizer:
         tokenizer = changed()
         assert (
             tokenizer.eos_token is None and tiny_tokenizer().eos_token is not None

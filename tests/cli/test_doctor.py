@@ -25,7 +25,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def found(subject: str) -> list[Finding]:
+def findings_about(subject: str) -> list[Finding]:
     return [finding for finding in collect_findings() if finding.subject == subject]
 
 
@@ -47,15 +47,15 @@ def test_without_kernels_it_says_why_and_fails(monkeypatch: pytest.MonkeyPatch) 
     ]
     monkeypatch.setattr(doctor, "library", lambda: None)
     monkeypatch.setenv("CC", "no-such-compiler")
-    (finding,) = found("kernels")
+    (finding,) = findings_about("kernels")
     assert "there is no C compiler 'no-such-compiler': install one" in finding.advice
     monkeypatch.setenv("CC", "sh")
-    assert found("kernels")[0].advice.startswith("build them with")
+    assert findings_about("kernels")[0].advice.startswith("build them with")
 
 
 def test_a_slower_instruction_set_than_the_best_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "variants", lambda: [str(variant()), "warp"])
-    (finding,) = found("kernels")
+    (finding,) = findings_about("kernels")
     assert finding.advice == f"unset {VARIABLE}: warp is faster" and not finding.is_problem
 
 
@@ -70,7 +70,7 @@ def test_threads_are_compared_with_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         monkeypatch.setattr(doctor, "usable_cores", lambda cores=cores: cores)
         monkeypatch.setattr(doctor, "physical_cores", lambda physical=physical: physical)
-        (finding,) = found("threads")
+        (finding,) = findings_about("threads")
         assert finding.is_problem is is_problem and finding.advice.startswith(advice)
 
 
@@ -79,7 +79,7 @@ def test_a_thread_for_each_physical_core_is_enough(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor, "usable_cores", lambda: 8)
     monkeypatch.setattr(doctor, "physical_cores", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert found("threads")[0].advice == ""
+    assert findings_about("threads")[0].advice == ""
 
 
 def test_memory_is_judged_by_the_largest_model(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_written_is_a_problem(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home.write_text("a file, not a folder")
-    (finding,) = found("cache")
+    (finding,) = findings_about("cache")
     assert finding.is_problem and "FORERUN_HOME" in finding.advice
 
 
@@ -104,7 +104,7 @@ def test_a_download_that_was_stopped_is_told_once(home: Path) -> None:
     partial.parent.mkdir(parents=True)
     with partial.open("wb") as file:
         file.truncate(model.size // 2)
-    (finding, *_) = found("")
+    (finding, *_) = findings_about("")
     assert finding == Finding(
         "", "smollm2, 49 MB: 50% downloaded", "`forerun fetch smollm2` continues"
     )
@@ -115,5 +115,5 @@ def test_packages_that_are_too_old_or_missing_are_named(monkeypatch: pytest.Monk
     wanted = ["torch>=99", "no-such-package>=1", "numpy>=1", 'ray>=99; extra == "ray"']
     monkeypatch.setattr(doctor, "requires", lambda name: wanted)
     assert unmet() == ["torch>=99", "no-such-package>=1"]
-    problems: list[Any] = [finding for finding in found("versions") if finding.is_problem]
+    problems: list[Any] = [finding for finding in findings_about("versions") if finding.is_problem]
     assert problems[0].advice == "pip install 'torch>=99'"

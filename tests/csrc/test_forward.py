@@ -96,14 +96,14 @@ def some_tokens(count: int, seed: int = 0) -> list[int]:
 
 def test_many_tokens_have_the_bits_of_single_ones(small: Native) -> None:
     tokens = some_tokens(300)
-    found = small.forward(tokens, [0] * 300, range(300))
-    assert np.array_equal(found, small.one_by_one(tokens, row=1))
+    logits = small.forward(tokens, [0] * 300, range(300))
+    assert np.array_equal(logits, small.one_by_one(tokens, row=1))
     last = small.forward(tokens, [2] * 300, range(300), asked=[299, 0, 130, 131, 131])
-    assert np.array_equal(last, found[[299, 0, 130, 131, 131]])
+    assert np.array_equal(last, logits[[299, 0, 130, 131, 131]])
     # States stand for tokens, and other tokens' logits may follow all.
     states = small.embedding.floats(tokens[:9]).numpy()
     again = small.forward([], [1] * 9, range(9), states=states, extra=[129, 4, 12])
-    assert np.array_equal(again, found[:9][:, [*range(VOCABULARY), 129, 4, 12]])
+    assert np.array_equal(again, logits[:9][:, [*range(VOCABULARY), 129, 4, 12]])
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_chunks_neighbours_threads_and_variants_change_no_bit(data: st.DataObjec
     for layer in native.cache.layers:
         layer.both.zero_()
     done = [0, 0]
-    found = [np.empty((0, VOCABULARY), np.float32)] * 2
+    outputs = [np.empty((0, VOCABULARY), np.float32)] * 2
     for last in (False, False, False, False, True):
         least = [len(text) if last else at for at, text in zip(done, texts, strict=True)]
         ends = [
@@ -135,10 +135,11 @@ def test_chunks_neighbours_threads_and_variants_change_no_bit(data: st.DataObjec
             continue
         which, slots = zip(*entries, strict=True)
         logits = native.forward([texts[row][at] for row, at in entries], which, slots)
-        found = [
-            np.concatenate([own, logits[np.array(which) == row]]) for row, own in enumerate(found)
+        outputs = [
+            np.concatenate([output, logits[np.array(which) == row]])
+            for row, output in enumerate(outputs)
         ]
-    assert all(np.array_equal(own, one) for own, one in zip(found, alone, strict=True))
+    assert all(np.array_equal(output, one) for output, one in zip(outputs, alone, strict=True))
 
 
 @settings(max_examples=25, deadline=None)
@@ -160,17 +161,17 @@ def test_nodes_of_a_tree_have_the_bits_of_their_paths(
     for row in (0, 1):
         if before:
             native.forward(before, [row] * length, range(length))
-    found = native.forward(
+    logits = native.forward(
         tokens,
         [0] * len(tokens),
         range(length, length + len(tokens)),
-        position=[length + len(own) - 1 for own in trail],
+        position=[length + len(path) - 1 for path in trail],
         length=[length] * len(tokens),
-        paths=[[length + node for node in own] for own in trail],
+        paths=[[length + node for node in path] for path in trail],
     )
-    for node, own in enumerate(trail):
-        path = native.one_by_one([tokens[each] for each in own], row=1, start=length)
-        assert np.array_equal(found[node], path[-1])
+    for node, path in enumerate(trail):
+        alone = native.one_by_one([tokens[ancestor] for ancestor in path], row=1, start=length)
+        assert np.array_equal(logits[node], alone[-1])
 
 
 def test_keys_and_values_are_cut_at_the_largest_half_and_nan_stays() -> None:
@@ -239,14 +240,14 @@ def test_busy_loops_and_several_callers_do_not_stop_it(small: Native) -> None:
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
         with ThreadPoolExecutor(3) as callers:
-            found = list(
+            outputs = list(
                 callers.map(lambda row: small.forward(text, [row] * 30, range(30)), range(3))
             )
     finally:
         for other in others:
             other.kill()
             other.wait()
-    assert all(np.array_equal(each, wanted) for each in found)
+    assert all(np.array_equal(output, wanted) for output in outputs)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks on this system")

@@ -88,13 +88,13 @@ def packed(name, rows):
 
 
 def products(matrix, x):
-    found = {}
+    results = {}
     for variant in variants():
         library().fr_select(variant.encode())
         assert library().fr_variant() == variant.encode()
-        found[variant] = matrix(torch.from_numpy(x)).numpy()
-    assert "plain" in found
-    return found
+        results[variant] = matrix(torch.from_numpy(x)).numpy()
+    assert "plain" in results
+    return results
 
 
 def same_bits(one, other):

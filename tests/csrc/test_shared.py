@@ -112,8 +112,8 @@ def read(model: CausalLM, tokens: list[int]) -> list[torch.Tensor]:
     return [*logits, *(part.clone() for pair in stored if pair is not None for part in pair)]
 
 
-def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+def same(tensors: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(tensors, wanted, strict=True))
 
 
 def in_c() -> CausalLM:

@@ -260,7 +260,7 @@ def test_phrases_behind_a_draft_fill_all_the_room_that_is_left(count: int) -> No
 def test_the_targets_verdict_becomes_phrases() -> None:
     made = drafter(guesses=0, suffixes=2)
     seen = list[Verdict]()
-    made.policy.observe = lambda outcomes: seen.extend(each.verdict for each in outcomes)  # type: ignore[method-assign]
+    made.policy.observe = lambda outcomes: seen.extend(outcome.verdict for outcome in outcomes)  # type: ignore[method-assign]
     seq = Sequence(Request([0, 1], 38))
     list(made.admit(seq, None, 8))
     row = made.rows[0]
@@ -282,7 +282,7 @@ def test_the_targets_verdict_becomes_phrases() -> None:
     made.observe([RowOutcome(seq, first, verdict(1))], memo)
     # From the rejected token on: the target's token after each; and after the end as well.
     assert row.pool.get(2) == [(13, 14), (12, 13)] and row.pool.get(3) == [(14, 15)]
-    assert [(each.accepted, each.rejected) for each in seen] == [(1, True)]
+    assert [(observed.accepted, observed.rejected) for observed in seen] == [(1, True)]
     # A step that drafted nothing.
     made.observe([RowOutcome(seq, Draft.root(1), Verdict([0], 0, 0, False, [5]))], None)
     last, memo = drafted()

@@ -287,14 +287,16 @@ def test_the_oldest_texts_are_forgotten(puts: list[list[int]], most: int) -> Non
     for text in puts:
         memory.add(text)
         cut = tuple(text[-most:])
-        kept = [*(each for each in kept if each != cut), cut]
+        kept = [*(earlier for earlier in kept if earlier != cut), cut]
         if sum(map(len, kept)) > most:
             while sum(map(len, kept)) > most // 2 and len(kept) > 1:
                 kept.pop(0)
         assert memory.texts == kept and len(memory) == sum(map(len, kept)) <= most
     fresh = grown(kept)
     for text in puts:  # as if nothing else had ever been there
-        (state, length), (other, same) = (each.match(text) for each in (memory.automaton, fresh))
+        (state, length), (other, same) = (
+            automaton.match(text) for automaton in (memory.automaton, fresh)
+        )
         assert length == same and memory.automaton.counts[state] == fresh.counts[other]
 
 
@@ -351,7 +353,8 @@ def test_sampling_follows_the_targets_distribution() -> None:
 def test_the_text_and_the_memory_both_save_forwards() -> None:
     target = tiny("llama")
     plain, cold, warm = (
-        Decoder(target, method=each, guard=False) for each in (AR(), Suffix(warm=False), Suffix())
+        Decoder(target, method=method, guard=False)
+        for method in (AR(), Suffix(warm=False), Suffix())
     )
 
     def forwards(decoder: Decoder) -> int:
@@ -366,10 +369,10 @@ def test_the_text_and_the_memory_both_save_forwards() -> None:
     assert first <= forwards(cold) and second < first / 2 and not cold.pools
     # It does not change what is sampled with a seed.
     options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.0, "seed": 3}
-    assert (
-        len({tuple(each.generate(PROMPTS[0], **options).tokens) for each in (warm, warm, cold)})
-        == 1
-    )
+    outputs = {
+        tuple(decoder.generate(PROMPTS[0], **options).tokens) for decoder in (warm, warm, cold)
+    }
+    assert len(outputs) == 1
 
 
 def test_auto_is_what_the_decoder_has() -> None:

@@ -163,14 +163,14 @@ def test_what_is_read_is_the_text(
         reader.read(tokens[:count] + other[count:] if count % 2 else tokens[:count])
     is_read = reader.read(tokens)
     text = both.target.spell(tokens)
-    found = both.draft.spell(reader.tokens)
+    read_text = both.draft.spell(reader.tokens)
     if text.decode(errors="ignore").encode() != text:  # it is no text
         return
     assert is_read
     if name != "lower case":
-        assert found == text
+        assert read_text == text
     elif text.isascii():
-        assert found.lower() == text.lower()
+        assert read_text.lower() == text.lower()
 
 
 def test_each_token_is_read_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,15 +366,17 @@ def test_greedy_output_is_the_targets(name: str) -> None:
     for guard in (False, None) if name == "byte-level" else (False,):
         how = {"translation": translation(name), "max_rows": 2}
         decoder = Decoder(target_model(), tokenizer, draft_for(name, 64), SD(3), guard, **how)
-        found = decoder.generate(PROMPTS, max_new_tokens=24)
-        assert [each.tokens for each in found] == wanted
+        completions = decoder.generate(PROMPTS, max_new_tokens=24)
+        assert [completion.tokens for completion in completions] == wanted
         if guard is False:
-            assert sum(each.stats.drafted for each in found) > 20
+            assert sum(completion.stats.drafted for completion in completions) > 20
         seeded, also = (
-            each.generate(PROMPTS, max_new_tokens=24, temperature=1.0, seed=5)
-            for each in (decoder, plain)
+            source.generate(PROMPTS, max_new_tokens=24, temperature=1.0, seed=5)
+            for source in (decoder, plain)
         )
-        assert [each.tokens for each in seeded] == [each.tokens for each in also]
+        assert [completion.tokens for completion in seeded] == [
+            completion.tokens for completion in also
+        ]
 
 
 def test_hot_tokens_and_forced_ones_change_no_output() -> None:
@@ -515,9 +517,11 @@ def test_the_chat_model_with_the_embedded_draft(monkeypatch: pytest.MonkeyPatch)
     ]
     draft = ModelSource.parse("embedded", "draft").location
     decoder = forerun.load(target, draft=draft, method="sd", gamma=4, guard=False)
-    found = decoder.generate(prompts, max_new_tokens=12)
+    completions = decoder.generate(prompts, max_new_tokens=12)
     plain = Decoder(decoder.target, decoder.tokenizer, method=AR()).generate(
         prompts, max_new_tokens=12
     )
-    assert [each.tokens for each in found] == [each.tokens for each in plain]
-    assert sum(each.stats.accepted for each in found) > 3
+    assert [completion.tokens for completion in completions] == [
+        completion.tokens for completion in plain
+    ]
+    assert sum(completion.stats.accepted for completion in completions) > 3
