@@ -49,11 +49,11 @@ def small(
     with torch.no_grad():
         change(model.get_output_embeddings().weight)
     weight = model.get_output_embeddings().weight.detach().clone()
-    found = prepare_draft(store(model, kind), None, None)
+    draft_model = prepare_draft(store(model, kind), None, None)
     if hot:
         tokens = torch.arange(3, 120, 3) if tokens is None else tokens
-        found = with_head(found, HotHead(rows_of(weight), len(weight), tokens))
-    return found
+        draft_model = with_head(draft_model, HotHead(rows_of(weight), len(weight), tokens))
+    return draft_model
 
 
 def with_head(model: CausalLM, head: HotHead) -> CausalLM:
@@ -100,22 +100,22 @@ def at_once(
 
 def kept(model: CausalLM, id: int) -> list[torch.Tensor]:
     return [
-        each.clone()
+        tensor.clone()
         for pair in model.cache.view(id, model.length(id))
         if pair is not None
-        for each in pair
+        for tensor in pair
     ]
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """How each call of a chain samples (None: it does not)."""
-    found = list[Any]()
+    samplings = list[Any]()
     call = FusedChain.__call__
     monkeypatch.setattr(
-        FusedChain, "__call__", lambda *given: found.append(given[-1]) or call(*given)
+        FusedChain, "__call__", lambda *given: samplings.append(given[-1]) or call(*given)
     )
-    return found
+    return samplings
 
 
 @pytest.mark.parametrize("pending", [[7], [7, 8, 9], list(range(3, 36))])
@@ -169,14 +169,14 @@ def test_it_ends_where_the_bounds_say(how: ChainSampling | None) -> None:
         assert tokens == best and probabilities == pytest.approx(highest, rel=1e-3)
     else:
         assert probabilities == [
-            float(own[token]) for own, token in zip(probs, tokens, strict=True)
+            float(distribution[token]) for distribution, token in zip(probs, tokens, strict=True)
         ]
 
     def count(**bounds: Any) -> int:
-        found = at_once(begun(small()), how=how, **bounds)
-        assert found.tokens == tokens[: len(found.tokens)]
-        assert probs is None or torch.equal(found.probs, probs[: len(found.tokens)])
-        return len(found.tokens)
+        draft = at_once(begun(small()), how=how, **bounds)
+        assert draft.tokens == tokens[: len(draft.tokens)]
+        assert probs is None or torch.equal(draft.probs, probs[: len(draft.tokens)])
+        return len(draft.tokens)
 
     assert [count(most=most) for most in (1, 4)] == [1, 4]
     for place, product in enumerate(torch.tensor(probabilities).cumprod(0).tolist(), 1):
@@ -272,29 +272,31 @@ def test_methods_draft_the_same(
         chosen = method(name, **options)
         decoder = Decoder(small(), None, small(hot=hot), chosen, guard=False, costs=COSTS, **parts)
         torch.manual_seed(8)
-        found = [decoder.generate(PROMPT, max_new_tokens=40, ignore_eos=True, **asked, **more)]
-        found += decoder.generate(
+        completions = [
+            decoder.generate(PROMPT, max_new_tokens=40, ignore_eos=True, **asked, **more)
+        ]
+        completions += decoder.generate(
             [PROMPT, PROMPT[2:]], max_new_tokens=20, ignore_eos=True, **asked, **more
         )
         return [
-            [(step.tokens, step.origins, step.drafted, step.accepted) for step in each.steps]
-            for each in found
+            [(step.tokens, step.origins, step.drafted, step.accepted) for step in completion.steps]
+            for completion in completions
         ]
 
     nucleus = {"top_p": 0.9} if asked else {}
     once = decoded(**nucleus)
     done = len(calls)
-    assert done > (8 if asked else 0) and any(step[3] for each in once for step in each)
-    assert {each and each.numbers is None for each in calls} == {
+    assert done > (8 if asked else 0) and any(step[3] for row in once for step in row)
+    assert {sampling and sampling.numbers is None for sampling in calls} == {
         bool(asked["seed"]) if asked else None
     }
-    lengths = {step[2] for each in once for step in each}
+    lengths = {step[2] for row in once for step in row}
     if name == "pacer":  # blocks, of which some end a draft and some do not
         assert {options["block"], 2 * options["block"]} & lengths and max(lengths) > options[
             "block"
         ]
     if asked:  # what is not of these two settings goes token by token
-        assert any(step[2] for each in decoded(top_k=5) for step in each) and len(calls) == done
+        assert any(step[2] for row in decoded(top_k=5) for step in row) and len(calls) == done
     monkeypatch.setattr(ChainDrafter, "_at_once", lambda *_: None)
     assert asked.get("seed", 0) is None or decoded(**nucleus) == once
 
@@ -348,11 +350,11 @@ def test_drafts_are_sampled_from_the_given_distributions(
         before = [7, 31]
         # Where a token stands among tokens is C's to say: hot tokens have an order of their own.
         order = list(range(other.vocab_size)) if other.hot is None else other.hot.tokens.tolist()
-        for token, own, number in zip(tokens, probs, numbers.tolist(), strict=True):
+        for token, distribution, number in zip(tokens, probs, numbers.tolist(), strict=True):
             logits = other.extend([0], [before])[0][-1:]
             wanted = probabilities_by(logits, sampling)[0]
-            torch.testing.assert_close(own, wanted, rtol=1e-2, atol=1e-4)  # up to rounding
-            assert own[token] > 0
+            torch.testing.assert_close(distribution, wanted, rtol=1e-2, atol=1e-4)  # up to rounding
+            assert distribution[token] > 0
             all_tokens = order + ([] if other.hot is None else other.hot.context_tokens(0))
             below = wanted[all_tokens[: all_tokens.index(token)]].sum().item()
             assert below - 1e-3 <= number <= below + wanted[token].item() + 1e-3

@@ -156,11 +156,11 @@ def test_weights_are_stored_as_asked_for(
         kept or f"14 {file} matrices" in note or f"15 {file} matrices" in note
     )
     for name, linear in linears(ggufs.rounded(original, file, {"output.weight": "Q5_0"})).items():
-        own = STORED_TYPES["int8" if kind == "int4" and name == "lm_head" else kind]
+        wanted_type = STORED_TYPES["int8" if kind == "int4" and name == "lm_head" else kind]
         wanted = (
             linear.weight.detach()
             if kept and name != "lm_head"
-            else RawMatrix.quantised(linear.weight, own).floats()
+            else RawMatrix.quantised(linear.weight, wanted_type).floats()
         )
         torch.testing.assert_close(
             model.get_submodule(name).stored.floats(), wanted, rtol=1e-6, atol=1e-7
@@ -168,16 +168,16 @@ def test_weights_are_stored_as_asked_for(
 
 
 def test_a_head_keeps_eight_bits_of_its_values_unless_the_file_has_four(tmp_path: Path) -> None:
-    for file, own in (
+    for file, head_type in (
         ("F32", Type.Q8_0),
         ("Q5_0", Type.Q8_0),
         ("Q8_0", Type.Q8_0),
         ("Q4_0", Type.Q4_0),
     ):
         model, _ = load_gguf(ggufs.write(tmp_path / "a.gguf", ggufs.small(), file), "int4")
-        assert model.lm_head.stored.type == own
+        assert model.lm_head.stored.type == head_type
         assert model.model.layers[0].self_attn.q_proj.stored.type == (
-            own if file == "Q4_0" else Type.Q4_1
+            head_type if file == "Q4_0" else Type.Q4_1
         )
 
 

@@ -25,7 +25,7 @@ class Owner:
     def __init__(self, **parts: Any) -> None:
         vars(self).update(parts)
 
-    def own(self) -> Any:
+    def method(self) -> Any:
         return self
 
 
@@ -52,7 +52,7 @@ def test_everything_that_can_hold_weights_is_followed() -> None:
         [(fresh(),)],
         lambda: x,
         partial(torch.add, y, other=fresh()),
-        Owner(a=fresh()).own,
+        Owner(a=fresh()).method,
         nn.Linear(5, 5, bias=False),
         lambda: late,
     ]

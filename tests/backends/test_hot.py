@@ -46,18 +46,18 @@ def test_logits_are_those_of_the_hot_tokens_and_of_the_text(architecture: str) -
         model.join(0)
         model.add(1)
     wanted = whole.extend([1, 0], [[4, 5], [7]])
-    found = part.extend([1, 0], [[4, 5], [7]])
+    logits = part.extend([1, 0], [[4, 5], [7]])
     kept = [{5, 1, 3, 4}, {5, 1, 3, 9, 7}]
     caps = architecture == "gemma2"  # its logits are capped, a hot head's are not
-    for row, own in enumerate(kept):
+    for row, tokens in enumerate(kept):
         there = torch.zeros(whole.vocab_size, dtype=torch.bool).index_fill_(
-            0, torch.tensor(sorted(own)), True
+            0, torch.tensor(sorted(tokens)), True
         )
-        assert torch.isinf(found[row][:, ~there]).all()
+        assert torch.isinf(logits[row][:, ~there]).all()
         if not caps:
-            assert torch.allclose(found[row][:, there], wanted[row][:, there], atol=2e-2)
+            assert torch.allclose(logits[row][:, there], wanted[row][:, there], atol=2e-2)
         assert (
-            found[row].argmax(-1).tolist()
+            logits[row].argmax(-1).tolist()
             == wanted[row].masked_fill(~there, -torch.inf).argmax(-1).tolist()
         )
     part.drop(0)

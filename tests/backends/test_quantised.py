@@ -88,16 +88,16 @@ def test_the_forward_is_transformers_own(
     assert f"C for {library().fr_variant().decode()}" == facts_of(quick)["kernel"]
     tokens = [torch.randint(3, 130, (size,)).tolist() for size in (300, 7, 40)]
     drafts = [Draft.chain(5, [6, 7]), Draft([5, 9, 9, 11, 12], [-1, 0, 0, 1, 2]), Draft.root(8)]
-    found = []
-    for each in (quick, CausalLM(copy.deepcopy(model))):
+    outputs = []
+    for lm in (quick, CausalLM(copy.deepcopy(model))):
         for id, prompt in enumerate(tokens):
-            each.add(id)
-            each.extend([id], [prompt])
-        output = each.forward([0, 1, 2], drafts, "head")
-        found.append((torch.cat(output.logits), torch.cat(output.hidden or [])))
-    assert found[0][0].dtype == torch.float32
-    for own, wanted in zip(*found, strict=True):  # logits, and states
-        assert (own - wanted).abs().max() < (0.01 if kind == "bfloat16" else 0.1) * wanted.std()
+            lm.add(id)
+            lm.extend([id], [prompt])
+        output = lm.forward([0, 1, 2], drafts, "head")
+        outputs.append((torch.cat(output.logits), torch.cat(output.hidden or [])))
+    assert outputs[0][0].dtype == torch.float32
+    for numbers, wanted in zip(*outputs, strict=True):  # logits, and states
+        assert (numbers - wanted).abs().max() < (0.01 if kind == "bfloat16" else 0.1) * wanted.std()
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
@@ -265,10 +265,10 @@ def test_every_method_says_what_plain_decoding_says(kind: str) -> None:
         done = decoder.generate(
             ["def first(items):\n", "import os\n\n\ndef walk(path"], max_new_tokens=40
         )
-        said[method] = [each.tokens for each in done]
+        said[method] = [completion.tokens for completion in done]
         if method != "ar":
-            assert sum(each.stats.tau for each in done) > 2.2
-    assert all(each == said["ar"] for each in said.values())
+            assert sum(completion.stats.tau for completion in done) > 2.2
+    assert all(tokens == said["ar"] for tokens in said.values())
 
 
 def test_what_cannot_be_stored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

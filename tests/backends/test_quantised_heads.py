@@ -47,13 +47,13 @@ def head_of(target: CausalLM, in_c: bool = True, **settings: Any) -> HiddenLM:
     return found
 
 
-def assert_same(found: Tensor, wanted: Tensor, in_c: bool) -> None:
+def assert_same(values: Tensor, wanted: Tensor, in_c: bool) -> None:
     """The same bits in C, and in torch up to rounding."""
-    assert torch.equal(found, wanted) if in_c else torch.allclose(found, wanted, 1e-4, 1e-5)
+    assert torch.equal(values, wanted) if in_c else torch.allclose(values, wanted, 1e-4, 1e-5)
 
 
-def error(found: Tensor, wanted: Tensor) -> float:
-    return float(((found - wanted).norm() / wanted.norm()).detach())
+def error(values: Tensor, wanted: Tensor) -> float:
+    return float(((values - wanted).norm() / wanted.norm()).detach())
 
 
 @IN_C
@@ -120,21 +120,22 @@ def test_rows_are_what_they_are_alone(kind: str, form: str, in_c: bool) -> None:
         return head
 
     def run(head: HiddenLM, ids: list[int]) -> dict[int, Tensor]:
-        own = [features[id][-1 - new[id] : -1] for id in ids]
-        states = head.extend(ids, own, [TEXTS[id][-new[id] :] for id in ids])
+        new_features = [features[id][-1 - new[id] : -1] for id in ids]
+        states = head.extend(ids, new_features, [TEXTS[id][-new[id] :] for id in ids])
         steps = torch.stack(
             [states, *(head.roll(ids, states, 3) if kind == "lyanna" else [])], 1
         )  # [R, 4, d]
         return {
-            id: torch.cat([own, head.logits(own)], -1) for id, own in zip(ids, steps, strict=True)
+            id: torch.cat([row_states, head.logits(row_states)], -1)
+            for id, row_states in zip(ids, steps, strict=True)
         }
 
     alone = {id: run(begin(whole.fresh(), [id], 64), [id])[id] for id in TEXTS}
     begin(whole, list(TEXTS), 2)
     for ids in ([2, 4, 9], [9, 2], [4], [9, 4]):
         lengths = [whole.length(id) for id in ids]
-        for id, found in run(whole, ids).items():
-            assert_same(found, alone[id], in_c)
+        for id, values in run(whole, ids).items():
+            assert_same(values, alone[id], in_c)
         whole.crop(ids, lengths)
     for id in [*TEXTS, 4]:
         whole.drop(id)
@@ -177,15 +178,15 @@ def test_a_row_may_draft_beyond_its_context() -> None:
     features = features_of(target, TEXTS[9])
     for id in (0, 1):
         head.add(id)
-    found = head.grow([0], [features[:8]], [TEXTS[9][1:9]], 12, Beams([5], 1, 1, [12]))
+    beams = head.grow([0], [features[:8]], [TEXTS[9][1:9]], 12, Beams([5], 1, 1, [12]))
     assert (
-        found.tokens.shape == (1, 12, 1)
-        and bool(found.states.isfinite().all())
+        beams.tokens.shape == (1, 12, 1)
+        and bool(beams.states.isfinite().all())
         and head.length(0) == 8
     )
     state = head.extend([1], [features[:14]], [[3] * 14])
     assert (
-        all(bool(found.isfinite().all()) for found in head.roll([1], state, 6))
+        all(bool(next_state.isfinite().all()) for next_state in head.roll([1], state, 6))
         and head.length(1) == 20
     )
 
@@ -233,38 +234,40 @@ def test_a_draft_in_one_call_is_that_of_many(
     target = CausalLM(tiny("llama"))
     head = head_of(target, kind=kind, **FORMS[form])
     calls = list[Any]()
-    found = {}
+    drafts = {}
     head.curves = [[0.5, 1.0, 0.9], [0.2, 1.1, 0.8]] * 4
     original = HiddenLM.grow
     monkeypatch.setattr(HiddenLM, "grow", lambda *given: calls.append(given) or original(*given))
     settings: Any = {"width": width, "nodes": 9} | ({"block": 2} if is_planned else {})
     for way in ("calls", "many"):
-        own = head.fresh()
+        fresh_head = head.fresh()
         if way == "many":
             monkeypatch.setattr(HiddenLM, "grows", lambda *_: False)
         if kind == "lyanna":
             lyanna = (PacerLyanna if is_planned else Lyanna)(6, reuse=reuse, weight=0.7, **settings)
-            drafter: HeadDrafter = LyannaDrafter(lyanna, own, GUESSING)
+            drafter: HeadDrafter = LyannaDrafter(lyanna, fresh_head, GUESSING)
         else:
             drafter = EagleDrafter(
-                (PacerEagle if is_planned else Eagle)(6, **settings), own, GUESSING
+                (PacerEagle if is_planned else Eagle)(6, **settings), fresh_head, GUESSING
             )
         seqs = [sequence(range(2, 9), id, new=new) for id, new in enumerate((60, 60, 1))]
         for seq in seqs:
             assert not list(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4))
-        found[way] = []
+        drafts[way] = []
         for step in range(9):
             here = seqs[: 3 if step == 4 else 2 if step > 5 else 1]
             for seq, draft in zip(here, drafter.propose(here).drafts, strict=True):
-                found[way].append((draft.tokens, draft.parents, draft.origins, own.length(seq.id)))
+                drafts[way].append(
+                    (draft.tokens, draft.parents, draft.origins, fresh_head.length(seq.id))
+                )
                 path = draft.path(min(len(draft) - 1, step))
                 seq.tokens += [*(draft.tokens[node] for node in path[1:]), 8 + step]
                 states = torch.zeros(len(draft), 32)
                 states[path] = features_of(target, seq.tokens)[-len(path) - 1 : -1]
                 verdict = Verdict(path, 8 + step, len(path), True)
                 drafter.observe([RowOutcome(seq, draft, verdict, states)], None)
-    assert found["calls"] == found["many"] and len(calls) >= 4
-    assert sum(len(tokens) - 1 for tokens, *_ in found["calls"]) > 9
+    assert drafts["calls"] == drafts["many"] and len(calls) >= 4
+    assert sum(len(tokens) - 1 for tokens, *_ in drafts["calls"]) > 9
 
 
 @pytest.mark.parametrize(
@@ -309,18 +312,18 @@ def test_a_draft_has_the_bits_of_its_steps(kind: str, form: str, hot: int, width
             if head.information is not None:
                 whole = whole + head.information(torch.tensor(at))
             logs = (whole.double().log_softmax(-1) + torch.tensor(values)[:, None]).flatten()
-            own = [part.tokens[row, here], part.parents[row, here], part.found[row, here]]
+            scores = part.found[row, here]
             if place >= ends[row]:
-                assert not np.isfinite(own[2]).any()
+                assert not np.isfinite(scores).any()
                 break
             best = logs.argsort(descending=True, stable=True)[:nodes]
-            found = np.isfinite(own[2])
-            assert own[2][found] == pytest.approx(logs[best].numpy(), rel=1e-4, abs=1e-6)
-            assert found.sum() == min(nodes, len(logs))
-            assert own[0][found].tolist() == head.hot[best % hot].tolist()
-            assert own[1][found].tolist() == (best // hot).tolist()
-            at = own[0][found][:width].tolist()
-            values = own[2][found][:width].tolist()
+            taken = np.isfinite(scores)
+            assert scores[taken] == pytest.approx(logs[best].numpy(), rel=1e-4, abs=1e-6)
+            assert taken.sum() == min(nodes, len(logs))
+            assert part.tokens[row, here][taken].tolist() == head.hot[best % hot].tolist()
+            assert part.parents[row, here][taken].tolist() == (best // hot).tolist()
+            at = part.tokens[row, here][taken][:width].tolist()
+            values = scores[taken][:width].tolist()
             if kind == "lyanna":
                 (state,) = head.roll([5], state, 1)
             else:

@@ -73,14 +73,14 @@ def test_a_bit_that_differs_is_told_with_its_place(
     forward = CausalLM.forward
 
     def wrong(self: CausalLM, ids: list[int], drafts: list[Draft], capture: Any = "") -> Output:
-        found = forward(self, ids, drafts, capture)
+        output = forward(self, ids, drafts, capture)
         if len(drafts[0]) > 8 and self.length(ids[0]) > 100:
             if spoilt == "logits":
-                found.logits[0].view(torch.int32)[5, 17] ^= 1
+                output.logits[0].view(torch.int32)[5, 17] ^= 1
             else:
                 place = self.cache.row(ids[0]), 1, self.length(ids[0])
                 self.cache.layers[1].keys.view(torch.int16)[*place, 3] ^= 1
-        return found
+        return output
 
     monkeypatch.setattr(CausalLM, "forward", wrong)
     cases = Cases(200, seed=1, multiples=(8, 64), kinds=["chain"])

@@ -243,13 +243,13 @@ def test_methods_of_others_run_beside_ours(folder: Path) -> None:
     refuses("unknown method 'another'", parse_methods, ["another"], [], None, {}, runner_of)
     pair = {"target": str(folder / "target"), "draft": str(folder / "draft")}
     plan = Plan(methods, ("own.jsonl",), max_new_tokens=5, batch=2, **pair)
-    found = bench(plan, {"own.jsonl": [Prompt("1", tokens=(5, 6, 7)), Prompt("2", tokens=(7, 8))]})
+    report = bench(plan, {"own.jsonl": [Prompt("1", tokens=(5, 6, 7)), Prompt("2", tokens=(7, 8))]})
     assert seen == [(plan, [(5, 6, 7), (7, 8)]), 5, None, None]
-    assert found["arguments"]["methods"]["other"] == {"draft": 3}
-    other = found["methods"]["other"]
+    assert report["arguments"]["methods"]["other"] == {"draft": 3}
+    other = report["methods"]["other"]
     assert (other["exact_match"], other["tokens"], other["target_forwards"]) == (0.0, 20, 18)
-    assert [found["methods"][name]["rows_one_by_one"] for name in ("sd", "other")] == [False, True]
-    assert other["time"] is other["alpha"] is None and found["methods"]["sd"]["exact_match"] == 1.0
+    assert [report["methods"][name]["rows_one_by_one"] for name in ("sd", "other")] == [False, True]
+    assert other["time"] is other["alpha"] is None and report["methods"]["sd"]["exact_match"] == 1.0
     refuses(
         "method 'other' needs a draft model",
         Plan,
@@ -467,27 +467,32 @@ def test_speedups_are_paired() -> None:
     rates = {"ar": [10.0, 100.0, 1000.0], "sd": [20.0, 100.0, 3000.0]}
     records = [
         record(name, rate, number)
-        for name, each in rates.items()
-        for number, rate in enumerate(each)
+        for name, speeds in rates.items()
+        for number, rate in enumerate(speeds)
     ]
-    found = summary(records)
-    assert found["sd"]["speedup"] == 2.0 and found["sd"]["tokens_per_s"] == 100.0
-    assert found["sd"]["exact_match"] == 0.0 and found["ar"]["exact_match"] == 1.0
-    assert found["sd"]["tokens"] == 30 and found["sd"]["tau"] == 2.0
+    figures = summary(records)
+    assert figures["sd"]["speedup"] == 2.0 and figures["sd"]["tokens_per_s"] == 100.0
+    assert figures["sd"]["exact_match"] == 0.0 and figures["ar"]["exact_match"] == 1.0
+    assert figures["sd"]["tokens"] == 30 and figures["sd"]["tau"] == 2.0
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((1.4, 3.0, 4.6))
     # Half the tokens in half the time are no speedup.
     short = record("suffix", 10)
-    found = summary(
+    figures = summary(
         [record("ar", 10), replace(short, stats=replace(short.stats, tokens=5, seconds=0.5))]
     )
     assert (
-        found["suffix"]["speedup"] == 1.0
-        and found["suffix"]["tokens_per_s"] == found["ar"]["tokens_per_s"]
+        figures["suffix"]["speedup"] == 1.0
+        and figures["suffix"]["tokens_per_s"] == figures["ar"]["tokens_per_s"]
     )
     # Each dataset has its own, and all together have one.
     records = [
-        record(*each)
-        for each in (("ar", 10), ("ar", 10, 0, 0, "e"), ("suffix", 20), ("suffix", 40, 0, 0, "e"))
+        record(*arguments)
+        for arguments in (
+            ("ar", 10),
+            ("ar", 10, 0, 0, "e"),
+            ("suffix", 20),
+            ("suffix", 40, 0, 0, "e"),
+        )
     ]
     both = results(Plan(parse_methods(["suffix"], [], None, {})), {"d": FACTS, "e": FACTS}, records)
     assert [both["datasets"][name]["methods"]["suffix"]["speedup"] for name in "de"] == [2.0, 4.0]

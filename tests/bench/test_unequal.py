@@ -81,24 +81,24 @@ def measured(
 
 def test_a_wrong_token_of_a_method_is_explained(folder: Path, tmp_path: Path) -> None:
     methods = {"ar": AR(), "suffix": fake("suffix", say_wrong)}
-    (line,), (found,) = measured(folder, tmp_path, methods)
+    (line,), (report,) = measured(folder, tmp_path, methods)
     path = tmp_path / "unequal" / "0-d.jsonl-0-a-suffix.json"
     start = "unequal: d.jsonl, prompt a, round 1: suffix differs from ar at output token 5: "
-    plain, wrong = found["runs"]["ar"], found["runs"]["suffix"]
+    plain, wrong = report["runs"]["ar"], report["runs"]["suffix"]
     greedy = plain["output"]["tokens"][AT]
     assert line == f"{start}suffix was wrong, as token {greedy} is the greedy one; see {path}"
-    assert found["wrong"] == ["suffix"]
-    assert (found["first_difference"], found["prompt_id"], found["round"]) == (AT, "a", 0)
-    assert found["prompt"]["tokens"] == list(PROMPTS[0].tokens or ())
+    assert report["wrong"] == ["suffix"]
+    assert (report["first_difference"], report["prompt_id"], report["round"]) == (AT, "a", 0)
+    assert report["prompt"]["tokens"] == list(PROMPTS[0].tokens or ())
     assert wrong["output"]["tokens"][AT] == (greedy + 1) % 130
     said = plain["output"]["tokens"][: AT + 1]
     assert [step["tokens"] for step in plain["steps"]] == [[token] for token in said]
-    entries = [each["keys_and_values"] for each in (plain, wrong, *found["anew"].values())]
-    assert len({(each["positions"], each["keys"], each["values"]) for each in entries}) == 1
+    entries = [run["keys_and_values"] for run in (plain, wrong, *report["anew"].values())]
+    assert len({(entry["positions"], entry["keys"], entry["values"]) for entry in entries}) == 1
     assert entries[0]["positions"] == 37 + AT
     assert entries[0]["first_unlike"] == {"one_by_one": None, "block": None}
-    anew = found["anew"]["one_by_one"]
-    assert anew == found["anew"]["block"]
+    anew = report["anew"]["one_by_one"]
+    assert anew == report["anew"]["block"]
     assert anew["greedy"] == greedy
     assert anew["logits"][str(greedy)] == max(anew["logits"].values())
     assert str(wrong["output"]["tokens"][AT]) in anew["logits"]
@@ -106,11 +106,11 @@ def test_a_wrong_token_of_a_method_is_explained(folder: Path, tmp_path: Path) ->
 
 def test_plain_decoding_may_be_what_was_wrong(folder: Path, tmp_path: Path) -> None:
     methods = {"ar": fake("ar", spoil_keys), "suffix": method("suffix")}
-    (line,), (found,) = measured(folder, tmp_path, methods)
+    (line,), (report,) = measured(folder, tmp_path, methods)
     assert "ar was wrong, as token" in line
-    assert found["wrong"] == ["ar"]
+    assert report["wrong"] == ["ar"]
     place = {"position": 4, "layer": 1, "part": "keys"}
-    unlike = {name: run["keys_and_values"]["first_unlike"] for name, run in found["runs"].items()}
+    unlike = {name: run["keys_and_values"]["first_unlike"] for name, run in report["runs"].items()}
     assert unlike["ar"] == {"one_by_one": place, "block": place}
     assert unlike["suffix"] == {"one_by_one": None, "block": None}
 
@@ -161,10 +161,10 @@ def test_what_cannot_be_computed_anew_ends_no_run(
 
     monkeypatch.setattr(unequal, "computed_anew", fail)
     methods = {"ar": AR(), "suffix": fake("suffix", say_wrong)}
-    (line,), (found,) = measured(folder, tmp_path, methods)
+    (line,), (report,) = measured(folder, tmp_path, methods)
     assert "the logits could not be computed anew: MemoryError" in line
-    assert (found["wrong"], found["anew"]) == (None, {})
-    assert found["runs"]["ar"]["keys_and_values"]["first_unlike"] == {}
+    assert (report["wrong"], report["anew"]) == (None, {})
+    assert report["runs"]["ar"]["keys_and_values"]["first_unlike"] == {}
 
 
 def test_the_line_stays_on_the_console(capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,10 +101,10 @@ def test_what_has_grown_since_a_server_had_settled_is_a_share() -> None:
         for i, size in enumerate([50, 90, 100, 100, 104, 110])
     ]
     assert endure.summary(samples[:5])["holds"]
-    found = endure.summary(samples)
-    assert not found["holds"]
-    assert found["growth"] == {"rss": 0.1, "uss": 0.1, "files": 0, "threads": 0.1}
-    assert found["bytes_per_request"] == 0.1
+    figures = endure.summary(samples)
+    assert not figures["holds"]
+    assert figures["growth"] == {"rss": 0.1, "uss": 0.1, "files": 0, "threads": 0.1}
+    assert figures["bytes_per_request"] == 0.1
 
 
 @pytest.mark.slow
