@@ -144,13 +144,13 @@ def row(name: str, models: str, ways: list[str]) -> str:
 def known_ways(folder: Path, name: str) -> list[str]:
     """Return how the models of an architecture run from each kind of file, by all kinds of them."""
     path = folder / "model.gguf"
-    found = []
+    table = []
     for kind_name, kind in ggufs.KINDS.items():
         model = ggufs.small(kind_name)
         if (kind.name or model.config.model_type) == name:
             ggufs.write_kind(path, kind_name, "Q8_0")
-            found.append([speed(path), *folder_ways(folder / kind_name, model)])
-    return [together(cells) for cells in zip(*found, strict=True)]
+            table.append([speed(path), *folder_ways(folder / kind_name, model)])
+    return [together(cells) for cells in zip(*table, strict=True)]
 
 
 def other_ways(folder: Path, other: Other) -> list[str]:

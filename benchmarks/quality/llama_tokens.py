@@ -137,17 +137,17 @@ def measure(args: argparse.Namespace) -> Results:
 
 def summary(compared: list[Compared], equal: dict[str, int]) -> Results:
     """Return what was found, in short and of each prompt."""
-    different = [each for each in compared if each.agreed < each.tokens]
+    different = [output for output in compared if output.agreed < output.tokens]
     return {
         "summary": {
             "outputs": len(compared),
-            "equal": sum(each.agreed == each.tokens for each in compared),
-            "median_agreed": median(each.agreed for each in compared),
-            "near_ties": sum(each.is_near_tie for each in different),
-            "float32_takes_ours": sum((each.unrounded or 0) > 0 for each in different),
+            "equal": sum(output.agreed == output.tokens for output in compared),
+            "median_agreed": median(output.agreed for output in compared),
+            "near_ties": sum(output.is_near_tie for output in different),
+            "float32_takes_ours": sum((output.unrounded or 0) > 0 for output in different),
             "equal_to_ar": equal,
         },
-        "outputs": [asdict(each) for each in compared],
+        "outputs": [asdict(output) for output in compared],
     }
 
 

@@ -234,12 +234,12 @@ async def measured(
 
 def summary(samples: list[dict[str, int]]) -> dict[str, Any]:
     """Return how much a server has grown since it had settled."""
-    settled = next(each for each in samples if each["requests"] >= SETTLED)
+    settled = next(reading for reading in samples if reading["requests"] >= SETTLED)
     last = samples[-1]
     growth = {name: last[name] / settled[name] - 1 for name in settled if name != "requests"}
     late = samples[len(samples) // 2 :]
     slope = linear_regression(
-        [each["requests"] for each in late], [each["uss"] for each in late]
+        [reading["requests"] for reading in late], [reading["uss"] for reading in late]
     ).slope
     return {
         "growth": {name: round(share, 4) for name, share in growth.items()},

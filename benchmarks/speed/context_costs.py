@@ -85,16 +85,16 @@ def measured(target: str, length: int, new: int, rounds: int) -> dict[str, Any]:
     plain = runs["ar"]
     return {
         name: {
-            "token_ms": round(median(run.token_ms for run in own), 2),
-            "speedup": _ratio(plain, own),
-            "over_hybrid": _ratio(runs["hybrid"], own),
-            "drafted_a_step": round(median(run.drafted for run in own), 2),
+            "token_ms": round(median(run.token_ms for run in method_runs), 2),
+            "speedup": _ratio(plain, method_runs),
+            "over_hybrid": _ratio(runs["hybrid"], method_runs),
+            "drafted_a_step": round(median(run.drafted for run in method_runs), 2),
             "same_tokens": all(
-                run.tokens == other.tokens for run, other in zip(own, plain, strict=True)
+                run.tokens == other.tokens for run, other in zip(method_runs, plain, strict=True)
             ),
-            "runs": len(own),
+            "runs": len(method_runs),
         }
-        for name, own in runs.items()
+        for name, method_runs in runs.items()
     }
 
 
