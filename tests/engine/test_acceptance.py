@@ -387,16 +387,17 @@ def test_greedy_through_ratios_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.parametrize(
-    "own", [[], [hf.NoRepeatNGramLogitsProcessor(2)], [hf.RepetitionPenaltyLogitsProcessor(2.0)]]
+    "processors",
+    [[], [hf.NoRepeatNGramLogitsProcessor(2)], [hf.RepetitionPenaltyLogitsProcessor(2.0)]],
 )
 def test_a_sampler_of_parameters_is_transformers_own(
-    options: dict[str, Any], own: list[LogitsProcessor]
+    options: dict[str, Any], processors: list[LogitsProcessor]
 ) -> None:
     """The same processors in the same order, and the same scores to the bit."""
     lm = CausalLM(tiny("llama"))
     text = [5, 6, 7, 5, 6, 9]
     params = SamplingParams(**options)
-    sampler = Sampler.of(params, 3, lm.vocab_size, own)
+    sampler = Sampler.of(params, 3, lm.vocab_size, processors)
     kept = {
         name: options[name]
         for name in ("temperature", "top_p", "min_p", "repetition_penalty")
@@ -411,14 +412,15 @@ def test_a_sampler_of_parameters_is_transformers_own(
         else []
     )
     biases = [LogitBias(params.logit_bias)] if params.logit_bias else []
-    extra = LogitsProcessorList([*penalties, *biases, *own])
+    extra = LogitsProcessorList([*penalties, *biases, *processors])
     lm.model._prepare_special_tokens(config, True, device=lm.device)
     theirs = lm.model._get_logits_processor(config, 3, logits_processor=extra)
-    found = [
-        hf.TopPLogitsWarper if type(each) is QuickTopP else type(each)
-        for each in sampler.processors or ()
+    kinds = [
+        hf.TopPLogitsWarper if type(processor) is QuickTopP else type(processor)
+        for processor in sampler.processors or ()
     ]
-    assert found == [type(each) for each in theirs] and sampler.greedy == (not params.temperature)
+    assert kinds == [type(processor) for processor in theirs]
+    assert sampler.greedy == (not params.temperature)
     logits = 4 * torch.randn(2, lm.vocab_size, generator=torch.Generator().manual_seed(0))
     wanted = theirs(torch.tensor([text] * 2), logits.clone())
     assert torch.equal(sampler.scores(logits, lambda i: text), wanted)
@@ -438,8 +440,8 @@ PREFIX_READERS: dict[str, LogitsProcessor] = {
 
 @pytest.mark.parametrize("names", [["repetition"], ["ngram"], ["length"], list(PREFIX_READERS)])
 def test_scores_of_a_tree_equal_those_of_its_nodes_one_by_one(names: list[str]) -> None:
-    own = [hf.TopKLogitsWarper(5), *(PREFIX_READERS[name] for name in names)]
-    processors = LogitsProcessorList([hf.TemperatureLogitsWarper(0.7), *own])
+    readers = [hf.TopKLogitsWarper(5), *(PREFIX_READERS[name] for name in names)]
+    processors = LogitsProcessorList([hf.TemperatureLogitsWarper(0.7), *readers])
     generator = torch.Generator().manual_seed(3)
     for size in (1, 6, 30):
         draft = random_tree(size, 6, generator)
@@ -452,8 +454,8 @@ def test_scores_of_a_tree_equal_those_of_its_nodes_one_by_one(names: list[str]) 
         scores = Sampler(False, processors).scores(logits, prefixes.__getitem__)
         assert logits.equal(before)
         alone = [
-            processors(torch.tensor([own]), logits[i : i + 1].clone())[0]
-            for i, own in enumerate(prefixes)
+            processors(torch.tensor([prefix]), logits[i : i + 1].clone())[0]
+            for i, prefix in enumerate(prefixes)
         ]
         assert scores.equal(torch.stack(alone))
     # In the last tree the prefix must matter: reading the root's prefix for all nodes gives other

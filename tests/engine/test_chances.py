@@ -53,11 +53,11 @@ def test_a_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     forward, calls = CausalLM.forward, []
 
     def wrong(self: CausalLM, ids: list[int], drafts: list[Draft], capture: object = "") -> object:
-        found = forward(self, ids, drafts, capture)
+        output = forward(self, ids, drafts, capture)
         calls.append(1)
         if len(calls) > 60:
-            found.logits[0][0, 7] += 100
-        return found
+            output.logits[0][0, 7] += 100
+        return output
 
     monkeypatch.setattr(CausalLM, "forward", wrong)
     with pytest.raises(DifferenceError, match="is not that of decoding one by one"):

@@ -59,10 +59,10 @@ def test_greedy_output_with_penalties_is_that_of_plain_decoding(name: str) -> No
             key: [*value] if key == "stop_token_ids" else value for key, value in penalties.items()
         }
         wanted = plain.generate(LOOP, max_new_tokens=40, **asked).tokens
-        found = drafted.generate(LOOP, max_new_tokens=40, **asked)
-        assert found.tokens == wanted, penalties
+        tokens = drafted.generate(LOOP, max_new_tokens=40, **asked).tokens
+        assert tokens == wanted, penalties
         if "min_new_tokens" in asked:
-            assert len(found.tokens) >= 20 and all(token >= 40 for token in found.tokens[:20])
+            assert len(tokens) >= 20 and all(token >= 40 for token in tokens[:20])
 
 
 LAWS: dict[str, tuple[dict[str, Any], list[Any]]] = {

@@ -173,9 +173,9 @@ def test_tau_of_drafts_that_agree_always_never_and_sometimes(draft: str, gamma: 
 
 def check_steps(rows: abc.Sequence[abc.Sequence[Step]]) -> None:
     """The counts of a step explain its tokens."""
-    for own in rows:
-        assert [step.finish_reason is not None for step in own] == [False] * (len(own) - 1) + [True]
-        for step in own:
+    for row in rows:
+        assert [step.finish_reason is not None for step in row] == [False] * (len(row) - 1) + [True]
+        for step in row:
             assert 0 <= step.accepted <= step.tested <= min(step.drafted, step.accepted + 1)
             assert len(step.origins) == len(step.tokens) >= 1
             assert len(step.rejected) == step.drafted - step.accepted
@@ -187,7 +187,7 @@ def check_steps(rows: abc.Sequence[abc.Sequence[Step]]) -> None:
                     == ["correction" if step.tested > step.accepted else "bonus"]
                 )
             else:  # cut, which only the end of a sequence may do
-                assert step is own[-1] and len(step.tokens) <= step.accepted and not ends
+                assert step is row[-1] and len(step.tokens) <= step.accepted and not ends
 
 
 @pytest.mark.parametrize("is_greedy", [True, False])

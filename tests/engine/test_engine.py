@@ -118,15 +118,15 @@ def leftovers(thing: object, seen: set[int] | None = None) -> list[str]:
     if id(thing) in seen or not type(thing).__module__.startswith("forerun"):
         return []
     seen.add(id(thing))
-    found = []
+    names = []
     values = dict(getattr(thing, "__dict__", {}))
     values.pop("_prompt", None)  # holds the last prompt, in buffers that stay
     for name, value in values.items():
         if name in KEPT and value and not isinstance(value, int):
-            found.append(f"{type(thing).__name__}.{name}")
-        for each in value.values() if isinstance(value, dict) else [value]:
-            found += leftovers(each, seen)
-    return found
+            names.append(f"{type(thing).__name__}.{name}")
+        for item in value.values() if isinstance(value, dict) else [value]:
+            names += leftovers(item, seen)
+    return names
 
 
 KEPT = (
@@ -186,12 +186,12 @@ def test_a_request_is_given_what_it_is_given_alone(name: str, data: st.DataObjec
         assert not {id for id in ids.values() if ended(steps[id])} & set(engine.target.cache.ids)
         turn += 1
     for index, id in ids.items():
-        found = tokens_of(steps[id])
+        tokens = tokens_of(steps[id])
         reason = steps[id][-1].finish_reason
         if reason == "abort":
-            assert index in aborts and found == wanted[index][: len(found)]
+            assert index in aborts and tokens == wanted[index][: len(tokens)]
         else:
-            assert found == wanted[index] and reason in ("stop", "length")
+            assert tokens == wanted[index] and reason in ("stop", "length")
     assert_empty(engine)
 
 
@@ -450,12 +450,12 @@ def test_a_text_that_cannot_be_kept_is_no_fault_of_its_request(
         PrefixStore, "put", lambda *args, **options: (_ for _ in ()).throw(MemoryError())
     )
     ids = [engine.add(request) for request in requests]
-    found: dict[int, list[Step]] = {}
-    take_step(engine, found)
+    steps: dict[int, list[Step]] = {}
+    take_step(engine, steps)
     engine.abort(ids[2])
-    drain(engine, found)
-    assert [tokens_of(found[id]) for id in ids[:2]] == wanted[:2]
-    assert found[ids[2]][-1].finish_reason == "abort"
+    drain(engine, steps)
+    assert [tokens_of(steps[id]) for id in ids[:2]] == wanted[:2]
+    assert steps[ids[2]][-1].finish_reason == "abort"
 
 
 def test_who_is_cleared_is_no_suspect_any_more() -> None:
@@ -484,12 +484,12 @@ def test_the_error_of_a_step_is_raised_to_its_cause_alone() -> None:
     made = opened("sd")
     wanted = made.generate(PROMPTS[0], max_new_tokens=30).tokens
     stream = made.stream(PROMPTS[0], max_new_tokens=30)
-    found = [next(stream)]
+    chunks = [next(stream)]
     bad = made.engine.new_id() + 1
     Breaking(made.engine.target, "forward", RuntimeError("of one"), bad)
     with pytest.raises(RuntimeError, match="of one"):
         made.generate(PROMPTS[2], max_new_tokens=30)
-    assert [token for chunk in [*found, *stream] for token in chunk.step.tokens] == wanted
+    assert [token for chunk in [*chunks, *stream] for token in chunk.step.tokens] == wanted
     assert made.generate(PROMPTS[0], max_new_tokens=30).tokens == wanted
 
 
@@ -532,7 +532,7 @@ def test_threads_that_share_a_decoder_get_their_own_output() -> None:
         for i in range(8)
     ]
     wanted = [made.generate(PROMPTS[i % 5], **options[i]).tokens for i in range(8)]
-    found: list[list[list[int]]] = [[] for _ in range(8)]
+    outputs: list[list[list[int]]] = [[] for _ in range(8)]
     rows: list[int] = []
 
     def work(i: int) -> None:
@@ -542,14 +542,15 @@ def test_threads_that_share_a_decoder_get_their_own_output() -> None:
             else:
                 steps = made.generate(PROMPTS[i % 5], **options[i]).steps
             rows.extend(step.rows for step in steps)
-            found[i].append(tokens_of(steps))
+            outputs[i].append(tokens_of(steps))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [[each] * 6 for each in wanted] and max(rows) > 1  # they stood in one batch
+    assert outputs == [[tokens] * 6 for tokens in wanted]
+    assert max(rows) > 1  # they stood in one batch
     assert not made.engine.target.cache.ids
 
 
@@ -558,14 +559,14 @@ def test_a_stream_that_is_let_go_frees_its_rows_and_others_go_on() -> None:
     engine = made.engine
     wanted = made.generate(PROMPTS[0], max_new_tokens=30).tokens
     kept = made.stream(PROMPTS[0], max_new_tokens=30)
-    found = [next(kept)]
+    chunks = [next(kept)]
     for _ in range(5):
         stream = made.stream(PROMPTS[:3], max_new_tokens=30)
         next(stream)
         del stream
         made.stream(PROMPTS[:2], max_new_tokens=30)  # never begun
     gc.collect()
-    assert [token for chunk in [*found, *kept] for token in chunk.step.tokens] == wanted
+    assert [token for chunk in [*chunks, *kept] for token in chunk.step.tokens] == wanted
     assert made.engine is engine and not engine.target.cache.ids and not engine.busy
 
 
@@ -584,8 +585,8 @@ def test_a_prefix_that_requests_share_is_computed_once() -> None:
         assert [row.tokens for row in made.generate(prompts, max_new_tokens=8)] == wanted
         before = made.engine.target.prefilled
         assert all(
-            600 < each.prefilled <= 1.2 * 600
-            for each in (made.engine.target, made.engine.drafter.model)
+            600 < model.prefilled <= 1.2 * 600
+            for model in (made.engine.target, made.engine.drafter.model)
         )
         # Several sequences of one prompt need one prefill, or with a store none.
         rows = made.generate([prompts[0]] * 5, max_new_tokens=8, temperature=1.0, seed=3)
@@ -595,10 +596,10 @@ def test_a_prefix_that_requests_share_is_computed_once() -> None:
     made = opened("pacer")
     models = made.engine.target, made.engine.drafter.model
     turn = [*PROMPTS[2], *made.generate(PROMPTS[2], max_new_tokens=30).tokens, 5, 6]
-    before = [each.prefilled for each in models]
+    counts = [model.prefilled for model in models]
     assert made.generate(turn, max_new_tokens=8).tokens == alone("ar", Request(turn, 8))
     of_target, of_draft = (
-        each.prefilled - count for each, count in zip(models, before, strict=True)
+        model.prefilled - count for model, count in zip(models, counts, strict=True)
     )
     assert of_target <= 4 and of_draft < 15
 
@@ -697,11 +698,11 @@ def test_buffers_are_allocated_once() -> None:
     made = opened("sd")
     made.generate(PROMPTS * 2, max_new_tokens=30)
     models = made.engine.target, made.engine.drafter.model
-    caches = [each for model in models for each in (model.cache, model.prompts.cache)]
-    before = [layer.keys.data_ptr() for each in caches for layer in each.layers]
+    caches = [kv_cache for model in models for kv_cache in (model.cache, model.prompts.cache)]
+    before = [layer.keys.data_ptr() for kv_cache in caches for layer in kv_cache.layers]
     for i in range(20):
         made.generate(PROMPTS[i % 5 :] * 2, max_new_tokens=5 + i)
-    assert [layer.keys.data_ptr() for each in caches for layer in each.layers] == before
+    assert [layer.keys.data_ptr() for kv_cache in caches for layer in kv_cache.layers] == before
 
 
 # Callers that share an engine.
@@ -722,8 +723,8 @@ def test_one_thread_steps_for_all_and_goes_on_after_steps_that_fail(failing: int
             raise left.pop()
         advance()
 
-    def on_steps(found: list[Any]) -> None:
-        assert all(run is not None for run, _ in found)
+    def on_steps(pairs: list[Any]) -> None:
+        assert all(run is not None for run, _ in pairs)
         if not session.runs():
             done.set()
 
@@ -735,8 +736,8 @@ def test_one_thread_steps_for_all_and_goes_on_after_steps_that_fail(failing: int
     session.stop()
     thread.join(60)
     assert not thread.is_alive() and len(failures) == (failing == FAILURES_TO_REPORT)
-    found: list[list[int]] = [[], [], []]
+    tokens: list[list[int]] = [[], [], []]
     for first, run in zip((0, 2), runs, strict=True):
         for index, step in run.take():
-            found[first + index] += step.tokens
-    assert found == wanted
+            tokens[first + index] += step.tokens
+    assert tokens == wanted

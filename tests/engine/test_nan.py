@@ -312,13 +312,13 @@ def test_a_prompt_leaves_nothing(target: CausalLM, prefix_bytes: int) -> None:
 
 def test_a_prompt_that_begins_like_a_bad_one_is_run_anew(target: CausalLM) -> None:
     """What stands before a bad token in the same chunk is bad too."""
-    found = []
+    logits = []
     for before in ([*NEXT[2], POISON, *GOOD[2]], []):
         lm = target.fresh(10**6)
         list(lm.prefill(before, 16))
         join_all(lm, {1: [*NEXT[2], 3]}, 16)
-        found.append(lm.extend([1], [[5, 6]])[0])
-    torch.testing.assert_close(*found)
+        logits.append(lm.extend([1], [[5, 6]])[0])
+    torch.testing.assert_close(*logits)
 
 
 def test_a_prompt_that_is_given_up_leaves_nothing() -> None:
@@ -368,11 +368,13 @@ def test_a_draft_keeps_no_text_that_is_not_a_number() -> None:
     plain = Decoder(target, method=method("ar"))
     model = made.engine.drafter.model  # type: ignore[attr-defined]
     for prompt in (BAD, NEXT[2]):
-        found = made.generate(prompt, max_new_tokens=12)
-        assert found.tokens == plain.generate(prompt, max_new_tokens=12).tokens
+        completion = made.generate(prompt, max_new_tokens=12)
+        assert completion.tokens == plain.generate(prompt, max_new_tokens=12).tokens
     assert not any(POISON in entry.tokens for entry in model.prompts.store._entries)
     assert_clean(model.cache, model.prompts.cache)
-    assert found.stats.accepted == fresh.generate(NEXT[2], max_new_tokens=12).stats.accepted > 0
+    assert (
+        completion.stats.accepted == fresh.generate(NEXT[2], max_new_tokens=12).stats.accepted > 0
+    )
 
 
 @pytest.mark.parametrize("kind", ["lyanna", "eagle"])

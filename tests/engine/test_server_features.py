@@ -81,13 +81,13 @@ def test_plain_rows_are_never_drafted_for(name: str) -> None:
     decoder = made(name)
     asked = [decoder.request(PROMPT[:size], max_new_tokens=30) for size in (3, 4, 5, 6)]
     alone = [tokens_of(steps) for steps in made("ar").session.add(asked).collect()]
-    steps = decoder.session.add(
-        [replace(each, plain=bool(at % 2)) for at, each in enumerate(asked)]
+    answers = decoder.session.add(
+        [replace(request, plain=bool(at % 2)) for at, request in enumerate(asked)]
     ).collect()
-    assert [tokens_of(each) for each in steps] == alone
-    assert [len(each) == 30 for each in steps][1::2] == [True, True]
-    assert not any(step.drafted for each in steps[1::2] for step in each)
-    assert any(step.drafted for each in steps[::2] for step in each)
+    assert [tokens_of(steps) for steps in answers] == alone
+    assert [len(steps) == 30 for steps in answers][1::2] == [True, True]
+    assert not any(step.drafted for steps in answers[1::2] for step in steps)
+    assert any(step.drafted for steps in answers[::2] for step in steps)
 
 
 @pytest.mark.parametrize("name", ["ar", "sd", "hybrid"])
@@ -111,14 +111,14 @@ def test_log_probabilities_are_the_models_own(name: str) -> None:
         before = steps[0].prompt_logprobs
         assert (before is not None) == request.prompt_logprobs
         assert all(step.prompt_logprobs is None for step in steps[1:])
-        found = [*(before or ()), *(each for step in steps for each in step.logprobs)]
-        first = len(tokens) - len(found)
+        entries = [*(before or ()), *(entry for step in steps for entry in step.logprobs)]
+        first = len(tokens) - len(entries)
         assert first == (1 if request.prompt_logprobs else len(request.tokens))
-        for at, each in enumerate(found, first):
-            assert each.token == tokens[at]
-            assert each.logprob == pytest.approx(float(law[at - 1, each.token]), abs=1e-4)
+        for at, entry in enumerate(entries, first):
+            assert entry.token == tokens[at]
+            assert entry.logprob == pytest.approx(float(law[at - 1, entry.token]), abs=1e-4)
             best = law[at - 1].topk(request.logprobs).values.tolist() if request.logprobs else []
-            assert [value for _, value in each.top] == pytest.approx(best, abs=1e-4)
+            assert [value for _, value in entry.top] == pytest.approx(best, abs=1e-4)
 
 
 def test_bad_penalties_are_refused() -> None:

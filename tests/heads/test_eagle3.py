@@ -94,14 +94,14 @@ def test_states_after_layers_are_those_of_transformers(architecture: str) -> Non
         torch.testing.assert_close(target.prompt_hidden, wanted[:-1], **close)
         target.forget_prompt()
     join_all(target, {3: TOKENS[:7], 8: TOKENS[:2]}, 4, capture=CAPTURE)
-    found = target.forward(
+    hidden = target.forward(
         [3, 8], [Draft([2, 9, 3, 60], [-1, 0, 0, 2]), Draft.chain(7, [8])], CAPTURE
     ).hidden
-    assert found is not None
+    assert hidden is not None
     torch.testing.assert_close(
-        found[0][[0, 2, 3]], states_of(target, [*TOKENS[:7], 2, 3, 60])[7:], **close
+        hidden[0][[0, 2, 3]], states_of(target, [*TOKENS[:7], 2, 3, 60])[7:], **close
     )
-    torch.testing.assert_close(found[1], wanted[2:4], **close)
+    torch.testing.assert_close(hidden[1], wanted[2:4], **close)
     list(target.prefill([], 4, capture=CAPTURE))
     assert target.prompt_hidden is not None and target.prompt_hidden.shape == (0, wanted.shape[1])
 
@@ -117,14 +117,14 @@ def test_states_in_c_have_the_same_bits_in_any_pieces(family: str, bits: str) ->
     target = prepare(model if bits == "float32" else store(model, bits))
     assert isinstance(target.backend, QuantisedForward)
     tokens = np.random.default_rng(0).integers(0, 130, 300).tolist()
-    found = {}
+    hidden = {}
     for chunk in (300, 7):
         list(target.prefill(tokens, chunk, capture=CAPTURE))
-        found[chunk] = target.prompt_hidden
+        hidden[chunk] = target.prompt_hidden
         target.forget_prompt()
-    assert found[7] is not None and torch.equal(found[300], found[7])
+    assert hidden[7] is not None and torch.equal(hidden[300], hidden[7])
     list(target.prefill(tokens, 300, capture="head"))
-    last, first, _ = found[7].chunk(3, -1)
+    last, first, _ = hidden[7].chunk(3, -1)
     with torch.inference_mode():  # because the states were made in it
         normed = model.model.norm(last)
     torch.testing.assert_close(normed, target.prompt_hidden, rtol=1e-3, atol=1e-4)
@@ -151,21 +151,21 @@ def test_logits_are_those_of_speculators(form: str, reference: type[Any], tmp_pa
         head = HiddenLM(load_head(folder, target), target, in_8_bits=few)
         assert torch.equal(head.hot, theirs.hot) and head.capture == CAPTURE
         head.add(4)
-        own = []
+        distances = []
         for end in (1, 2, 3, 5):
             state = head.extend(
                 [4], [features[head.length(4) : end]], [TOKENS[head.length(4) + 1 : end + 1]]
             )
-            found = [head.logits(state)[0]]
+            logits = [head.logits(state)[0]]
             drafted = TOKENS[end + 1 : end + 5]
             for k, token in enumerate(drafted):
                 seen = torch.ones(1, 1, k + 1, dtype=torch.bool)
                 state = head.branch([4], state[:, None], torch.tensor([[token]]), k, seen)[:, 0]
-                found.append(head.logits(state)[0])
+                logits.append(head.logits(state)[0])
             head.crop([4], [end])
             wanted = theirs.logits(features[:end], TOKENS[1 : end + 1], drafted)
-            own.append(float((torch.stack(found) - wanted).norm() / wanted.norm()))
-        errors[few] = max(own)
+            distances.append(float((torch.stack(logits) - wanted).norm() / wanted.norm()))
+        errors[few] = max(distances)
     assert errors[False] < 1e-5 < 1e-3 < errors[True] < 0.3
 
 
@@ -193,11 +193,11 @@ class Watched(EagleDrafter):
         self.proposed: list[tuple[list[int], Draft]] = []
 
     def propose(self, seqs: Any) -> Proposal:
-        found = super().propose(seqs)
+        proposal = super().propose(seqs)
         self.proposed += [
-            (list(seq.tokens), draft) for seq, draft in zip(seqs, found.drafts, strict=True)
+            (list(seq.tokens), draft) for seq, draft in zip(seqs, proposal.drafts, strict=True)
         ]
-        return found
+        return proposal
 
 
 @pytest.mark.parametrize("reference", REFERENCES)
@@ -321,7 +321,7 @@ def successor(folder: Path, target: CausalLM, *, is_mapped: bool = True) -> Path
     )
     path = folder / "model.safetensors"
     following = moves(dict(zip(ODD, [*ODD[1:], ODD[0]], strict=True)))
-    weights = {name: each * 0 + ("norm" in name) for name, each in load_file(path).items()}
+    weights = {name: weight * 0 + ("norm" in name) for name, weight in load_file(path).items()}
     weights["fc.weight"][:, SIZE:] = following
     norm = SIZE**0.5  # the largest number of a normed state
     weights |= {f"layers.0.mlp.{name}_proj.weight": torch.eye(SIZE) for name in ("gate", "up")}
@@ -329,7 +329,7 @@ def successor(folder: Path, target: CausalLM, *, is_mapped: bool = True) -> Path
     weights["lm_head.weight"] = 3 * torch.eye(SIZE)[ODD]
     weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, torch.tensor(ODD), True)
     weights["d2t"] = torch.tensor([token - i if is_mapped else 0 for i, token in enumerate(ODD)])
-    save_file({name: each.contiguous() for name, each in weights.items()}, path)
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, path)
     return folder
 
 

@@ -151,13 +151,13 @@ def test_of_a_long_prompt_the_last_positions_are_read(kind: str) -> None:
     states = features_of(target, text[:-1])
     drafts = []
     for tokens, features in ((text, states), (text[-7:], states[-6:])):
-        own = head.fresh()
-        own.reads = 6
-        drafter = drafter_of(kind, own)
+        reader = head.fresh()
+        reader.reads = 6
+        drafter = drafter_of(kind, reader)
         seq = sequence(tokens, 0)
         list(drafter.admit(seq, features, 4))
         drafts.append(drafter.propose([seq]).drafts[0].tokens)
-        assert own.length(0) == 6
+        assert reader.length(0) == 6
     assert drafts[0] == drafts[1]
 
 
@@ -195,12 +195,12 @@ def test_probabilities_are_calibrated(ahead: int) -> None:
     def plan() -> TreePlan:
         return TreePlan([Group([0], TreeCosts(FREE, 1, 9), True)], curves, 3, [3], [ahead])
 
-    own = plan()
+    tree = plan()
     value = 0.0
     for k, probability in enumerate(probabilities):
-        value += float(own.gains(k, np.log([[[probability]]]))[0, 0, 0])
-        own.deeper(k, np.array([[value]]))
-    assert own.survival[0] == pytest.approx(np.cumprod(right))
+        value += float(tree.gains(k, np.log([[[probability]]]))[0, 0, 0])
+        tree.deeper(k, np.array([[value]]))
+    assert tree.survival[0] == pytest.approx(np.cumprod(right))
 
 
 def test_costs_go_by_mode() -> None:
@@ -258,17 +258,21 @@ def test_a_plan_takes_what_its_costs_allow(kind: str, width: int, most: int) -> 
 
     def drafted(costs: Costs, shift: float = 30.0, block: int = 1) -> tuple[list[int], int, int]:
         """Count tokens, depth and forwards where all tokens are certain, or hopeless."""
-        own = head.fresh()
-        own.curves = [[shift, 1.0, exp(min(shift, 0.0))]]
+        fresh_head = head.fresh()
+        fresh_head.curves = [[shift, 1.0, exp(min(shift, 0.0))]]
         if kind == "eagle":
-            drafter: Any = EagleDrafter(PacerEagle(6, width, 12, block=block), own, costs, width)
+            drafter: Any = EagleDrafter(
+                PacerEagle(6, width, 12, block=block), fresh_head, costs, width
+            )
         else:
-            drafter = LyannaDrafter(PacerLyanna(6, width, 12, reuse="off", block=block), own, costs)
+            drafter = LyannaDrafter(
+                PacerLyanna(6, width, 12, reuse="off", block=block), fresh_head, costs
+            )
         seqs = [sequence(range(2, 12), id) for id in range(2)]
         for seq in seqs:
             assert sum(drafter.admit(seq, features_of(target, seq.tokens[:-1]), 4)) == 0
         proposal = drafter.propose(seqs)
-        assert [own.length(seq.id) for seq in seqs] == [9, 9]
+        assert [fresh_head.length(seq.id) for seq in seqs] == [9, 9]
         depth = max(max(draft.depths) for draft in proposal.drafts)
         return [draft.drafted for draft in proposal.drafts], depth, proposal.forwards
 
@@ -402,18 +406,18 @@ def test_requests_of_all_modes_get_in_a_batch_what_they_get_alone(way: str) -> N
         {"sampler": Sampler(False), "seed": 5},
         {"sampler": Sampler(False), "seed": 6},
     ]
-    each = [
+    cases = [
         (i, prompt, mode) for i, prompt in enumerate(PROMPTS) for mode in modes[i % 2 : 2 + i % 2]
     ]
-    requests = [Request(prompt, 7 + 5 * i, **mode) for i, prompt, mode in each]
+    requests = [Request(prompt, 7 + 5 * i, **mode) for i, prompt, mode in cases]
 
     def run(requests: abc.Sequence[Request], rows: int) -> list[tuple[list[int], list[int]]]:
         drafter = Decoder(
             target, None, None, WAYS[way], guard=False, head=head, costs=COSTS
         ).engine.drafter
-        found = decode(target.fresh(), drafter, requests, max_rows=rows)
+        outputs = decode(target.fresh(), drafter, requests, max_rows=rows)
         assert not drafter.features and not drafter.head.cache.ids  # type: ignore[attr-defined]
-        return [(tokens_of(steps), [step.drafted for step in steps]) for steps in found]
+        return [(tokens_of(steps), [step.drafted for step in steps]) for steps in outputs]
 
     for request, (tokens, drafted) in zip(requests, run(requests, 3), strict=True):
         ((alone, sizes),) = run([request], 1)

@@ -103,14 +103,14 @@ def test_block_by_block_is_the_same_as_at_once(stored: bool) -> None:
 
 def echoes_of(text: list[int], tokens: list[int]) -> list[list[int]]:
     """`Echo`, by a search of the text for every token."""
-    found = []
+    echoes = []
     for at in range(len(text), len(text) + len(tokens)):
         both, row = text + tokens, []
         for size in SIZES:
             ends = [i for i in range(size, len(text)) if both[i - size : i] == both[at - size : at]]
             row.append((1 if text[ends[-1]] == both[at] else -1) if ends and at >= size else 0)
-        found.append(row)
-    return found
+        echoes.append(row)
+    return echoes
 
 
 def test_echoes_are_those_that_a_search_finds() -> None:
@@ -334,10 +334,10 @@ def test_the_automatic_threshold_is_the_best(rows: int) -> None:
             )
         return tokens / spent
 
-    found, tokens_per_ms = best_threshold(traces, block, COSTS, rows)
-    assert rate(found) >= max(rate(threshold) for threshold in np.linspace(0.02, 0.98, 97)) * 0.99
-    assert rate(found) > 1.02 * min(rate(0.02), rate(0.98))
-    assert tokens_per_ms == pytest.approx(rate(found) * rows, rel=1e-4)
+    best, tokens_per_ms = best_threshold(traces, block, COSTS, rows)
+    assert rate(best) >= max(rate(threshold) for threshold in np.linspace(0.02, 0.98, 97)) * 0.99
+    assert rate(best) > 1.02 * min(rate(0.02), rate(0.98))
+    assert tokens_per_ms == pytest.approx(rate(best) * rows, rel=1e-4)
 
 
 def test_the_automatic_block_is_the_best() -> None:
@@ -367,11 +367,11 @@ def test_the_automatic_threshold_goes_by_the_context() -> None:
         9,
         costs=replace(COSTS, context=256, far=replace(dear, context=8192)),
     )
-    found = {
+    settings = {
         context: policy.settings("greedy", 1, True, context)
         for context in (0, 256, 8000, 8192, 8400)
     }
-    assert found[0] == found[256] != found[8192] == found[8000] == found[8400]
+    assert settings[0] == settings[256] != settings[8192] == settings[8000] == settings[8400]
     assert {context for *_, context in policy._settings} == {256, 8192}
 
 
@@ -500,11 +500,11 @@ def test_sampled_rows_do_not_depend_on_their_neighbours_or_ends(rule: str) -> No
     assert outputs(requests(range(6))) == alone
     assert outputs(requests(range(6)), max_rows=2) == alone
     others = [Request([1, 2], 9), Request([3], 30), Request([0], 14)]
-    mixed = [each for pair in zip(requests(range(3)), others, strict=True) for each in pair]
+    mixed = [request for pair in zip(requests(range(3)), others, strict=True) for request in pair]
     for options in ({}, {"max_rows": 3}):
-        found = outputs(mixed, **options)
-        assert found[::2] == alone[:3]
+        results = outputs(mixed, **options)
+        assert results[::2] == alone[:3]
         plain = [tokens_of(steps) for steps in decode(TableLM(TARGET), PlainDrafter(), others)]
         assert [
-            [token for _, *tokens in steps for token in tokens] for steps in found[1::2]
+            [token for _, *tokens in steps for token in tokens] for steps in results[1::2]
         ] == plain

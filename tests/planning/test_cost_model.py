@@ -98,7 +98,7 @@ def test_a_method_with_a_second_source_asks_for_costs_whatever_its_threshold() -
 
 
 @pytest.mark.parametrize(
-    ("found", "why"),
+    ("change", "why"),
     [
         ({"target": {}}, "with entries for the target"),
         ({"target": {"1": 0}}, "target must be above 0"),
@@ -106,8 +106,8 @@ def test_a_method_with_a_second_source_asks_for_costs_whatever_its_threshold() -
         ({"draft": {"1": float("inf")}}, "numbers of tokens to milliseconds"),
     ],
 )
-def test_costs_that_are_none_are_refused(found: dict[str, Any], why: str) -> None:
-    refuses(why, costs_of, {"target": {"1": 2.0}, "draft": {}, "head": {}} | found)
+def test_costs_that_are_none_are_refused(change: dict[str, Any], why: str) -> None:
+    refuses(why, costs_of, {"target": {"1": 2.0}, "draft": {}, "head": {}} | change)
 
 
 @given(st.dictionaries(st.integers(1, 40), st.floats(0.1, 99.0), min_size=1, max_size=7))
@@ -116,10 +116,10 @@ def test_a_table_is_made_convex_from_below(table: dict[int, float]) -> None:
 
     Where its slope changes, it equals the entry of that forward or of a longer one.
     """
-    found = convex(table)
+    hull = convex(table)
     at = sorted(table)
-    assert list(found) == list(table) and all(found[n] <= table[n] + 1e-9 for n in at)
-    slopes = [(found[n] - found[m]) / (n - m) for m, n in pairwise(at)]
+    assert list(hull) == list(table) and all(hull[n] <= table[n] + 1e-9 for n in at)
+    slopes = [(hull[n] - hull[m]) / (n - m) for m, n in pairwise(at)]
     assert all(-1e-9 <= before <= after + 1e-6 for before, after in pairwise([0.0, *slopes]))
     corners = [
         n
@@ -127,7 +127,7 @@ def test_a_table_is_made_convex_from_below(table: dict[int, float]) -> None:
         if after > before + 1e-3
     ]
     for n in [at[0], *corners, at[-1]]:
-        assert found[n] == pytest.approx(min(table[m] for m in at if m >= n))
+        assert hull[n] == pytest.approx(min(table[m] for m in at if m >= n))
     assert convex({1: 50.0, 2: 55.0, 4: 77.0, 8: 82.0, 16: 127.0})[4] == pytest.approx(
         50 + 3 * 32 / 7
     )
@@ -241,14 +241,14 @@ def test_a_long_table_that_noise_made_cheaper_makes_nothing_so(
 
 
 def test_costs_by_context_are_kept_and_damaged_ones_refused() -> None:
-    found = json.loads(json.dumps(asdict(BY_CONTEXT)))
-    assert costs_of(found) == BY_CONTEXT and costs_of(found).far == FAR
-    earlier = dict(found)
+    facts = json.loads(json.dumps(asdict(BY_CONTEXT)))
+    assert costs_of(facts) == BY_CONTEXT and costs_of(facts).far == FAR
+    earlier = dict(facts)
     earlier["judging"] = earlier.pop("verify_sample_ms")
     assert costs_of(earlier) == BY_CONTEXT
-    refuses("must be more than 9000", costs_of, found | {"context": 9000})
+    refuses("must be more than 9000", costs_of, facts | {"context": 9000})
     refuses(
-        "target must be above 0", costs_of, found | {"far": found["far"] | {"target": {"1": 0}}}
+        "target must be above 0", costs_of, facts | {"far": facts["far"] | {"target": {"1": 0}}}
     )
 
 

@@ -68,33 +68,33 @@ class Clock:
 
 
 class Ticking(TableLM):
-    """A table model whose forwards take `each` seconds on a clock."""
+    """A table model whose forwards take `seconds` on a clock."""
 
-    def __init__(self, table: Tensor, clock: Clock, each: float) -> None:
+    def __init__(self, table: Tensor, clock: Clock, seconds: float) -> None:
         super().__init__(table)
         self.clock = clock
-        self.each = each
+        self.seconds = seconds
         self.prompts = 0
 
     def prefill(self, tokens: abc.Sequence[int], chunk: int, *_: Any, **__: Any) -> Iterator[int]:
-        self.clock.now += self.each
+        self.clock.now += self.seconds
         self.prompts += 1
         yield from super().prefill(tokens, chunk)
 
     def _logits(self, *given: Any) -> list[Tensor]:
-        self.clock.now += self.each
+        self.clock.now += self.seconds
         return super()._logits(*given)
 
 
 class Bench:
     """A target that takes 1 s per forward, with a guarded draft, over any number of requests."""
 
-    def __init__(self, draft: Tensor = NEVER, each: float = 0.25, gamma: int = 4) -> None:
+    def __init__(self, draft: Tensor = NEVER, seconds: float = 0.25, gamma: int = 4) -> None:
         self.clock = Clock()
         self.gamma = gamma
         self.pace = Guard(self.clock)
         self.target = Ticking(TARGET, self.clock, 1.0)
-        self.draft = Ticking(draft, self.clock, each)
+        self.draft = Ticking(draft, self.clock, seconds)
 
     def drafter(self) -> GuardedDrafter:
         return GuardedDrafter(ChainDrafter(self.draft, FixedLength(self.gamma)), self.pace)
@@ -122,18 +122,18 @@ def test_a_useless_draft_is_soon_left_out() -> None:
     assert all(step.rests for step in steps[8:] if not step.drafted)
     assert all(step.origins == ("bonus",) for step in steps if not step.drafted)
     # Pauses double, and are bounded by what trials cost: the draft's forwards.
-    for each, gamma in ((0.25, 4), (0.5, 6)):
-        found = [
-            run / (each * gamma)
-            for run in pauses(Bench(each=each, gamma=gamma).call(6000))[1:-1]
+    for seconds, gamma in ((0.25, 4), (0.5, 6)):
+        ratios = [
+            run / (seconds * gamma)
+            for run in pauses(Bench(seconds=seconds, gamma=gamma).call(6000))[1:-1]
             if run > CHECK_PAUSE
         ]
-        assert found[:4] == [
+        assert ratios[:4] == [
             PAUSE_PER_LOSS,
             2 * PAUSE_PER_LOSS,
             4 * PAUSE_PER_LOSS,
             MAX_PAUSE_PER_LOSS,
-        ] and set(found[3:]) == {MAX_PAUSE_PER_LOSS}
+        ] and set(ratios[3:]) == {MAX_PAUSE_PER_LOSS}
     # A draft that agrees is never left out, but for a look at plain steps now and then.
     steps = Bench(TARGET).call(1000)
     assert 3 <= sum(not step.drafted for step in steps) < 0.04 * len(steps)
@@ -141,9 +141,9 @@ def test_a_useless_draft_is_soon_left_out() -> None:
 
 @pytest.mark.slow
 def test_never_slower_by_much_than_plain_decoding() -> None:
-    for each in (0.01, 0.1, 0.25, 1.0):
+    for seconds in (0.01, 0.1, 0.25, 1.0):
         for draft in (NEVER, random_table(8, 77), TARGET + 2.0 * random_table(8, 6)):
-            bench = Bench(draft, each)
+            bench = Bench(draft, seconds)
             bench.call(512)
             for _ in range(4):
                 begun = bench.clock.now
@@ -165,25 +165,25 @@ def test_drafting_comes_back_when_the_text_turns_friendly() -> None:
 
 
 def test_the_clock_is_read_again_when_the_machine_changes() -> None:
-    bench = Bench(TARGET, each=0.25)
+    bench = Bench(TARGET, seconds=0.25)
     bench.call(200)
     # Everything takes four times as long. Drafting seems to lose until the check measures a plain
     # step.
-    bench.target.each, bench.draft.each = 4.0, 1.0
+    bench.target.seconds, bench.draft.seconds = 4.0, 1.0
     steps = bench.call(200)
     assert sum(not step.drafted for step in steps) <= CHECK_PAUSE + 3
     # And back. Plain steps that seem slow make drafting look good; they are looked at again.
-    bench.target.each, bench.draft.each = 1.0, 0.25
+    bench.target.seconds, bench.draft.seconds = 1.0, 0.25
     bench.call(1000)
-    bench.draft.each = 2.0
+    bench.draft.seconds = 2.0
     assert sum(step.drafted > 0 for step in bench.call(200)) <= 10
 
 
 def test_slow_first_steps_do_not_hide_what_drafts_lose() -> None:
-    bench = Bench(each=0.1)
-    bench.target.each = 1.75  # a plain step seems to take that long, a drafting one takes 1.4
+    bench = Bench(seconds=0.1)
+    bench.target.seconds = 1.75  # a plain step seems to take that long, a drafting one takes 1.4
     bench.call(FIRST_PLAIN_STEPS)
-    bench.target.each = 1.0
+    bench.target.seconds = 1.0
     assert sum(step.drafted > 0 for step in bench.call(100)) < 20
 
 
@@ -372,7 +372,7 @@ def test_a_draft_that_is_late_is_charged() -> None:
     failures = account.failures
     account.pause(2)
     account._inherit(0.0)
-    bench.draft.each = 5.0
+    bench.draft.seconds = 5.0
     steps = bench.call(20)
     # The first trial ends at once: its step counts as twice as long as those before, plus the
     # prompt.
@@ -506,7 +506,7 @@ def test_a_drafter_that_had_nothing_to_propose_has_shown_what_a_plain_step_costs
         and not bench.pace._step_costs
         and bench.pace._since_plain == 0.0
     )
-    bench.target.each = 3.0  # from now on plain steps take longer, and the silence tells
+    bench.target.seconds = 3.0  # from now on plain steps take longer, and the silence tells
     decode(bench.target, GuardedDrafter(PlainDrafter(), bench.pace), [Request([0], 50)])
     assert (
         set(bench.pace._plain_seconds[1]) == {3.0}
@@ -619,13 +619,13 @@ def test_no_schedule_of_pauses_changes_greedy_output(data: st.DataObject) -> Non
     plan = list[bool]()
 
     def run(inner: Drafter, pace: Guard) -> list[list[Step]]:
-        found = decode(TableLM(target), GuardedDrafter(inner, pace), asked, max_rows=most)
-        for own, wanted in zip(found, plain, strict=True):
+        outputs = decode(TableLM(target), GuardedDrafter(inner, pace), asked, max_rows=most)
+        for steps, wanted in zip(outputs, plain, strict=True):
             assert (
-                tokens_of(own) == tokens_of(wanted)
-                and own[-1].finish_reason == wanted[-1].finish_reason
+                tokens_of(steps) == tokens_of(wanted)
+                and steps[-1].finish_reason == wanted[-1].finish_reason
             )
-        return by_number(found)
+        return by_number(outputs)
 
     def draw() -> bool:
         plan.append(data.draw(st.booleans()))
@@ -637,9 +637,9 @@ def test_no_schedule_of_pauses_changes_greedy_output(data: st.DataObject) -> Non
         batches = list(zip(plan, run(inner, Scheduled(draw, pauses)), strict=True))
         assert inner.admitted == [0] * rows if wants_hidden else len(inner.admitted) <= rows
         assert not draft.rows and not any(
-            step.drafted for drew, own in batches if not drew for step in own
+            step.drafted for drew, steps in batches if not drew for step in steps
         )
-        seen = [step for drew, own in batches if drew or wants_hidden for step in own]
+        seen = [step for drew, steps in batches if drew or wants_hidden for step in steps]
         assert sorted(inner.observed) == sorted(
             (step.id, step.drafted, step.accepted) for step in seen
         )
@@ -708,15 +708,18 @@ def test_greedy_and_seeded_output_is_the_same_whatever_the_clock_says(
     texts = []
     kinds = set()
     plain = [
-        each.tokens for each in Decoder(target, method=AR()).generate(prompts, max_new_tokens=30)
+        completion.tokens
+        for completion in Decoder(target, method=AR()).generate(prompts, max_new_tokens=30)
     ]
     for method in (SD(3), Lookup(4, 2)):
         for guard in (None, None, False):
             decoder = Decoder(target, None, noisy_copy(target, 0.03), method, guard)
-            for rows in (prompts, prompts[::-1], prompts[:1]):
-                done = decoder.generate(rows, max_new_tokens=30)  # greedy, which the guard watches
-                assert [each.tokens for each in done] == [plain[prompts.index(row)] for row in rows]
-                kinds |= {step.drafted > 0 for each in done for step in each.steps}
+            for batch in (prompts, prompts[::-1], prompts[:1]):
+                done = decoder.generate(batch, max_new_tokens=30)  # greedy, which the guard watches
+                assert [completion.tokens for completion in done] == [
+                    plain[prompts.index(prompt)] for prompt in batch
+                ]
+                kinds |= {step.drafted > 0 for completion in done for step in completion.steps}
                 texts.append(decoder.generate([3, 4, 5], params).tokens)
     assert all(text == texts[0] for text in texts) and kinds == {True, False}
 

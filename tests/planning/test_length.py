@@ -97,13 +97,13 @@ def distributions(
     text: abc.Sequence[int], drafted: abc.Sequence[int], sampler: Sampler
 ) -> list[torch.Tensor]:
     text = [0, *text]
-    found = []
+    laws = []
     for token in drafted:
-        found.append(
+        laws.append(
             sampler.scores(DRAFT[text[-2], text[-1]][None], lambda _: [])[0].double().softmax(-1)
         )
         text.append(token)
-    return found
+    return laws
 
 
 class Rule:
@@ -115,9 +115,9 @@ class Rule:
         self.rate = 0.9
         self.length = 3
 
-    def more(self, tokens: abc.Sequence[int], found: abc.Sequence[torch.Tensor]) -> bool:
-        probabilities = [float(each[token]) for each, token in zip(found, tokens, strict=True)]
-        entropy = float(torch.special.entr(found[-1]).sum())
+    def more(self, tokens: abc.Sequence[int], laws: abc.Sequence[torch.Tensor]) -> bool:
+        probabilities = [float(law[token]) for law, token in zip(laws, tokens, strict=True)]
+        entropy = float(torch.special.entr(laws[-1]).sum())
         return {
             "heuristic": len(tokens) < self.length,
             "confidence": probabilities[-1] >= 0.35 and len(tokens) < 5,
@@ -161,10 +161,10 @@ def check(
                 product = product * float(scores.softmax(-1).max())
             assert drafted == whole[: len(whole) - (product < 0.1)]
             drafted = whole
-        found = distributions(text[:at], drafted, sampler)
+        laws = distributions(text[:at], drafted, sampler)
         for count in range(1, len(drafted)):
-            assert rule.more(drafted[:count], found[:count])
-        assert len(drafted) == limit - at - 1 or not rule.more(drafted, found)
+            assert rule.more(drafted[:count], laws[:count])
+        assert len(drafted) == limit - at - 1 or not rule.more(drafted, laws)
         lengths.add(len(drafted))
         rule.saw(len(drafted), accepted)
         at += accepted + 1
@@ -258,11 +258,11 @@ DEAR = Costs({1: 10.0, 2: 11.0, 64: 650.0}, {1: 4.0, 64: 256.0})  # but for one 
 def test_the_best_length_follows_from_costs_rows_and_acceptance() -> None:
     for costs in (CHEAP, DEAR):
         for rows in (1, 4):
-            found = [
+            lengths = [
                 best_length(costs.steps(rows, 16), [chance] * 16)
                 for chance in (0.0, 0.3, 0.6, 0.9, 1.0)
             ]
-            assert found[0] == 0 and found == sorted(found)
+            assert lengths[0] == 0 and lengths == sorted(lengths)
     assert (
         best_length(CHEAP.steps(1, 16), [1.0] * 16) == 16
         and best_length(CHEAP.steps(1, 16), [1.0, 0.0, 1.0]) == 1
