@@ -44,16 +44,16 @@ Rows = dict[str, list[str]]
 
 def tables(text: str) -> dict[str, Rows]:
     """Return each table of a page: its header without the first column, and rows by first cell."""
-    found = {}
+    by_header = {}
     for match in re.finditer(r"^\|.*\n\|[-:|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE):
         header, _, *rows = (
             [cell.strip() for cell in line.split("|")[1:-1]] for line in match[0].splitlines()
         )
         assert all(len(row) == len(header) for row in rows)
-        found[" | ".join(header[1:])] = {
+        by_header[" | ".join(header[1:])] = {
             row[0].strip("*"): [cell.strip("*") for cell in row[1:]] for row in rows
         }
-    return found
+    return by_header
 
 
 @cache
@@ -69,7 +69,7 @@ def is_of(row: str, name: str) -> bool:
 
 
 def wrong(sources: list[tuple[str, str]], rows: Rows) -> list[str]:
-    found = []
+    mistakes = []
     ran = set[str]()
     for column, source in enumerate(sources):
         methods = measured(*source)
@@ -82,13 +82,13 @@ def wrong(sources: list[tuple[str, str]], rows: Rows) -> list[str]:
                 else ""
             )
             if cells[column] != wanted:
-                found.append(f"{row}, {source}: {cells[column]!r} and not {wanted!r}")
-    found += [
+                mistakes.append(f"{row}, {source}: {cells[column]!r} and not {wanted!r}")
+    mistakes += [
         f"a row without a method: {row}"
         for row in rows
         if not any(is_of(row, name) for name in ran)
     ]
-    return found
+    return mistakes
 
 
 @pytest.fixture(scope="module")

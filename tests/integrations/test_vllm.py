@@ -29,7 +29,7 @@ def config(
     """What the proposer reads of vLLM's configuration."""
     text = model.config if model is not None else SimpleNamespace(eos_token_id=None)
     size = model.config.vocab_size if model is not None else 300
-    own = {
+    fields = {
         "max_model_len": CONTEXT,
         "hf_text_config": text,
         "get_vocab_size": lambda: size,
@@ -37,7 +37,7 @@ def config(
     }
     return SimpleNamespace(
         speculative_config=SimpleNamespace(num_speculative_tokens=MOST),
-        model_config=SimpleNamespace(**own),
+        model_config=SimpleNamespace(**fields),
         additional_config={"forerun": options} if options else {},
     )
 
@@ -148,11 +148,11 @@ def test_a_draft_model_says_what_it_would_say_alone(folder: Path, options: dict[
             texts[row] = texts[row] + news[row]
             lengths.add(len(drafted))
             assert 0 < len(drafted) <= MOST
-            own = list(texts[row])
+            text = list(texts[row])
             new = []
             for token in drafted:
-                assert token == next_of(alone, own)
-                own.append(token)
+                assert token == next_of(alone, text)
+                text.append(token)
             for token in [*drafted, None]:  # the target's verdict
                 new.append(next_of(target, texts[row] + new))
                 if new[-1] != token:

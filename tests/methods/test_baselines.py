@@ -159,11 +159,11 @@ def test_a_method_from_outside_decodes(outside: str) -> None:
     named = forerun.load(target, method=outside, count=3)
     given = forerun.load(target, method=Lookup(4))
     assert named.method == method(outside, count=3) and given.method == Lookup(4)
-    found, plain = (
+    completion, plain = (
         decoder.generate(PROMPTS[0], max_new_tokens=12, temperature=1.0, seed=3)
         for decoder in (named, Decoder(target, method=METHODS["ar"]()))
     )
-    assert found.tokens == plain.tokens
+    assert completion.tokens == plain.tokens
 
 
 @pytest.mark.slow

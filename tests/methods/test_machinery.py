@@ -124,14 +124,14 @@ def left_over(done: Completion, prompt: Sequence[int], depth: int) -> list[tuple
     steps = rooted(done, prompt)
     drafted = 0
     passed = 0
-    found = []
+    entries = []
     for root, step in steps:
         if root == 4:
-            found.append((max(0, drafted - passed), step))
+            entries.append((max(0, drafted - passed), step))
         if step.draft_forwards:
             drafted, passed = depth, 0
         passed += step.accepted + 1
-    return found
+    return entries
 
 
 @pytest.mark.parametrize(

@@ -272,11 +272,11 @@ def test_what_another_thread_runs_is_not_captured() -> None:
     lm = CausalLM(tiny("qwen3"))
     ids = torch.tensor([[3, 4, 5]])
     with torch.no_grad(), capture_hidden_states(lm.model, last_only=True) as captured:
-        found: list[torch.Size] = []
-        thread = threading.Thread(target=lambda: found.append(lm.model(ids).logits.shape))
+        shapes: list[torch.Size] = []
+        thread = threading.Thread(target=lambda: shapes.append(lm.model(ids).logits.shape))
         thread.start()
         thread.join()
-        assert found == [(1, 3, VOCAB)] and not captured
+        assert shapes == [(1, 3, VOCAB)] and not captured
         assert lm.model(ids).logits.shape == (1, 1, VOCAB) and len(captured) == 1
     assert lm.model(ids).logits.shape == (1, 3, VOCAB)
 

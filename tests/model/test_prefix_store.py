@@ -331,16 +331,16 @@ def _join_and_leave(data: st.DataObject) -> None:
             drafts = [random_tree(data.draw(st.integers(1, 6)), VOCAB, generator) for _ in ids]
             paths = []
             logits, hidden = lm.forward(ids, drafts, capture)
-            for id_, draft, found in zip(ids, drafts, logits, strict=True):
+            for id_, draft, node_logits in zip(ids, drafts, logits, strict=True):
                 path = draft.path(len(draft) - 1)
                 expected, states = alone(plain, rows[id_] + [draft.tokens[node] for node in path])
                 torch.testing.assert_close(
-                    found[path], expected[-len(path) :], atol=1e-4, rtol=1e-4
+                    node_logits[path], expected[-len(path) :], atol=1e-4, rtol=1e-4
                 )
                 if capture:
-                    own = hidden[len(paths)]
+                    node_states = hidden[len(paths)]
                     torch.testing.assert_close(
-                        own[path], states[-len(path) :], atol=1e-4, rtol=1e-4
+                        node_states[path], states[-len(path) :], atol=1e-4, rtol=1e-4
                     )
                 paths.append(path)
             lm.commit(ids, paths)

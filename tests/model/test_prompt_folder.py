@@ -127,10 +127,10 @@ def test_a_text_from_disk_has_the_bits_of_one_that_was_run(
     assert_same(states(again, 700), wanted)
     if hidden is not None:
         assert again.prompt_hidden is not None and torch.equal(again.prompt_hidden, hidden)
-    for each in (first, again):
-        run(each, text, capture)
-        each.join(7)
-    one, other = (extend(each, [7], [[5, 6, 9]]) for each in (first, again))
+    for lm in (first, again):
+        run(lm, text, capture)
+        lm.join(7)
+    one, other = (extend(lm, [7], [[5, 6, 9]]) for lm in (first, again))
     assert torch.equal(one.logits[0], other.logits[0])
     assert again.memory().read == again.memory().hits == 700 and again.memory().disk > 0
 
@@ -308,7 +308,7 @@ def test_damaged_and_foreign_files_are_ignored(
 ) -> None:
     path = tmp_path / "texts"
     shutil.copytree(stored_text[2], path)
-    file = next(each for each in files(path) if "keys" in each.name)
+    file = next(candidate for candidate in files(path) if "keys" in candidate.name)
     other = files(path)[-1]
     content = file.read_bytes()
     if damage == "a folder":
@@ -331,7 +331,7 @@ def test_damaged_and_foreign_files_are_ignored(
         written(again)  # which fails, as nothing is removed that is not the cache's
     else:
         assert reads_anew(stored_text, path) > 0
-    lines = [each for each in caplog.messages if "is damaged and is ignored" in each]
+    lines = [message for message in caplog.messages if "is damaged and is ignored" in message]
     assert len(lines) == 1 and file.name in lines[0]
 
 
@@ -431,8 +431,8 @@ def test_what_is_found_is_what_a_dictionary_has(
                 (i for i, (a, b) in enumerate(zip(other, text, strict=False)) if a != b), None
             )
             lengths.append(len(whole(text[: min(len(other), len(text)) if same is None else same])))
-        for each in (shelf, shelf_in(path)):
-            assert each.known(text, salt) == max(lengths) == read(each, text, salt=salt)
+        for reader in (shelf, shelf_in(path)):
+            assert reader.known(text, salt) == max(lengths) == read(reader, text, salt=salt)
         held = len(text) // 2
         assert read(shelf, text, held, salt) == (
             max(lengths) if max(lengths) >= held + MIN_SEGMENT else held
@@ -443,7 +443,7 @@ def test_what_is_found_is_what_a_dictionary_has(
     assert (
         shelf_in(path).folder.bytes
         == shelf.folder.bytes
-        == sum(each.stat().st_size for each in files(path))
+        == sum(file.stat().st_size for file in files(path))
     )
     shutil.rmtree(path)
 
@@ -456,7 +456,7 @@ def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
     put(shelf, texts[1])
     assert read(shelf, texts[0]) == 2 * SEGMENT_LENGTH  # used
     put(shelf, texts[2])
-    assert [shelf.known(each, "") for each in texts] == [
+    assert [shelf.known(text, "") for text in texts] == [
         2 * SEGMENT_LENGTH,
         SEGMENT_LENGTH,
         2 * SEGMENT_LENGTH,
@@ -466,7 +466,7 @@ def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
     other = shelf_in(tmp_path, 5 * size, OTHER)  # another model in the same folder
     put(other, texts[3])
     assert other.known(texts[3], "") == 2 * SEGMENT_LENGTH and other.known(texts[0], "") == 0
-    assert [shelf.known(each, "") for each in texts] == [SEGMENT_LENGTH, 0, 2 * SEGMENT_LENGTH, 0]
+    assert [shelf.known(text, "") for text in texts] == [SEGMENT_LENGTH, 0, 2 * SEGMENT_LENGTH, 0]
     put(shelf, random_text(20 * SEGMENT_LENGTH, 9))  # its beginning is kept
     assert (
         shelf.known(random_text(20 * SEGMENT_LENGTH, 9), "") == 5 * SEGMENT_LENGTH
@@ -481,7 +481,7 @@ def test_files_may_vanish(tmp_path: Path) -> None:
     shelf = shelf_in(tmp_path)
     text = random_text(4 * SEGMENT_LENGTH)
     put(shelf, text)
-    segments = sorted(files(tmp_path), key=lambda each: -each.stat().st_mtime_ns)
+    segments = sorted(files(tmp_path), key=lambda file: -file.stat().st_mtime_ns)
     segments[2].unlink()
     assert shelf.known(text, "") == read(shelf, text) == 2 * SEGMENT_LENGTH
     reading = shelf.read(text, 0, "", "")
