@@ -77,12 +77,12 @@ def server(url: str | None, target: str) -> Iterator[str]:
     if url is not None:
         yield url.rstrip("/")
         return
-    with started("--target", target, "--log-level", "warning") as (process, own):
+    with started("--target", target, "--log-level", "warning") as (process, local_url):
         for _ in range(READY_SECONDS):
-            if process.poll() is not None or health(own) == 200:
+            if process.poll() is not None or health(local_url) == 200:
                 break
             sleep(1)
-        yield own
+        yield local_url
 
 
 def tell(report: matrix.Report) -> None:

@@ -118,10 +118,10 @@ def save(report: Report, facts: dict[str, str]) -> None:
 
 def saved() -> list[Report]:
     """Return the reports of the results."""
-    found = json.loads(RESULTS.read_text()).values()
+    records = json.loads(RESULTS.read_text()).values()
     return [
-        Report(one["client"], one["versions"], tuple(Try(**each) for each in one["tries"]))
-        for one in found
+        Report(one["client"], one["versions"], tuple(Try(**fields) for fields in one["tries"]))
+        for one in records
     ]
 
 

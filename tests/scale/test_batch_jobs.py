@@ -108,25 +108,31 @@ def test_every_kind_of_line_gets_a_record(
     out = tmp_path / "out"
     run = {"target": str(model), "method": "suffix", "model_name": "tiny"}
     batch(source, out, **run)  # type: ignore[arg-type]
-    found = {each["line"]: each for each in records(out)}
-    assert len(records(out)) == len({each["id"] for each in found.values()}) == 9
+    by_line = {record["line"]: record for record in records(out)}
+    assert len(records(out)) == len({record["id"] for record in by_line.values()}) == 9
     status = {
-        number: each["response"] and each["response"]["status_code"]
-        for number, each in sorted(found.items())
+        number: record["response"] and record["response"]["status_code"]
+        for number, record in sorted(by_line.items())
     }
     assert status == {1: 200, 2: 200, 4: None, 5: 400, 6: None, 7: 200, 8: None, 9: 200, 10: 404}
-    errors = {number: each["error"] for number, each in found.items() if each["error"] is not None}
-    codes = {each["line"]: each["code"] for each in errors.values()}
+    errors = {
+        number: record["error"] for number, record in by_line.items() if record["error"] is not None
+    }
+    codes = {error["line"]: error["code"] for error in errors.values()}
     assert codes == {4: "invalid_json", 6: "duplicate_custom_id", 8: "duplicate_custom_id"}
-    assert all(each["message"].startswith(f"line {number}: ") for number, each in errors.items())
+    assert all(error["message"].startswith(f"line {number}: ") for number, error in errors.items())
     assert errors[6]["message"].endswith("custom_id 'plain' was used on line 2 already")
-    assert [found[number]["custom_id"] for number in (1, 2, 8)] == [
+    assert [by_line[number]["custom_id"] for number in (1, 2, 8)] == [
         "chat \U0001f600",
         "plain",
         None,
     ]
-    assert found[1]["response"]["request_id"]
-    body = {number: each["response"]["body"] for number, each in found.items() if each["response"]}
+    assert by_line[1]["response"]["request_id"]
+    body = {
+        number: record["response"]["body"]
+        for number, record in by_line.items()
+        if record["response"]
+    }
     assert (
         body[5]["error"]["param"] == "temperature"
         and body[10]["error"]["code"] == "model_not_found"
@@ -221,7 +227,7 @@ def test_what_failed_is_asked_again(
     prompts = [f"the cat {i}" for i in range(9)]
     prompts[2] = "!" * 100
     source = save_lines(
-        tmp_path / "in.jsonl", [*({"prompt": each, "max_tokens": 4} for each in prompts), "x"]
+        tmp_path / "in.jsonl", [*({"prompt": prompt, "max_tokens": 4} for prompt in prompts), "x"]
     )
     out = tmp_path / "out"
     run = {"target": str(model), "method": "suffix", "max_rows": 2}
@@ -238,10 +244,10 @@ def test_what_failed_is_asked_again(
                 "line 3 has no answer: " in caplog.text
                 and "decoding failed: RuntimeError" in caplog.text
             )
-            assert sorted(each["line"] for each in records(out)) == [1, 2, 4, 5, 6, 7, 8, 9, 10]
+            assert sorted(record["line"] for record in records(out)) == [1, 2, 4, 5, 6, 7, 8, 9, 10]
             assert json.loads((out / "summary.json").read_text())["failed"] == 1
     batch(source, out, **run)  # type: ignore[arg-type]
-    assert sorted(each["line"] for each in records(out)) == list(range(1, 11))
+    assert sorted(record["line"] for record in records(out)) == list(range(1, 11))
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["answered"], summary["failed"], summary["last_run"]["answered"]) == (9, 0, 1)
 
@@ -266,10 +272,10 @@ def test_a_full_disk_is_one_line_and_the_job_goes_on_later(tmp_path: Path) -> No
     assert {path.name for path in out.iterdir()} == {"job.json", "records.jsonl", ".lock"}
     folder = Folder(out, source, {})
     assert folder.done == {1}
-    for each in others:
-        folder.refuse(each)
+    for bad_line in others:
+        folder.refuse(bad_line)
     folder.close()
-    assert folder.ended and [each["line"] for each in records(out)] == [1, 2, 3, 4]
+    assert folder.ended and [record["line"] for record in records(out)] == [1, 2, 3, 4]
 
 
 # A command that ends while it computes: the disk becomes full, or it is told to end.
@@ -327,7 +333,7 @@ def test_a_job_that_ends_while_it_computes_says_one_line(
 def test_a_killed_job_goes_on(model: Path, tmp_path: Path) -> None:
     """There is one record a prompt, with what the model alone says, greedily."""
     prompts = [f"for i in range({i}): print" for i in range(24)]
-    lines = [asked(each, prompt=each, max_tokens=160, temperature=0) for each in prompts]
+    lines = [asked(prompt, prompt=prompt, max_tokens=160, temperature=0) for prompt in prompts]
     source = save_lines(tmp_path / "in.jsonl", lines)
     out = tmp_path / "out"
     command = [
@@ -360,13 +366,15 @@ def test_a_killed_job_goes_on(model: Path, tmp_path: Path) -> None:
         file.write(b'{"id":"batch_req_1","line":')
     batch(source, out, target=str(model), method="suffix")
     assert records(out)[: len(before)] == before and len(records(out)) == len(prompts)
-    found = {each["custom_id"]: each["response"]["body"]["choices"][0] for each in records(out)}
-    for prompt, each in zip(
+    choices = {
+        record["custom_id"]: record["response"]["body"]["choices"][0] for record in records(out)
+    }
+    for prompt, completion in zip(
         prompts, load(model, method="ar").generate(prompts, max_new_tokens=160), strict=True
     ):
-        assert (found[prompt]["text"], found[prompt]["finish_reason"]) == (
-            each.text,
-            each.finish_reason,
+        assert (choices[prompt]["text"], choices[prompt]["finish_reason"]) == (
+            completion.text,
+            completion.finish_reason,
         )
     assert json.loads((out / "summary.json").read_text())["last_run"]["answered"] == len(
         prompts

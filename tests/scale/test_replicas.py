@@ -44,7 +44,7 @@ def test_replicas_have_their_share_of_a_cluster(monkeypatch: pytest.MonkeyPatch)
         (12, None): 0.1666,
         (3, "cpu"): 0,
     }
-    assert {each: replicas.gpus_per_replica(*each) for each in shares} == shares
+    assert {arguments: replicas.gpus_per_replica(*arguments) for arguments in shares} == shares
     parts = {1: 1, 2: 1, 3: 1 / 2, 4: 1 / 2, 5: 1 / 3}  # on two machines
     assert {count: replicas.machine_share(count) for count in parts} == parts
 
@@ -61,13 +61,13 @@ def test_replicas_have_their_share_of_a_cluster(monkeypatch: pytest.MonkeyPatch)
     )
     status = SimpleNamespace(applications=MagicMock(__getitem__=lambda self, name: failed))
     deleted = Mock(side_effect=replicas.RayServeException("gone"))
-    for name, own in (
+    for name, stand_in in (
         ("start", Mock()),
         ("run", started),
         ("delete", deleted),
         ("status", lambda: status),
     ):
-        monkeypatch.setattr(replicas.serve, name, own)
+        monkeypatch.setattr(replicas.serve, name, stand_in)
     refuses("^--ray: the replicas did not start: ValueError: no model$", run, 5, 1)
     assert started.call_args.args[0]._bound_deployment.ray_actor_options == {
         "num_cpus": 1,
@@ -103,11 +103,11 @@ def test_replicas_answer_and_come_back() -> None:
     try:
         lines = []
         while not (
-            found := re.search(r"ready in .*(http://\S+)", line := server.stderr.readline())
+            match := re.search(r"ready in .*(http://\S+)", line := server.stderr.readline())
         ):
             assert line, lines
             lines.append(line)
-        with httpx.Client(base_url=found[1], timeout=120, **LOCAL) as http:
+        with httpx.Client(base_url=match[1], timeout=120, **LOCAL) as http:
             assert http.get("/health").json() == {"status": "ok"}
             first = http.post(PLAIN, json=BODY, headers={"x-request-id": "mine"})
             assert first.headers.get_list("x-request-id") == ["mine"]
@@ -121,7 +121,9 @@ def test_replicas_answer_and_come_back() -> None:
                 answers.append(http.post(PLAIN, json=BODY))
                 time.sleep(0.5)
             texts = [
-                each.json()["choices"][0]["text"] for each in answers if each.status_code == 200
+                answer.json()["choices"][0]["text"]
+                for answer in answers
+                if answer.status_code == 200
             ]
             assert len(texts) >= len(answers) - 1 and set(texts) == {
                 first.json()["choices"][0]["text"]
@@ -132,7 +134,7 @@ def test_replicas_answer_and_come_back() -> None:
                 events = stream.iter_lines()
                 assert next(events).startswith("data: ")
                 server.send_signal(signal.SIGTERM)
-                assert [each for each in events if each][-1] == "data: [DONE]"
+                assert [event for event in events if event][-1] == "data: [DONE]"
         assert server.wait(120) == 0
     finally:
         server.kill()

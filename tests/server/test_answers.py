@@ -59,16 +59,18 @@ def test_a_greedy_answer_is_the_decoders(client: openai.OpenAI, decoder: Any) ->
     assert answer.choices[0].message.content == wanted.text
     assert answer.choices[0].finish_reason == wanted.finish_reason == "length"
     assert answer.usage is not None and answer.usage.completion_tokens == 24
-    plain = complete(client, ["def add", "for i"], temperature=0, max_tokens=12)
-    texts = [each.text for each in decoder.generate(["def add", "for i"], max_new_tokens=12)]
-    assert [each.text for each in plain.choices] == texts
+    batch = complete(client, ["def add", "for i"], temperature=0, max_tokens=12)
+    texts = [
+        completion.text for completion in decoder.generate(["def add", "for i"], max_new_tokens=12)
+    ]
+    assert [choice.text for choice in batch.choices] == texts
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 40}
     answers = [
-        complete(client, "def add", **options, extra_body={"forerun_method": each})
-        for each in (None, "ar")
+        complete(client, "def add", **options, extra_body={"forerun_method": method_name})
+        for method_name in (None, "ar")
     ]
     assert answers[0].choices[0].text == answers[1].choices[0].text
-    drafted, plain = (each.model_extra["metrics"]["speculative_decoding"] for each in answers)
+    drafted, plain = (reply.model_extra["metrics"]["speculative_decoding"] for reply in answers)
     assert (
         drafted["num_spec_steps"] < plain["num_spec_steps"] == 40 and not plain["num_draft_tokens"]
     )
@@ -77,11 +79,12 @@ def test_a_greedy_answer_is_the_decoders(client: openai.OpenAI, decoder: Any) ->
 def test_n_copies_are_streams_of_the_seed(client: openai.OpenAI, decoder: Any) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "seed": 3}
     answer = complete(client, "the cat", n=3, max_tokens=16, **options)
-    texts = [each.text for each in answer.choices]
+    texts = [choice.text for choice in answer.choices]
     assert texts == [
-        each.text for each in decoder.generate(["the cat"] * 3, max_new_tokens=16, **options)
+        completion.text
+        for completion in decoder.generate(["the cat"] * 3, max_new_tokens=16, **options)
     ]
-    assert len(set(texts)) > 1 and [each.index for each in answer.choices] == [0, 1, 2]
+    assert len(set(texts)) > 1 and [choice.index for choice in answer.choices] == [0, 1, 2]
     streamed = ["", "", ""]
     for chunk in complete(client, "the cat", n=3, max_tokens=16, stream=True, **options):
         streamed[chunk.choices[0].index] += chunk.choices[0].text
@@ -120,12 +123,12 @@ def test_chunks_of_a_chat_carry_role_text_and_usage(client: openai.OpenAI) -> No
     )
     *middle, last = chunks
     assert middle[0].choices[0].delta.role == "assistant" and not middle[0].choices[0].delta.content
-    assert [each.choices[0].finish_reason for each in middle] == [None] * (len(middle) - 1) + [
+    assert [chunk.choices[0].finish_reason for chunk in middle] == [None] * (len(middle) - 1) + [
         "length"
     ]
     assert not last.choices and last.usage is not None and last.usage.completion_tokens == 20
-    steps = [each.model_extra["forerun"] for each in middle[1:]]  # type: ignore[index]
-    texts = [each.choices[0].delta.content or "" for each in middle[1:]]
+    steps = [chunk.model_extra["forerun"] for chunk in middle[1:]]  # type: ignore[index]
+    texts = [chunk.choices[0].delta.content or "" for chunk in middle[1:]]
     assert ["".join(piece for piece, _ in step["pieces"]) for step in steps] == texts
     assert all(len(step["rejected"]) == step["drafted"] - step["accepted"] for step in steps)
     counts = last.model_extra["metrics"]["speculative_decoding"]  # type: ignore[index]
@@ -165,10 +168,12 @@ def test_penalties_and_biases_are_those_of_the_decoder(client: openai.OpenAI, de
         ("logit_bias", {"70": 100}),
     ):
         answer = complete(client, prompt, **options, **{field: value})
-        own = {int(key): bias for key, bias in value.items()} if isinstance(value, dict) else value
+        argument = (
+            {int(key): bias for key, bias in value.items()} if isinstance(value, dict) else value
+        )
         assert (
             answer.choices[0].text
-            == decoder.generate(prompt, max_new_tokens=20, **{field: own}).text
+            == decoder.generate(prompt, max_new_tokens=20, **{field: argument}).text
         )
     assert answer.choices[0].text == decoder.tokenizer.decode([70] * 20)
 
@@ -181,20 +186,20 @@ def test_statistics_obey_their_identities(client: openai.OpenAI, server: Live) -
             client, "def add(a", max_tokens=25 + seed, temperature=0.6, seed=seed, n=1 + seed % 2
         )
         usage, extra = answer.usage, answer.model_extra
-        own = extra["metrics"]["speculative_decoding"]
-        steps, drafted = own["num_spec_steps"], own["num_draft_tokens"]
-        accepted, tokens = own["num_accepted_draft_tokens"], usage.completion_tokens
-        assert accepted <= own["num_tested_draft_tokens"] <= drafted
-        histogram = own["acceptance_histogram"]
+        metrics = extra["metrics"]["speculative_decoding"]
+        steps, drafted = metrics["num_spec_steps"], metrics["num_draft_tokens"]
+        accepted, tokens = metrics["num_accepted_draft_tokens"], usage.completion_tokens
+        assert accepted <= metrics["num_tested_draft_tokens"] <= drafted
+        histogram = metrics["acceptance_histogram"]
         assert (
             sum(histogram) == steps
             and sum(j * count for j, count in enumerate(histogram)) == accepted
         )
         assert (
-            0 <= accepted + steps - tokens <= own["num_spec_tokens"] * len(answer.choices)
+            0 <= accepted + steps - tokens <= metrics["num_spec_tokens"] * len(answer.choices)
         )  # cut at the end
-        assert own["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
-        assert own["draft_acceptance_rate"] == pytest.approx(accepted / drafted)
+        assert metrics["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
+        assert metrics["draft_acceptance_rate"] == pytest.approx(accepted / drafted)
         details = usage.completion_tokens_details
         assert tokens - steps <= details.accepted_prediction_tokens <= min(accepted, tokens)
         assert details.rejected_prediction_tokens == drafted - accepted

@@ -57,7 +57,7 @@ BAD: list[tuple[str, str, list[Any]]] = [  # path, field, and values that it can
     (PLAIN, "n", [0, 10**9]),
     (PLAIN, "stop", [[""], ["a"] * 65, "a" * 1001, ["\ud800"], 5]),
     (PLAIN, "logit_bias", [{"-1": 1}, {"a": 1}, {"5": 101}, {"5": True}, {"300": 1}, [1]]),
-    (PLAIN, "logit_bias", [{str(each): 1 for each in range(2000)}]),
+    (PLAIN, "logit_bias", [{str(token): 1 for token in range(2000)}]),
     (PLAIN, "presence_penalty", [3]),
     (PLAIN, "repetition_penalty", [0, 1e-30]),
     (PLAIN, "repeat_penalty", [0, 1e-30]),
@@ -91,7 +91,7 @@ BAD: list[tuple[str, str, list[Any]]] = [  # path, field, and values that it can
     (CHAT, "messages", [[{"role": "assistant", "content": "a", "audio": {"id": "x"}}]]),
     (CHAT, "messages", [[{"role": "assistant", "content": "a", "function_call": {"name": "f"}}]]),
     (CHAT, "messages", [[{"role": "assistant", "content": "a", "reasoning": 5}]]),
-    (CHAT, "messages", [[{"role": "user", "content": each}] for each in CONTENTS]),
+    (CHAT, "messages", [[{"role": "user", "content": content}] for content in CONTENTS]),
     (CHAT, "top_logprobs", [2]),
     (CHAT, "cache_salt", ["", ["a"]]),
     (CHAT, "logprobs", [2]),
@@ -127,7 +127,7 @@ NO_REQUESTS = [
     b'"prompt"',
 ]
 NO_REQUESTS += [
-    b'{"prompt": "a", %s}' % each for each in (b'"temperature": NaN', b'"temperature": 1e999')
+    b'{"prompt": "a", %s}' % field for field in (b'"temperature": NaN', b'"temperature": 1e999')
 ]
 NO_REQUESTS += [b'{"prompt": "a", "seed": ' + b"9" * 10**5 + b"}"]
 
@@ -266,7 +266,7 @@ def test_a_failing_step_is_undone(
             if place == "prefill":
                 return MARK in given
             marked = {seq.id for seq in engine.running if MARK in seq.request.tokens}
-            ids = {each.sequence.id for each in given} if place == "observe" else given
+            ids = {outcome.sequence.id for outcome in given} if place == "observe" else given
             return not marked.isdisjoint(ids)
 
         def fails(given: Any, *args: Any, **kwargs: Any) -> Any:
@@ -284,13 +284,13 @@ def test_a_failing_step_is_undone(
             asked = [pool.submit(post, server, PLAIN, body) for body in bodies]
             until(lambda: len(engine.waiting) == len(bodies))
             go.set()
-            found = [each.result() for each in asked]
+            responses = [future.result() for future in asked]
         if how != "once":
-            bad = found.pop(7)
+            bad = responses.pop(7)
             wanted = [*wanted[:7], *wanted[8:]]
             error_body = events(bad)[-1]["error"] if more["stream"] else refusal(bad, 500)
             assert error_body["code"] == "decoding"
-        assert [answered(each) for each in found] == wanted and len(failed) == (
+        assert [answered(response) for response in responses] == wanted and len(failed) == (
             1 if how == "once" else 2
         )
         assert post(server, PLAIN, more | {"prompt": "a"}).status_code == 200 and not server.rows

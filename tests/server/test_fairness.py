@@ -49,17 +49,17 @@ HEAVY = {"prompt": "heavy", "max_tokens": 2}
 @pytest.fixture
 def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Holds up the reading of heavy prompts until it is let go; notes what is read."""
-    found = SimpleNamespace(go=threading.Event(), read=[])
+    gate = SimpleNamespace(go=threading.Event(), read=[])
     prepare = requests.prepare_completion
 
     def hold(body: Any, decoder: Any) -> Any:
-        found.read.append(body.prompt)
-        assert body.prompt != "heavy" or found.go.wait(120)
+        gate.read.append(body.prompt)
+        assert body.prompt != "heavy" or gate.go.wait(120)
         return prepare(body, decoder)
 
     monkeypatch.setattr(requests, "prepare_completion", hold)
-    yield found
-    found.go.set()
+    yield gate
+    gate.go.set()
 
 
 @pytest.mark.slow
@@ -74,14 +74,14 @@ def test_a_body_that_takes_long_to_read_holds_up_no_other(server: Live, reading:
             timeout=60,
             **LOCAL,
         )
-        assert response.status_code == 200 and not any(each.done() for each in heavy)
+        assert response.status_code == 200 and not any(future.done() for future in heavy)
         heavy.append(pool.submit(post, server, PLAIN, HEAVY))
         until(lambda: reading.read.count("heavy") == READERS)
         for path in (PLAIN, "/tokenize"):  # what nobody waits for any more is not read
             leave(server, path, {"prompt": "gone"}, lambda: readers.calls == READERS + 1)
             until(lambda: readers.calls == READERS)
         reading.go.set()
-        assert all(each.result().status_code == 200 for each in heavy)
+        assert all(future.result().status_code == 200 for future in heavy)
     until(lambda: not readers.calls)
     assert "gone" not in reading.read and not server.service.open
 
@@ -138,14 +138,14 @@ def test_many_log_probabilities_leave_others_their_turns(
         task.cancel()
         return spelled.take(), turns
 
-    found, turns = asyncio.run(main())
+    encoded, turns = asyncio.run(main())
     assert turns >= 39 and max(sizes) <= SLICE
     assert sorted(decoded) == sorted(set(decoded))  # each token once
-    content = json.loads(found)
+    content = json.loads(encoded)
     if is_chat:
         ChoiceLogprobs.model_validate(content, strict=True)
-        assert [each["token"] for each in content["content"]] == [
-            decode([each.token]) for each in MANY
+        assert [entry["token"] for entry in content["content"]] == [
+            decode([entry.token]) for entry in MANY
         ]
     else:
         Logprobs.model_validate(content)
@@ -194,27 +194,27 @@ def test_every_choice_begins_with_its_scored_prompt(
     for at, choice in enumerate(whole):
         prompt = ("the cat", "def add(a")[at // 3]
         size = len(tokenizer(prompt)["input_ids"])
-        found, first = choice["logprobs"], whole[at // 3 * 3]["logprobs"]
+        scores, first = choice["logprobs"], whole[at // 3 * 3]["logprobs"]
         for name in ("tokens", "text_offset"):
-            assert found[name][:size] == first[name][:size] and len(found[name]) == size + 3
-        assert found["token_logprobs"][0] is None and None not in found["token_logprobs"][1:]
-        assert found["text_offset"][size] == len(prompt)
-        assert "".join(found["tokens"][:size]) == prompt == choice["text"][: len(prompt)]
+            assert scores[name][:size] == first[name][:size] and len(scores[name]) == size + 3
+        assert scores["token_logprobs"][0] is None and None not in scores["token_logprobs"][1:]
+        assert scores["text_offset"][size] == len(prompt)
+        assert "".join(scores["tokens"][:size]) == prompt == choice["text"][: len(prompt)]
     streamed: list[dict[str, list[Any]]] = [{} for _ in whole]
     for event in events(post(server, PLAIN, body | {"stream": True})):
         (choice,) = event["choices"]
         for name, values in choice["logprobs"].items():
             streamed[choice["index"]].setdefault(name, []).extend(values)
     for name in ("tokens", "text_offset"):
-        assert [each[name] for each in streamed] == [each["logprobs"][name] for each in whole]
+        assert [entry[name] for entry in streamed] == [entry["logprobs"][name] for entry in whole]
 
 
 def ended(server: Live) -> dict[str, float]:
     """How many answers have ended, by how."""
-    found = figures(server).items()
+    samples = figures(server).items()
     return {
         name.split('"')[1]: value
-        for name, value in found
+        for name, value in samples
         if name.startswith("forerun:request_success_total{")
     }
 
@@ -293,9 +293,9 @@ def test_answers_have_the_fields_that_clients_know(server: Live) -> None:
         server, CHAT, more | {"messages": HELLO, "logprobs": True, "top_logprobs": 2}
     ).json()
     plain = post(server, PLAIN, more | {"prompt": "the cat", "logprobs": 2}).json()
-    for found, kind, choice in ((chat, ChatCompletion, {"message"}), (plain, Completion, {"text"})):
-        kind.model_validate(found, strict=True)
-        assert found.keys() == {
+    for answer, kind, keys in ((chat, ChatCompletion, {"message"}), (plain, Completion, {"text"})):
+        kind.model_validate(answer, strict=True)
+        assert answer.keys() == {
             "id",
             "object",
             "created",
@@ -306,7 +306,7 @@ def test_answers_have_the_fields_that_clients_know(server: Live) -> None:
             "timings",
         }
         assert all(
-            each.keys() == {"index", "finish_reason", "logprobs"} | choice
-            for each in found["choices"]
+            choice.keys() == {"index", "finish_reason", "logprobs"} | keys
+            for choice in answer["choices"]
         )
     assert chat["choices"][0]["message"].keys() == {"role", "content", "refusal"}

@@ -73,10 +73,10 @@ def test_what_is_not_http_gets_an_error_that_clients_can_read(server: Live, data
 def test_a_whole_url_is_a_path_and_a_host(server: Live) -> None:
     close = b"Host: localhost\r\nConnection: close\r\n\r\n"
     for target in (b"http://127.0.0.1:1/version?a", b"HTTPS://box/version"):
-        status, found = answer(server, b"GET " + target + b" HTTP/1.1\r\n" + close)
-        assert status == "HTTP/1.1 200 OK" and list(found) == ["version"]
-    status, found = answer(server, b"GET http://a.example/version HTTP/1.1\r\n" + close)
-    assert status == "HTTP/1.1 403 Forbidden" and "'a.example'" in found["error"]["message"]
+        status, body = answer(server, b"GET " + target + b" HTTP/1.1\r\n" + close)
+        assert status == "HTTP/1.1 200 OK" and list(body) == ["version"]
+    status, body = answer(server, b"GET http://a.example/version HTTP/1.1\r\n" + close)
+    assert status == "HTTP/1.1 403 Forbidden" and "'a.example'" in body["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [True, False])

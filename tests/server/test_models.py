@@ -163,11 +163,11 @@ def test_metrics_tell_the_models_apart(pair: Several) -> None:
     assert len(names) == len(set(names))
     samples = [sample for family in families for sample in family.samples]
     for name in ("forerun:prompt_tokens_total", "forerun:generation_tokens_total"):
-        tokens = {each.labels["model"]: each.value for each in samples if each.name == name}
+        tokens = {sample.labels["model"]: sample.value for sample in samples if sample.name == name}
         assert sorted(tokens) == ["a", "b"] and tokens["b"] >= 3
     assert ("forerun:model_loaded", {"model": "b"}, 1) in [sample[:3] for sample in samples]
-    refused = [each for each in samples if each.name == "forerun:request_errors_total"]
-    counts = {(each.labels["model"], each.labels["status"]): each.value for each in refused}
+    refused = [sample for sample in samples if sample.name == "forerun:request_errors_total"]
+    counts = {(sample.labels["model"], sample.labels["status"]): sample.value for sample in refused}
     assert counts["", "404"] >= 1 and ("b", "400") not in counts
     assert refusal(pair.ask("b", BODY | {"top_p": 5})) and get(pair, "/props?model=a").is_success
     name = 'forerun:request_errors_total{model="b",status="400"} 1.0'
@@ -473,11 +473,11 @@ def test_a_process_with_two_models_drains_both(tmp_path: Path) -> None:
 
         with ThreadPoolExecutor(2) as pool:
             asked = [pool.submit(ask, model) for model in ("one", "two")]
-            until(lambda: all(running()) or all(each.done() for each in asked), 100)
+            until(lambda: all(running()) or all(future.done() for future in asked), 100)
             os.kill(process.pid, signal.SIGTERM)
-            for each in asked:
-                assert each.result().endswith("data: [DONE]\n\n")
-                assert '"finish_reason":"length"' in each.result()
+            for future in asked:
+                assert future.result().endswith("data: [DONE]\n\n")
+                assert '"finish_reason":"length"' in future.result()
         assert process.wait(100) == 0
         assert process.stderr is not None
         logged = process.stderr.read()

@@ -124,7 +124,7 @@ SAMPLINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "more"), SAMPLINGS, ids=lambda each: ",".join(each))
+@pytest.mark.parametrize(("options", "more"), SAMPLINGS, ids=lambda fields: ",".join(fields))
 def test_an_answer_is_a_chats(
     server: Live, client: ollama.Client, options: dict[str, Any], more: dict[str, Any]
 ) -> None:
@@ -294,19 +294,19 @@ def test_tools_are_called_and_answer(
     first = client.chat(NAME, HELLO, **asked)
     calls = first.message.tool_calls or []
     assert first.message.content == "I count." and first.done_reason == "stop"
-    assert [(each.function.name, each.function.arguments) for each in calls] == [
+    assert [(tool_call.function.name, tool_call.function.arguments) for tool_call in calls] == [
         ("count", {"x": 12})
     ] * 2
     parts = list(client.chat(NAME, HELLO, stream=True, **asked))
-    streamed = [each for part in parts for each in part.message.tool_calls or ()]
-    assert [each.function.arguments for each in streamed] == [{"x": 12}] * 2
+    streamed = [tool_call for part in parts for tool_call in part.message.tool_calls or ()]
+    assert [tool_call.function.arguments for tool_call in streamed] == [{"x": 12}] * 2
     assert "".join(part.message.content or "" for part in parts) == "I count."
     function = _utils.convert_function_to_tool(count).model_dump(exclude_none=True)["function"]
     tools = [{"type": "function", "function": function}]
     body = {"messages": HELLO, "tools": tools}
     raw = post(caller, API_CHAT, body | {"stream": False}).json()["message"]["tool_calls"]
-    assert [each["function"]["index"] for each in raw] == [0, 1]
-    assert len({each["id"] for each in raw}) == 2
+    assert [tool_call["function"]["index"] for tool_call in raw] == [0, 1]
+    assert len({tool_call["id"] for tool_call in raw}) == 2
     results = [{"role": "tool", "content": "twelve", "tool_name": "count"}] * 2
     messages: list[Any] = [*HELLO, first.message, *results]
     again = client.chat(NAME, messages, **asked)

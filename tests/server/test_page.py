@@ -178,18 +178,18 @@ class Stub:
         self.most_streams = max(self.streams, self.most_streams)
         steps = SCRIPTS.get(script, SCRIPTS["hello"])
         if plain:
-            steps = [step([(piece, "bonus")]) for each in steps for piece, _ in each["pieces"]]
+            steps = [step([(piece, "bonus")]) for part in steps for piece, _ in part["pieces"]]
             steps = steps[script == "differs" :]
         yield (
             event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
             + ": keep-alive\n\n"
         )
-        for each in steps:
-            delta = {"content": "".join(piece for piece, _ in each["pieces"])}
-            if script == "think apart" and each is steps[0]:
+        for part in steps:
+            delta = {"content": "".join(piece for piece, _ in part["pieces"])}
+            if script == "think apart" and part is steps[0]:
                 delta = {"reasoning_content": delta["content"]}
-            finish = "stop" if each is steps[-1] and script not in ("broken", "cut") else None
-            text = event({"choices": [{"delta": delta, "finish_reason": finish}], "forerun": each})
+            finish = "stop" if part is steps[-1] and script not in ("broken", "cut") else None
+            text = event({"choices": [{"delta": delta, "finish_reason": finish}], "forerun": part})
             yield text[: len(text) // 2]  # a network splits where it likes
             await asyncio.sleep(PAUSES.get(script, 0.005))
             yield text[len(text) // 2 :]
@@ -197,7 +197,7 @@ class Stub:
         if script == "broken":
             yield event({"error": {"message": "a processor raised"}}) + "data: [DONE]\n\n"
         elif script != "cut":
-            tokens = sum(len(each["pieces"]) for each in steps)
+            tokens = sum(len(part["pieces"]) for part in steps)
             yield (
                 event({"choices": [], "usage": {"prompt_tokens": 100, "completion_tokens": tokens}})
                 + "data: [DONE]\r\n\r\n"
@@ -806,10 +806,10 @@ def check_with_axe(page: Any) -> None:
     if not AXE.is_file():
         return
     page.evaluate(AXE.read_text())
-    found = page.evaluate(
+    violations = page.evaluate(
         "axe.run().then(r => r.violations.map(v => [v.id, v.nodes.map(n => n.failureSummary)]))"
     )
-    assert found == []
+    assert violations == []
 
 
 @pytest.mark.slow

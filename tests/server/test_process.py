@@ -73,11 +73,12 @@ def test_a_server_from_its_start_to_its_end(tmp_path: Path) -> None:
         assert process.stderr is not None
         logged = process.stderr.read()
         first, listening, *_ = messages = [
-            each.partition(" INFO ")[2] for each in logged.splitlines()
+            entry.partition(" INFO ")[2] for entry in logged.splitlines()
         ]
         assert first == f"loading {folder} ..." and listening.startswith(url)
-        assert sum(each.startswith("ready in ") and each.endswith(url) for each in messages) == 1
-        (line,) = [each for each in messages if " tokens=" in each]
+        (ready,) = [message for message in messages if message.startswith("ready in ")]
+        assert ready.endswith(url)
+        (line,) = [message for message in messages if " tokens=" in message]
         assert (
             line.endswith(" reason='length'") and " tokens=300 " in line and "the cat" not in logged
         )

@@ -113,11 +113,11 @@ def test_a_conversation_is_rendered_as_a_chats(server: Live) -> None:
             "content": [{"type": "text", "text": "and"}, {"type": "text", "text": "now"}],
         },
     ]
-    own: list[dict[str, Any]] = [dict(each) for each in messages[1:]]
-    own[2]["content"] = [{"type": "output_text", "text": "hi", "annotations": []}]
-    own[2] |= {"type": "message", "id": "msg_1", "status": "completed"}
-    own[3]["content"] = [
-        {"type": "input_text", "text": each["text"]} for each in messages[4]["content"]
+    items: list[dict[str, Any]] = [dict(message) for message in messages[1:]]
+    items[2]["content"] = [{"type": "output_text", "text": "hi", "annotations": []}]
+    items[2] |= {"type": "message", "id": "msg_1", "status": "completed"}
+    items[3]["content"] = [
+        {"type": "input_text", "text": part["text"]} for part in messages[4]["content"]
     ]
     same = {"temperature": 0.8, "seed": 3, "top_p": 0.9, "top_k": 40, "min_p": 0.01}
     chat = post(server, CHAT, {"messages": messages, "max_tokens": 12} | same).json()
@@ -127,7 +127,7 @@ def test_a_conversation_is_rendered_as_a_chats(server: Live) -> None:
         "metadata": {"a": "b"},
         "user": "me",
     }
-    answer = post(server, RESPONSES, {"input": own} | more | same).json()
+    answer = post(server, RESPONSES, {"input": items} | more | same).json()
     assert answer["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
     assert answer["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
     assert (answer["instructions"], answer["metadata"], answer["user"]) == (
@@ -141,11 +141,11 @@ def test_a_stream_tells_items_as_they_come(server: Live) -> None:
     body: dict[str, Any] = {"input": "hello", "temperature": 0, "max_output_tokens": 20}
     whole = post(server, RESPONSES, body).json()
     told = streamed(server, body)
-    names = [each["type"].removeprefix("response.") for each in told]
+    names = [event["type"].removeprefix("response.") for event in told]
     assert names[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     ends = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
     assert names[-4:] == ends and set(names[4:-4]) == {"output_text.delta"} and len(names) > 10
-    text = "".join(each["delta"] for each in told[4:-4])
+    text = "".join(event["delta"] for event in told[4:-4])
     assert text == told[-4]["text"] == whole["output"][0]["content"][0]["text"]
     last = told[-1]["response"]
     Response.model_validate(last)

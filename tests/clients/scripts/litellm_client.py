@@ -105,10 +105,10 @@ def structured() -> None:
 def tools() -> None:
     for stream in (False, True):
         messages: list[Any] = [{"role": "user", "content": tries.WEATHER}]
-        found = completion(messages=messages, tools=[TOOL], stream=stream)
+        response = completion(messages=messages, tools=[TOOL], stream=stream)
         if stream:
-            found = litellm.stream_chunk_builder(list(found))
-        message = found.choices[0].message
+            response = litellm.stream_chunk_builder(list(response))
+        message = response.choices[0].message
         calls = message.tool_calls or []
         messages.append(message.model_dump())
         results = {"role": "tool", "content": "sunny"}

@@ -128,14 +128,14 @@ def parsed() -> None:
     user: list[Any] = [{"role": "user", "content": tries.PERSON}]
     asked: dict[str, Any] = {"model": tries.MODEL, "messages": user, "response_format": Person}
     asked |= {"temperature": 0, "max_tokens": 200}
-    found = [CLIENT.chat.completions.parse(**asked).choices[0].message.parsed]
+    people = [CLIENT.chat.completions.parse(**asked).choices[0].message.parsed]
     with CLIENT.chat.completions.stream(**asked) as stream:
-        found.append(stream.get_final_completion().choices[0].message.parsed)
+        people.append(stream.get_final_completion().choices[0].message.parsed)
     response = CLIENT.responses.parse(
         model=tries.MODEL, input=user, text_format=Person, temperature=0, max_output_tokens=200
     )
-    found.append(response.output_parsed)
-    for person in found:
+    people.append(response.output_parsed)
+    for person in people:
         assert person is not None
         tries.check_person(person.job, person.age)
 
