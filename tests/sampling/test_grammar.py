@@ -83,12 +83,12 @@ def of_letters(start: int = len(PROMPT)) -> Any:
 
 def follows(text: str) -> list[int]:
     """The tokens that may follow a text of the language: from its words alone."""
-    found = [
+    tokens = [
         token
         for token, name in enumerate(NAMES)
         if name and any(w.startswith(text + name) for w in LANGUAGE)
     ]
-    return found + [END] * (text in LANGUAGE)
+    return tokens + [END] * (text in LANGUAGE)
 
 
 @cache
@@ -98,15 +98,15 @@ def expected() -> Tensor:
     def joint(tokens: list[int], text: str, left: int) -> Tensor:
         if not left:
             return torch.ones(())
-        found = torch.zeros([6] * left)
+        table = torch.zeros([6] * left)
         if tokens[-1] == END and len(tokens) > len(PROMPT):
-            found[(END,) * left] = 1.0
-            return found
+            table[(END,) * left] = 1.0
+            return table
         allowed = follows(text)
         probabilities = TARGET[tokens[-2], tokens[-1]][allowed].softmax(-1)
         for token, p in zip(allowed, probabilities, strict=True):
-            found[token] = p * joint([*tokens, token], text + NAMES[token], left - 1)
-        return found
+            table[token] = p * joint([*tokens, token], text + NAMES[token], left - 1)
+        return table
 
     return joint(PROMPT, "", JOINT)
 
@@ -123,12 +123,14 @@ class Blind(ChainDrafter):
         for seq in seqs:
             seq.sampler = Sampler(False)
         drafts = super().propose(seqs).drafts
-        for at, (seq, sampler, own) in enumerate(zip(seqs, samplers, drafts, strict=True)):
+        for at, (seq, sampler, draft) in enumerate(zip(seqs, samplers, drafts, strict=True)):
             seq.sampler = sampler
             if self.cut:
                 with patient():
-                    kept = sampler.fitting(seq.tokens, own.tokens[1:])
-                drafts[at] = Draft.chain(own.tokens[0], kept, own.q[: len(kept)] if kept else None)
+                    kept = sampler.fitting(seq.tokens, draft.tokens[1:])
+                drafts[at] = Draft.chain(
+                    draft.tokens[0], kept, draft.q[: len(kept)] if kept else None
+                )
         return Proposal(drafts)
 
 
@@ -153,26 +155,28 @@ def outcomes(
     drafter: Drafter, sampler: Any = Sampler, stops: bool = True, rows: int = ROWS
 ) -> list[list[int]]:
     """The first tokens of many sampled sequences, filled up with end tokens."""
-    own = of_letters()
+    processor = of_letters()
     generator = torch.Generator().manual_seed(0)
     how: dict[str, Any] = {
         "eos": frozenset([END]),
-        "stop": own.stop(None) if stops else None,
+        "stop": processor.stop(None) if stops else None,
         "generator": generator,
     }
-    request = Request(PROMPT, NEW, sampler(False, LogitsProcessorList([own])), **how)
-    found = decode(TableLM(TARGET), drafter, [request] * rows)
-    errors = [steps[-1].error for steps in found if steps[-1].error is not None]
+    request = Request(PROMPT, NEW, sampler(False, LogitsProcessorList([processor])), **how)
+    outputs = decode(TableLM(TARGET), drafter, [request] * rows)
+    errors = [steps[-1].error for steps in outputs if steps[-1].error is not None]
     assert not errors, errors[0]
-    return [(tokens_of(steps) + [END] * JOINT)[:JOINT] for steps in found]
+    return [(tokens_of(steps) + [END] * JOINT)[:JOINT] for steps in outputs]
 
 
 def test_what_is_allowed_is_what_the_language_says() -> None:
-    own = of_letters(0)
+    processor = of_letters(0)
     texts = {word[:n] for word in LANGUAGE for n in range(len(word) + 1)}
-    for tokens in (each for n in range(JOINT + 1) for each in product(range(1, 6), repeat=n)):
+    for tokens in (
+        combination for n in range(JOINT + 1) for combination in product(range(1, 6), repeat=n)
+    ):
         text = "".join(NAMES[token] for token in tokens)
-        scores = own(
+        scores = processor(
             torch.tensor([tokens], dtype=torch.long).view(1, -1), torch.zeros(1, 8)
         )  # two tokens too many
         allowed = scores[0].isfinite().nonzero().flatten().tolist()
@@ -223,26 +227,26 @@ class Late(grammar.Grammar):
 def late(seed: int | None = None, rows: int = ROWS) -> list[Request]:
     """Requests, each with a grammar of its own."""
     make = grammar.compiled(formats.form_of(regex("|".join(LANGUAGE))), letters(), frozenset([END]))
-    own = make(len(PROMPT))
+    processor = make(len(PROMPT))
     generator = torch.Generator().manual_seed(0)
-    found = []
+    requests = []
     for stream in range(rows):
-        rule = Late(own._beginning, own._tokens, len(PROMPT))
+        rule = Late(processor._beginning, processor._tokens, len(PROMPT))
         sampler = Sampler(False, LogitsProcessorList([rule]))
         how: dict[str, Any] = {"stop": rule.stop(None), "generator": generator}
         request = Request(PROMPT, NEW, sampler, frozenset([END]), seed=seed, stream=stream, **how)
-        found.append(request)
-    return found
+        requests.append(request)
+    return requests
 
 
 @pytest.mark.parametrize("name", ["sd", "random trees", "blind"])
 def test_the_distribution_is_kept_where_masks_come_late(name: str) -> None:
     drafter = Blind(TableLM(DRAFT)) if name == "blind" else DRAFTERS[name]()
-    steps = decode(TableLM(TARGET), drafter, late())
-    assert not [each[-1].error for each in steps if each[-1].error is not None]
-    found = [(tokens_of(each) + [END] * JOINT)[:JOINT] for each in steps]
-    assert toys.p_value(found, expected()) > FITS
-    assert any(not each[-1].tokens and each[-1].finish_reason == "stop" for each in steps)
+    outputs = decode(TableLM(TARGET), drafter, late())
+    assert not [steps[-1].error for steps in outputs if steps[-1].error is not None]
+    samples = [(tokens_of(steps) + [END] * JOINT)[:JOINT] for steps in outputs]
+    assert toys.p_value(samples, expected()) > FITS
+    assert any(not steps[-1].tokens and steps[-1].finish_reason == "stop" for steps in outputs)
 
 
 @pytest.mark.parametrize("name", ["sd", "random trees", "a draft without the grammar"])
@@ -355,10 +359,10 @@ def test_all_waits_of_a_step_have_one_limit(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(waits, "perf_counter", lambda: clock.now)
     shared = decoder(name)
     text = "the cat sat on the cat sat on the cat sat"
-    own = compiled(regex("[a-z ]{30}"), tiny_tokenizer())
+    processor = compiled(regex("[a-z ]{30}"), tiny_tokenizer())
     start = len(tiny_tokenizer().encode(text))
     for _ in range(4):
-        rule = Never(own._beginning, own._tokens, start)
+        rule = Never(processor._beginning, processor._tokens, start)
         how = {"max_new_tokens": 40, "logits_processor": LogitsProcessorList([rule])}
         request = shared.request(text, **how)
         shared.engine.add(replace(request, stop=rule.stop(None)))
@@ -455,10 +459,10 @@ def decoder(name: str, tokenizer: Any = None) -> Decoder:
 
 
 def valid(text: str) -> bool:
-    found = json.loads(text)
-    assert list(found) == ["name", "size", "tags"]
-    assert isinstance(found["name"], str) and len(found["name"]) <= 6 and 0 <= found["size"] <= 999
-    return 1 <= len(found["tags"]) <= 3 and set(found["tags"]) <= {"cat", "dog", "cow"}
+    value = json.loads(text)
+    assert list(value) == ["name", "size", "tags"]
+    assert isinstance(value["name"], str) and len(value["name"]) <= 6 and 0 <= value["size"] <= 999
+    return 1 <= len(value["tags"]) <= 3 and set(value["tags"]) <= {"cat", "dog", "cow"}
 
 
 @cache
@@ -470,15 +474,15 @@ def reference(text: str) -> list[int]:
         vocabulary, llguidance.LLMatcher.grammar_from_json_schema(SCHEMA)
     )
     tokens = tokenizer.encode(text)
-    found = []
+    output = []
     while not matcher.is_stopped():
         with torch.no_grad():
-            logits = model()(torch.tensor([[*tokens, *found]])).logits[0, -1]
+            logits = model()(torch.tensor([[*tokens, *output]])).logits[0, -1]
         bits = int.from_bytes(matcher.compute_bitmask(), "little")
         logits[[token for token in range(VOCAB) if not bits >> token & 1]] = -torch.inf
-        found.append(int(logits.argmax()))
-        assert matcher.consume_token(found[-1])
-    return found
+        output.append(int(logits.argmax()))
+        assert matcher.consume_token(output[-1])
+    return output
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -526,12 +530,12 @@ def test_states_do_not_depend_on_the_way_there() -> None:
         ids = torch.tensor(
             [[5, *text[: pick(len(text) + 1)], *([pick(300)] if pick(3) == 0 else [])]]
         )
-        found, fresh = (
-            each(ids, torch.zeros(1, VOCAB))
-            for each in (used, compiled(JSON, tiny_tokenizer(), start=1))
+        masked, fresh = (
+            processor(ids, torch.zeros(1, VOCAB))
+            for processor in (used, compiled(JSON, tiny_tokenizer(), start=1))
         )
-        assert found.equal(fresh)
-        assert found.isfinite().all() or not found[0, 300:].isfinite().any()
+        assert masked.equal(fresh)
+        assert masked.isfinite().all() or not masked[0, 300:].isfinite().any()
         seen.add(tuple(ids[0].tolist()))
     assert len(seen) > grammar.MAX_STATES and len(used._states) <= grammar.MAX_STATES
 
@@ -551,17 +555,21 @@ def test_an_open_text_ends_where_the_model_ends_it() -> None:
 
     table = torch.zeros(6, 6, 6)
     table[..., END], table[..., 1] = 9.0, 5.0  # the end is best wherever it may stand, then a
-    own = compiled(regex("a{2,9}"), letters(), [END], 1)
+    processor = compiled(regex("a{2,9}"), letters(), [END], 1)
     request = Request(
-        [3], 20, Sampler(True, LogitsProcessorList([own])), frozenset([END]), own.stop(None)
+        [3],
+        20,
+        Sampler(True, LogitsProcessorList([processor])),
+        frozenset([END]),
+        processor.stop(None),
     )
     for drafter in (PlainDrafter(), EndsSoon()):
         ((*_, last),) = steps = decode(TableLM(table), drafter, [request])
         assert (tokens_of(steps[0]), last.finish_reason) == ([1, 1, END], "stop")
     with patient():
-        assert own.fitting([3], [1, 1, END, 1]) == 3
-        assert own.fitting([3], [1, END]) == 1
-        assert own.fitting([3, 1], []) == 0
+        assert processor.fitting([3], [1, 1, END, 1]) == 3
+        assert processor.fitting([3], [1, END]) == 1
+        assert processor.fitting([3, 1], []) == 0
 
 
 def test_special_tokens_are_no_text_and_all_ends_may_end() -> None:

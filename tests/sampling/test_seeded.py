@@ -43,20 +43,20 @@ def counts(distribution: torch.Tensor, trials: int) -> np.ndarray:
 
 def test_a_token_is_sampled_with_its_probability() -> None:
     distribution = torch.tensor([0.5, 0.0, 0.25, 0.2, 0.05])
-    found = counts(distribution, 20000)
+    totals = counts(distribution, 20000)
     there = distribution > 0
-    assert not found[~there.numpy()].any()
-    assert chisquare(found[there], distribution[there].double().numpy() * 20000).pvalue > 1e-4
+    assert not totals[~there.numpy()].any()
+    assert chisquare(totals[there], distribution[there].double().numpy() * 20000).pvalue > 1e-4
 
 
 def test_improbable_tokens_are_sampled_as_well() -> None:
     """Those below the floor get one time together."""
     rare = torch.full((6000,), 0.5 / 6000)
     assert float(rare[0]) < FLOOR
-    found = counts(torch.cat([torch.tensor([0.5]), rare]), 6000)
-    parts = np.append(found[0], found[1:].reshape(6, 1000).sum(1))
+    totals = counts(torch.cat([torch.tensor([0.5]), rare]), 6000)
+    parts = np.append(totals[0], totals[1:].reshape(6, 1000).sum(1))
     assert chisquare(parts, np.array([0.5, *[1 / 12] * 6]) * 6000).pvalue > 1e-4
-    assert (found[1:] > 0).sum() > 2000
+    assert (totals[1:] > 0).sum() > 2000
     alone = counts(torch.full((6000,), 1 / 6000), 3000)
     assert chisquare(alone.reshape(6, 1000).sum(1)).pvalue > 1e-4
 
@@ -138,11 +138,11 @@ def test_draft_and_target_use_the_same_numbers() -> None:
 
     class Strangers(ChainDrafter):
         def propose(self, seqs: list[Sequence]) -> Proposal:
-            own = [seq.seeded for seq in seqs]
+            streams = [seq.seeded for seq in seqs]
             for seq in seqs:
                 seq.seeded = SeededStream(99, seq.id)
             proposal = super().propose(seqs)
-            for seq, stream in zip(seqs, own, strict=True):
+            for seq, stream in zip(seqs, streams, strict=True):
                 seq.seeded = stream
             return proposal
 

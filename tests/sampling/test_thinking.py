@@ -74,16 +74,16 @@ def expected(thoughts: Thoughts) -> Tensor:
     def joint(output: list[int], left: int) -> Tensor:
         if not left:
             return torch.ones(())
-        found = torch.zeros([6] * left)
+        table = torch.zeros([6] * left)
         if output[-1:] == [END]:
-            found[(END,) * left] = 1.0
-            return found
+            table[(END,) * left] = 1.0
+            return table
         allowed = follows(thoughts, output)
         before = [*PROMPT, *output]
         probabilities = TARGET[before[-2], before[-1]][allowed].softmax(-1)
         for token, p in zip(allowed, probabilities, strict=True):
-            found[token] = p * joint([*output, token], left - 1)
-        return found
+            table[token] = p * joint([*output, token], left - 1)
+        return table
 
     return joint([], JOINT)
 

@@ -142,10 +142,14 @@ def test_chats_that_no_template_renders_are_refused(
 
 def test_chat_is_generate_on_the_rendered_prompt(decoder: Decoder) -> None:
     conversations = [[USER], [USER, ANSWER, {"role": "user", "content": "1 2 3"}]]
-    prompts = [chat_prompt(decoder.tokenizer, each, "the") for each in conversations]
+    prompts = [
+        chat_prompt(decoder.tokenizer, conversation, "the") for conversation in conversations
+    ]
     wanted = decoder.generate(prompts, max_new_tokens=12)
     many = decoder.chat(conversations, system="the", max_new_tokens=12)
-    assert [each.tokens for each in many] == [each.tokens for each in wanted]
+    assert [completion.tokens for completion in many] == [
+        completion.tokens for completion in wanted
+    ]
     one = decoder.chat(conversations[0], SamplingParams(max_new_tokens=12), system="the")
     assert one.tokens == wanted[0].tokens
     streamed = "".join(

@@ -40,18 +40,18 @@ def decoder() -> Decoder:
     return make_filler()
 
 
-@pytest.mark.parametrize("form", infill._FORMS, ids=lambda form: form[0])
-def test_each_form_is_found_by_its_tokens(form: tuple[str, ...]) -> None:
-    tokenizer = copy.deepcopy(pieces() if form[0].startswith("\u2581") else tiny_tokenizer())
+@pytest.mark.parametrize("names", infill._FORMS, ids=lambda names: names[0])
+def test_each_form_is_found_by_its_tokens(names: tuple[str, ...]) -> None:
+    tokenizer = copy.deepcopy(pieces() if names[0].startswith("\u2581") else tiny_tokenizer())
     assert infill_form(tokenizer) is None
-    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in form[:2]])
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names[:2]])
     assert infill_form(tokenizer) is None  # not all of them
-    tokenizer.add_tokens([AddedToken(form[2], special=True, normalized=False)])
-    found = infill_form(tokenizer)
-    assert found is not None
-    before, after, middle = (tokenizer.convert_tokens_to_ids(name) for name in form)
-    (row,) = found.prompts(tokenizer, ["the cat"], "at the")
-    assert (row[-1], row.count(before), {before, after, middle} <= found.ends) == (middle, 1, True)
+    tokenizer.add_tokens([AddedToken(names[2], special=True, normalized=False)])
+    form = infill_form(tokenizer)
+    assert form is not None
+    before, after, middle = (tokenizer.convert_tokens_to_ids(name) for name in names)
+    (row,) = form.prompts(tokenizer, ["the cat"], "at the")
+    assert (row[-1], row.count(before), {before, after, middle} <= form.ends) == (middle, 1, True)
     at = row.index(after)
     front = tokenizer("")["input_ids"]
     assert row[: at + 1] == [
@@ -65,7 +65,7 @@ def test_each_form_is_found_by_its_tokens(form: tuple[str, ...]) -> None:
         "at\u2581the",
         "at\u0120the",
     )
-    assert (tokenizer.eos_token_id in found.ends) == (tokenizer.eos_token == "<|endoftext|>")
+    assert (tokenizer.eos_token_id in form.ends) == (tokenizer.eos_token == "<|endoftext|>")
 
 
 def test_an_answer_fills_the_gap(editor: Live, decoder: Decoder) -> None:
@@ -84,12 +84,15 @@ def test_an_answer_fills_the_gap(editor: Live, decoder: Decoder) -> None:
         form = infill_form(decoder.tokenizer)  # type: ignore[arg-type]
         assert form is not None
         rows = form.prompts(decoder.tokenizer, texts, "\nprint(i)")  # type: ignore[arg-type]
-        wanted = [each.text for each in decoder.generate(rows, max_new_tokens=24, ignore_eos=True)]
+        wanted = [
+            completion.text
+            for completion in decoder.generate(rows, max_new_tokens=24, ignore_eos=True)
+        ]
         for more in ({}, {"forerun_method": "ar"}):
             answer = client.completions.create(
                 prompt=texts, **asked, extra_body={"ignore_eos": True} | more
             )
-            assert [each.text for each in answer.choices] == wanted and answer.usage is not None
+            assert [choice.text for choice in answer.choices] == wanted and answer.usage is not None
             assert answer.usage.prompt_tokens == sum(map(len, rows))
             drafted = answer.model_extra["metrics"]["speculative_decoding"]["num_draft_tokens"]  # type: ignore[index]
             assert bool(drafted) == (not more)
@@ -107,16 +110,16 @@ def test_what_such_models_write_at_the_end_ends_it(
     end = decoder.tokenizer.convert_tokens_to_ids(name)  # type: ignore[union-attr]
     body = {"prompt": "def add", "temperature": 0, "max_tokens": 5, "logit_bias": {str(end): 100}}
     for stream in (False, True):
-        found = post(editor, PLAIN, body | {"suffix": "x", "stream": stream})
+        response = post(editor, PLAIN, body | {"suffix": "x", "stream": stream})
         assert (
-            found.status_code == 200
-            and '"finish_reason":"stop"' in found.text
-            and name not in found.text
+            response.status_code == 200
+            and '"finish_reason":"stop"' in response.text
+            and name not in response.text
         )
     assert '"completion_tokens":1' in post(editor, PLAIN, body | {"suffix": "x"}).text
     for more in ({}, {"suffix": ""}, {"suffix": "x", "ignore_eos": True}):
-        found = post(editor, PLAIN, body | more).json()
-        assert found["usage"]["completion_tokens"] == 5
+        usage = post(editor, PLAIN, body | more).json()["usage"]
+        assert usage["completion_tokens"] == 5
 
 
 def test_what_has_no_gap_is_refused(editor: Live, server: Live) -> None:

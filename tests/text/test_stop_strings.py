@@ -79,11 +79,11 @@ def test_text_is_of_whole_characters(
         seen += ids
         whole = known(seen)
         assert stream.text == emitted and ODD not in emitted
-        found = [whole.find(s) for s in stop if s in whole]
-        if found:
-            assert stream.stopped and emitted == whole[: min(found)]
+        places = [whole.find(s) for s in stop if s in whole]
+        if places:
+            assert stream.stopped and emitted == whole[: min(places)]
             assert stream.stop_string in stop
-            assert whole[min(found) :].startswith(stream.stop_string)
+            assert whole[min(places) :].startswith(stream.stop_string)
             # Whatever comes after it is not text any more.
             assert push(stream, tiny_tokenizer().encode("abc"), True) == ""
             return
@@ -211,7 +211,9 @@ def test_a_vocabulary_of_any_size_costs_nothing_to_begin_with(
     plain = type(tokenizer).convert_tokens_to_string
     monkeypatch.setattr(kind, "get_vocab", lambda self: pytest.fail("the vocabulary was read"))
     monkeypatch.setattr(
-        kind, "convert_tokens_to_string", lambda self, each: asked.append(each) or plain(self, each)
+        kind,
+        "convert_tokens_to_string",
+        lambda self, tokens: asked.append(tokens) or plain(self, tokens),
     )
     stop = StopStrings(tokenizer, ["return"])
     ids = tokenizer.encode("def add(a, b):\n    return a + b\n") * 3

@@ -221,10 +221,12 @@ COUNT, OSLO = '{"x": 7}', '{"city": "Oslo", "unit": "C"}'
 def written(name: str, *calls: tuple[str, str]) -> str:
     """Calls as models write them."""
     form = FORMS[name]
-    found = [f'{{"name": "{each}", "{form.key}": {arguments}}}' for each, arguments in calls]
+    texts = [
+        f'{{"name": "{function}", "{form.key}": {arguments}}}' for function, arguments in calls
+    ]
     if name == "hermes":
-        return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in found)
-    return f"[TOOL_CALLS][{', '.join(found)}]" if name == "mistral" else "; ".join(found)
+        return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
+    return f"[TOOL_CALLS][{', '.join(texts)}]" if name == "mistral" else "; ".join(texts)
 
 
 @pytest.mark.parametrize("are_tokens", [True, False])
@@ -345,10 +347,14 @@ def test_500_sampled_calls_follow_their_schema(name: str) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
         decoder, use = of(name, choice, parallel=False)
         sampling: dict[str, Any] = {"temperature": 1.5, "seed": 3, "max_new_tokens": 160}
-        for found in decoder.generate([[5, 6, 7]] * 85, **sampling, response_format=use.grammar):
-            assert found.finish_reason == "stop"
+        for completion in decoder.generate(
+            [[5, 6, 7]] * 85, **sampling, response_format=use.grammar
+        ):
+            assert completion.finish_reason == "stop"
             stream = use.stream()
-            stream.push(decoder.tokenizer.decode([each for each in found.tokens if each]), True)
+            stream.push(
+                decoder.tokenizer.decode([token for token in completion.tokens if token]), True
+            )
             (call,) = stream.calls
             assert stream.text == "" and stream.broken == 0
             names[call.name] += 1
@@ -411,27 +417,27 @@ def test_sampled_calls_follow_the_models_distribution_restricted_to_the_grammar(
 
     def joint(before: int, last: int, text: str, left: int) -> torch.Tensor:
         """[V] * left: the distribution of the next tokens in the word, whose quote is its end."""
-        found = torch.zeros([size] * left)
+        table = torch.zeros([size] * left)
         allowed = sorted(
             {LETTERS.index(f'{word}"'[len(text)]) for word in WORDS if f'{word}"'.startswith(text)}
         )
         for token, p in zip(allowed, target[before, last][allowed].softmax(-1), strict=True):
             is_end = LETTERS[token] == '"'
             if is_end or left == 1:
-                found[(token,) * left if is_end else token] += p
+                table[(token,) * left if is_end else token] += p
             else:
-                found[token] += p * joint(last, token, text + LETTERS[token], left - 1)
-        return found
+                table[token] += p * joint(last, token, text + LETTERS[token], left - 1)
+        return table
 
-    own = compiled(form, tokenizer, frozenset([END]))(len(prompt))
-    sampler = Sampler(False, LogitsProcessorList([own]))
+    processor = compiled(form, tokenizer, frozenset([END]))(len(prompt))
+    sampler = Sampler(False, LogitsProcessorList([processor]))
     generator = torch.Generator().manual_seed(0)
     asked = Request(
         prompt,
         len(begin) + 3,
         sampler,
         eos=frozenset([END]),
-        stop=own.stop(None),
+        stop=processor.stop(None),
         generator=generator,
     )
     parts = Parts(toys.TableLM(target), toys.TableLM(draft))
@@ -442,17 +448,18 @@ def test_sampled_calls_follow_the_models_distribution_restricted_to_the_grammar(
         assert tokens[: len(begin)] == begin, steps[-1].error
         word = tokens[len(begin) :]
         outcomes.append((word[: word.index(quote)] if quote in word else word) + [quote] * 3)
-    assert toys.p_value([each[:3] for each in outcomes], joint(begin[-2], begin[-1], "", 3)) > 1e-4
+    samples = [outcome[:3] for outcome in outcomes]
+    assert toys.p_value(samples, joint(begin[-2], begin[-1], "", 3)) > 1e-4
 
 
 def test_calls_in_python() -> None:
     pytest.importorskip("llguidance")
     decoder = make_decoder()
     for choice in ("required", NAMED):
-        found = decoder.chat(HELLO, tools=TOOLS, tool_choice=choice, max_new_tokens=60)
-        assert found.tool_calls and found.tool_calls[0].name in ("count", "get_weather")
+        completion = decoder.chat(HELLO, tools=TOOLS, tool_choice=choice, max_new_tokens=60)
+        assert completion.tool_calls and completion.tool_calls[0].name in ("count", "get_weather")
     *_, last = decoder.stream_chat(HELLO, tools=TOOLS, tool_choice=NAMED, max_new_tokens=60)
-    assert last.tool_calls == found.tool_calls
+    assert last.tool_calls == completion.tool_calls
 
 
 # What clients get.
@@ -676,19 +683,19 @@ def test_chats_from_python_return_calls() -> None:
     read = list[tuple[int, int]]()
     how: dict[str, Any] = {"tools": TOOLS, "tool_choice": NAMED, "max_new_tokens": 200}
     how["progress"] = lambda done, count: read.append((done, count))
-    found = decoder.chat(HELLO, **how)
-    (call,) = found.tool_calls
-    assert call.name == "count" and found.text == "" and read
+    completion = decoder.chat(HELLO, **how)
+    (call,) = completion.tool_calls
+    assert call.name == "count" and completion.text == "" and read
     assert [chunk.tool_calls for chunk in decoder.stream_chat(HELLO, **how)][-1] == [call]
     form = {"type": "regex", "regex": "Monday"}
     with pytest.raises(ValueError, match="grammar cannot be given beside tools"):
         decoder.chat(
             HELLO, tools=TOOLS, response_format={"type": "grammar", "grammar": 'start: "a"'}
         )
-    found = decoder.chat(
+    completion = decoder.chat(
         HELLO, tools=TOOLS, response_format=form, logit_bias={decoder.tokenizer.encode("M")[0]: 100}
     )
-    assert found.text == "Monday" and not found.tool_calls
+    assert completion.text == "Monday" and not completion.tool_calls
     assert decoder.chat(
         HELLO, tools=TOOLS, tool_choice="none", response_format={"type": "text"}, max_new_tokens=2
     ).text

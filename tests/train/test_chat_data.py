@@ -46,19 +46,19 @@ def conversation(question: str, split: str, text: str = "") -> Conversation:
 def test_conversations_are_the_models_own(target: str, chats: Path) -> None:
     """Each answer is the model's own after the rendered question; half of them are greedy."""
     decoder = load(target, method="ar")
-    found = [each for split in ("train", "validation", "test") for each in read_chats(chats, split)]
+    every = [chat for split in ("train", "validation", "test") for chat in read_chats(chats, split)]
     summary = json.loads((chats / "summary.json").read_text())
     assert (
-        len(found)
+        len(every)
         == sum(summary["conversations"].values())
         == 120 - summary["dropped_as_neighbours"]
     )
-    greedy = [each for each in found if not each.temperature]
-    assert len(found) // 3 < len(greedy) < len(found)
+    greedy = [chat for chat in every if not chat.temperature]
+    assert len(every) // 3 < len(greedy) < len(every)
     assert decoder.tokenizer is not None
-    for each in greedy[:4]:
-        assert decoder.tokenizer.decode(each.prompt) == f"[user]{each.question}[end][assistant]"
-        assert decoder.generate([each.prompt], max_new_tokens=12)[0].tokens == each.answer
+    for chat in greedy[:4]:
+        assert decoder.tokenizer.decode(chat.prompt) == f"[user]{chat.question}[end][assistant]"
+        assert decoder.generate([chat.prompt], max_new_tokens=12)[0].tokens == chat.answer
 
 
 @pytest.mark.slow
@@ -118,10 +118,10 @@ def test_neighbours_of_held_out_questions_are_dropped() -> None:
     ]
     far = [conversation(long[: STRETCH - 1], "train"), conversation("And the hills?", "validation")]
     every = [*near, held, *far]
-    kept, dropped = apart(every, [Question(each.question, "own", each.split) for each in every])
-    assert dropped == 2 and {each.question for each in kept} == {
+    kept, dropped = apart(every, [Question(chat.question, "own", chat.split) for chat in every])
+    assert dropped == 2 and {chat.question for chat in kept} == {
         held.question,
-        *(each.question for each in far),
+        *(chat.question for chat in far),
     }
 
 
@@ -157,10 +157,10 @@ def test_heads_learn_from_conversations(
 ) -> None:
     run = make_run(target, tmp_path / "head", chats)
     recipe = HeadRecipe(kind=kind)
-    found = train_head(
+    results = train_head(
         run, replace(recipe, steps=30, batch=4, unroll=2, lr=1e-2, hot=0.5, copied=False)
     )
-    assert losses(run)[-1] < losses(run)[0] and len(found["survival"]) == 2
+    assert losses(run)[-1] < losses(run)[0] and len(results["survival"]) == 2
     for given, message in (
         (run, "give --data or --chats, not both"),
         (replace(run, chats=None), "--chats$"),

@@ -84,8 +84,8 @@ def test_which_conversations_are_used(chats: Path) -> None:
         for n, h in ((8, 0.5), (1000, 1.0))
     )
     sizes = [
-        {kind: [len(part) for part in parts] for kind, parts in each.items()}
-        for each in (few, every)
+        {kind: [len(part) for part in parts] for kind, parts in by_kind.items()}
+        for by_kind in (few, every)
     ]
     assert sizes[0] == {"greedy": [4, 2], "sampling": [4, 2]}
     # All that are long enough: 1, 5 and 9 tokens of a draft have no place in the shortest ones.
@@ -101,8 +101,8 @@ def test_which_conversations_are_used(chats: Path) -> None:
                 if row["temperature"] == float(kind != "greedy")
             ]
             assert all(
-                each in wanted and len(each[1]) >= (6 if kind == "greedy" else 4)
-                for each in answers(texts)
+                turn in wanted and len(turn[1]) >= (6 if kind == "greedy" else 4)
+                for turn in answers(texts)
             )
             assert torch.equal(texts.ends, texts.ends.sort().values)
 

@@ -197,13 +197,13 @@ def test_distributions_are_of_the_most_probable_tokens() -> None:
     torch.testing.assert_close(top.probs, whole.topk(TOP).values)
     torch.testing.assert_close(whole.gather(-1, top.tokens), top.probs)
     scores = 4 * torch.randn(20, 50)
-    found = torch.randn(20, 50)
+    logits = torch.randn(20, 50)
     hot = torch.tensor([4, 30, 2, 49])
-    dense = -(scores.softmax(-1) * found.log_softmax(-1)).sum()
-    torch.testing.assert_close(cross_entropy(found, top_probs(scores)), dense)
-    within = -(scores.softmax(-1)[:, hot] * found[:, hot].log_softmax(-1)).sum()
+    dense = -(scores.softmax(-1) * logits.log_softmax(-1)).sum()
+    torch.testing.assert_close(cross_entropy(logits, top_probs(scores)), dense)
+    within = -(scores.softmax(-1)[:, hot] * logits[:, hot].log_softmax(-1)).sum()
     torch.testing.assert_close(
-        cross_entropy(found[:, hot], top_probs(scores).within(hot, 50)), within
+        cross_entropy(logits[:, hot], top_probs(scores).within(hot, 50)), within
     )
 
 
@@ -214,21 +214,21 @@ def test_a_loss_in_parts_has_the_gradients_of_the_whole() -> None:
     """
     maker = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(*shape, generator=maker) for shape in ((300, 4), (5, 4)))
-    found = []
+    results = []
     for parts in (True, False):
         states = x.clone().requires_grad_()
-        own = weight.clone().requires_grad_()
+        parameter = weight.clone().requires_grad_()
 
-        def loss(rows: Tensor, chosen: slice, own: Tensor = own) -> Tensor:
-            return (rows @ own.T).logsumexp(-1).sum()
+        def loss(rows: Tensor, chosen: slice, parameter: Tensor = parameter) -> Tensor:
+            return (rows @ parameter.T).logsumexp(-1).sum()
 
         wide = states * 2
         value = in_parts(wide, loss, 300) if parts else loss(wide, slice(None)) / 300
         value.backward()
-        found.append((value.detach(), states.grad, own.grad))
+        results.append((value.detach(), states.grad, parameter.grad))
         with torch.no_grad():
             torch.testing.assert_close(in_parts(wide, loss, 300), value)
-    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(results[0], results[1])
 
 
 @pytest.mark.parametrize("hot", [None, [5, 9, 20, 33]])
@@ -407,15 +407,15 @@ def test_a_copied_head_begins_as_the_targets_last_layer(target: str, tmp_path: P
             run, replace(RECIPE, steps=1, lr=0.0, linear=0, copied=copied, inner=20, sequences=256)
         )
     assert losses(runs[True])[-1] < losses(runs[False])[-1]
-    own = load_head(runs[True].out, judge()).layers[0]
+    layer = load_head(runs[True].out, judge()).layers[0]
     last = judge().model.model.layers[-1]
     parts = [getattr(last.self_attn, f"{name}_proj").weight for name in "qkv"]
     assert (
-        torch.equal(own.qkv.weight, torch.cat(parts))
-        and not own.out.weight.any()
-        and not own.down.weight.any()
+        torch.equal(layer.qkv.weight, torch.cat(parts))
+        and not layer.out.weight.any()
+        and not layer.down.weight.any()
     )
-    gate, up = own.gate_up.weight.chunk(2)
+    gate, up = layer.gate_up.weight.chunk(2)
     places = [int((last.mlp.gate_proj.weight == row).all(1).nonzero()) for row in gate]
     assert len(set(places)) == 20 and torch.equal(up, last.mlp.up_proj.weight[places])
 

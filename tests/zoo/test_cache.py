@@ -50,10 +50,10 @@ def run(*arguments: str) -> str:
 
 
 def test_what_is_whole_and_what_is_begun_is_told_apart(home: Path) -> None:
-    found = [(entry.name, entry.bytes, entry.is_whole) for entry in entries()]
+    rows = [(entry.name, entry.bytes, entry.is_whole) for entry in entries()]
     half = zoo.MODELS["qwen-coder-draft"].size // 2
     wanted = [("smollm2", SMOLLM2.size, True), ("qwen-coder-draft", half, False)]
-    assert found == [*wanted, (COSTS, 300, True)]
+    assert rows == [*wanted, (COSTS, 300, True)]
     shown = run("ls")
     assert "98 MB" in shown and "50% downloaded; `forerun fetch qwen-coder-draft`" in shown
     assert f"344 MB in {home};" in shown

