@@ -202,15 +202,15 @@ class Plain:
         The tokens [T] follow the features.
         """
         count = len(tokens)
-        found = []
+        logits = []
         states = self._linear("fc", self._normed_features(features))
         embedded = self.embedding[torch.tensor([*tokens, *drafted])]
         for k in range(len(drafted) + 1):
             out = self._layer(torch.cat([embedded[: count + k], states], -1))[-1:]
             final = self._norm("norm", out)
-            found.append(self._linear("lm_head", final)[0])
+            logits.append(self._linear("lm_head", final)[0])
             states = torch.cat([states, final if self.settings.get("norm_output") else out])
-        return torch.stack(found)
+        return torch.stack(logits)
 
     def _normed_features(self, features: Tensor) -> Tensor:
         if self.settings.get("norm_before_fc"):
@@ -229,38 +229,40 @@ class Plain:
         normed = self._norm("layers.0.hidden_norm", states)
         x = torch.cat([self._norm("layers.0.input_layernorm", embedded), normed], -1)
         q, k, v = (
-            self._linear(f"layers.0.self_attn.{each}_proj", x).view(count, -1, size)
-            for each in "qkv"
+            self._linear(f"layers.0.self_attn.{name}_proj", x).view(count, -1, size)
+            for name in "qkv"
         )
         if self.layer["model_type"] == "qwen3":
             q = self._norm("layers.0.self_attn.q_norm", q)
             k = self._norm("layers.0.self_attn.k_norm", k)
         angles = torch.arange(count)[:, None, None] * self._frequencies()
         q, k = (
-            torch.view_as_complex(torch.stack(each.chunk(2, -1), -1))
+            torch.view_as_complex(torch.stack(part.chunk(2, -1), -1))
             * torch.polar(torch.ones(()), angles)
-            for each in (q, k)
+            for part in (q, k)
         )
-        q, k = (torch.cat([each.real, each.imag], -1) for each in (q, k))
-        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+        q, k = (torch.cat([part.real, part.imag], -1) for part in (q, k))
+        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * size**-0.5
         scores = scores.masked_fill(torch.ones(count, count, dtype=torch.bool).triu(1), -torch.inf)
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
         attended = self._linear("layers.0.self_attn.o_proj", mixed)
         x = (normed if self.settings.get("norm_before_residual") else states) + attended
         y = self._norm("layers.0.post_attention_layernorm", x)
-        gate, up = (self._linear(f"layers.0.mlp.{each}_proj", y) for each in ("gate", "up"))
+        gate, up = (self._linear(f"layers.0.mlp.{name}_proj", y) for name in ("gate", "up"))
         return x + self._linear("layers.0.mlp.down_proj", functional.silu(gate) * up)
 
     def _frequencies(self) -> Tensor:
         rope = self.layer.get("rope_parameters") or {}
-        found = rope.get("rope_theta", 10000.0) ** -torch.arange(0, 1, 2 / self.layer["head_dim"])
+        frequencies = rope.get("rope_theta", 10000.0) ** -torch.arange(
+            0, 1, 2 / self.layer["head_dim"]
+        )
         if rope.get("rope_type") != "llama3":
-            return found
-        turns = rope["original_max_position_embeddings"] * found / (2 * torch.pi)
+            return frequencies
+        turns = rope["original_max_position_embeddings"] * frequencies / (2 * torch.pi)
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         kept = ((turns - low) / (high - low)).clamp(0, 1)
-        return found * (kept + (1 - kept) / rope["factor"])
+        return frequencies * (kept + (1 - kept) / rope["factor"])
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return functional.rms_norm(
@@ -297,9 +299,9 @@ class Speculators:
     def logits(
         self, features: Tensor, tokens: Sequence[int], drafted: Sequence[int] = ()
     ) -> Tensor:
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
         hook = self.model.lm_head.register_forward_hook(
-            lambda module, given, output: found.append(output[0])
+            lambda module, given, output: outputs.append(output[0])
         )
         padding = features.new_zeros(
             len(drafted), features.shape[1]
@@ -312,4 +314,4 @@ class Speculators:
             ttt_steps=len(drafted) + 1,
         )
         hook.remove()
-        return torch.stack([each[len(tokens) - 1] for each in found])
+        return torch.stack([output[len(tokens) - 1] for output in outputs])

@@ -16,9 +16,9 @@ def interrupt_once(owner: Any, name: str, after: int) -> None:
     calls = count()
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
-        found = real(*args, **kwargs)
+        value = real(*args, **kwargs)
         if next(calls) == after:
             raise KeyboardInterrupt
-        return found
+        return value
 
     setattr(owner, name, interrupted)

@@ -73,13 +73,13 @@ class Live:
 
 @contextmanager
 def running(app: Any, **options: Any) -> Iterator[str]:
-    found = listen("127.0.0.1", 0)
+    listener = listen("127.0.0.1", 0)
     options |= {"log_config": None, "access_log": False, "timeout_graceful_shutdown": 2}
     server = uvicorn.Server(uvicorn.Config(app, http=Protocol, **options))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [found]})
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{found.getsockname()[1]}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(60)
@@ -190,13 +190,13 @@ def figures(server: Live) -> dict[str, float]:
 
 def events(response: httpx.Response) -> list[Any]:
     """The JSON of a stream's events; its end is checked."""
-    *found, done = [
+    *lines, done = [
         line.removeprefix("data: ")
         for line in response.text.splitlines()
         if line.startswith("data: ")
     ]
     assert done == "[DONE]"
-    return [json.loads(each) for each in found]
+    return [json.loads(line) for line in lines]
 
 
 def answered(response: httpx.Response) -> str:

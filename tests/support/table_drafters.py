@@ -74,10 +74,10 @@ class Remembered(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
         rows = []
-        for text, own in zip(input_ids, scores, strict=True):
-            key = (text.numpy().tobytes(), own.numpy().tobytes())
+        for text, row_scores in zip(input_ids, scores, strict=True):
+            key = (text.numpy().tobytes(), row_scores.numpy().tobytes())
             if key not in self.made:
-                self.made[key] = self.processors(text[None], own[None].clone())[0]  # type: ignore[arg-type]
+                self.made[key] = self.processors(text[None], row_scores[None].clone())[0]  # type: ignore[arg-type]
             rows.append(self.made[key])
         return torch.stack(rows)
 

@@ -44,10 +44,10 @@ def main(folder: Path) -> None:
     """Import all of forerun, and use what depends on the system."""
     import forerun
 
-    for found in pkgutil.walk_packages(forerun.__path__, "forerun."):
+    for module in pkgutil.walk_packages(forerun.__path__, "forerun."):
         # One runs the command line, and the library in C is no module.
-        if found.name not in ("forerun.__main__", "forerun.csrc._forerun"):
-            importlib.import_module(found.name)
+        if module.name not in ("forerun.__main__", "forerun.csrc._forerun"):
+            importlib.import_module(module.name)
 
     import torch
 
