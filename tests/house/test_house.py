@@ -8,13 +8,14 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "forerun"
+OUTSIDE = [ROOT / name for name in ("tests", "benchmarks", "examples", "deploy")]
 VAGUE = {"found", "own", "each"}
 VAGUE_LINES = 2  # a vague name may live this many lines after the one that binds it
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -28,6 +29,19 @@ def files(*roots: Path) -> list[Path]:
     for root in roots or (PACKAGE,):
         paths += sorted(root.rglob("*.py")) if root.is_dir() else [root]
     return paths
+
+
+def files_outside() -> list[Path]:
+    """Return the Python files beside the package: tests, benchmarks, examples and tools."""
+    tools = [
+        path for path in sorted((ROOT / ".ci").iterdir()) if path.is_file() and is_python(path)
+    ]
+    return files(*OUTSIDE) + sorted(ROOT.glob("*.py")) + tools
+
+
+def is_python(path: Path) -> bool:
+    """Tell a Python file by its suffix or, as tools of CI have none, by its first line."""
+    return path.suffix == ".py" or "python" in path.read_text().partition("\n")[0]
 
 
 def inside(node: ast.AST) -> Iterator[ast.AST]:
@@ -137,14 +151,20 @@ def vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield min(lines[name]), f"{name!r} lives for more than {VAGUE_LINES} lines"
 
 
-RULES = (tuple_assignments, nested_expressions, late_attributes, vague_names)
+Rule = Callable[[ast.Module], Iterator[tuple[int, str]]]
+RULES: tuple[Rule, ...] = (tuple_assignments, nested_expressions, late_attributes, vague_names)
 
 
-def broken(path: Path) -> list[str]:
+def broken(path: Path, rules: tuple[Rule, ...] = RULES) -> list[str]:
     """Return what breaks the rules in a file, a line each."""
     tree = ast.parse(path.read_text())
     shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-    return [f"{shown}:{line}: {what}" for rule in RULES for line, what in rule(tree)]
+    return [f"{shown}:{line}: {what}" for rule in rules for line, what in rule(tree)]
+
+
+def vague_outside() -> list[str]:
+    """Return the vague names of the Python files beside the package, a line each."""
+    return [line for path in files_outside() for line in broken(path, (vague_names,))]
 
 
 def constants(path: Path) -> Iterator[tuple[str, str]]:
@@ -168,6 +188,13 @@ def repeated_constants() -> list[str]:
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_every_file_keeps_the_rules(path: Path) -> None:
     assert broken(path) == []
+
+
+def test_no_name_outside_the_package_is_vague() -> None:
+    outside = {str(path.relative_to(ROOT)) for path in files_outside()}
+    expected = {"conftest.py", ".ci/tidy", "examples/greedy.py", "benchmarks/run.py"}
+    assert expected < outside
+    assert vague_outside() == []
 
 
 def test_a_constant_has_one_meaning() -> None:
@@ -204,6 +231,6 @@ def test_the_rules_allow_a_swap_and_a_short_loop() -> None:
 
 if __name__ == "__main__":
     problems = [line for path in files(*map(Path, sys.argv[1:])) for line in broken(path)]
-    problems += [] if sys.argv[1:] else repeated_constants()
+    problems += [] if sys.argv[1:] else repeated_constants() + vague_outside()
     print(*problems, sep="\n")
     sys.exit(bool(problems))
