@@ -105,9 +105,9 @@ def test_output_follows_the_law(case: str, name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     request = Request(PROMPT, 9, sampler, frozenset([END]), stop, generator=generator)
     drafter = DRAFTERS[name].build(Parts(TableLM(TARGET), TableLM(DRAFT)))
-    steps = decode(TableLM(TARGET), drafter, [request] * 500)
-    assert not any(row[-1].error for row in steps)
-    outcomes = [(tokens_of(row) + [END] * JOINT)[:JOINT] for row in steps]
+    rows = decode(TableLM(TARGET), drafter, [request] * 500)
+    assert not any(row[-1].error for row in rows)
+    outcomes = [(tokens_of(row) + [END] * JOINT)[:JOINT] for row in rows]
     assert toys.p_value(outcomes, expected(CASES[case])) > 1e-4
     assert len({tuple(outcome) for outcome in outcomes}) > 1
 
