@@ -130,7 +130,7 @@ def test_a_prompt_keeps_its_last_states(chunk: int) -> None:
     assert torch.equal(hidden, all_states(text)[-len(hidden) :])
     assert target.prompts.store is not None
     (entry,) = target.prompts.store._entries
-    assert entry.hidden is not None and torch.equal(entry.hidden, hidden)
+    assert entry.text.hidden is not None and torch.equal(entry.text.hidden, hidden)
 
 
 def test_transformers_own_forward_keeps_them_too() -> None:
@@ -240,7 +240,7 @@ def test_states_of_a_long_prompt_take_little_memory(
     # Those of the prompt, of the sequence, of its saved copy, of the head, and of steps.
     assert 4 * WIDTH * READS < largest < 5 * kept < 4 * WIDTH * 3000
     for entry in engine.target.prompts.store._entries:
-        assert entry.hidden is not None and READS <= len(entry.hidden) <= MOST
+        assert entry.text.hidden is not None and READS <= len(entry.text.hidden) <= MOST
 
 
 @pytest.mark.slow
@@ -258,9 +258,9 @@ def test_a_sequence_keeps_its_last_states() -> None:
     assert min(lengths) >= READS and max(lengths) <= MOST
     assert target.prompts.store is not None
     (entry,) = target.prompts.store._entries
-    assert len(entry.tokens) == 1399 and entry.hidden is not None
+    assert len(entry.tokens) == 1399 and entry.text.hidden is not None
     wanted = all_states(entry.tokens.tolist())
-    assert torch.equal(entry.hidden, wanted[-len(entry.hidden) :])
+    assert torch.equal(entry.text.hidden, wanted[-len(entry.text.hidden) :])
 
 
 # Texts on disk.
