@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 Capture = Literal["", "head"] | tuple[int, ...]
 
 
+# How many tokens a chunk of a prompt has at most. A function is asked before each chunk.
+ChunkSize = int | Callable[[], int]
+
+
 @dataclass(frozen=True)
 class EngineChunks:
-    """How an engine reads prompts.
+    """The chunk size of an engine, which also knows who waits for its steps.
 
     Attributes:
         size: says how many tokens the next chunk has at most.
@@ -30,9 +34,9 @@ class EngineChunks:
     size: Callable[[], int]
     is_alone: Callable[[], bool]
 
-
-# How many tokens a chunk of a prompt has at most. It is asked for before each chunk.
-ChunkSize = int | Callable[[], int] | EngineChunks
+    def __call__(self) -> int:
+        """Return how many tokens the next chunk has at most."""
+        return self.size()
 
 
 class Output(NamedTuple):
@@ -156,9 +160,7 @@ class Target(Protocol):
 
 def next_size(chunk: ChunkSize) -> int:
     """Return the number of tokens that the next chunk has at most."""
-    if isinstance(chunk, int):
-        return chunk
-    return chunk.size() if isinstance(chunk, EngineChunks) else chunk()
+    return chunk if isinstance(chunk, int) else chunk()
 
 
 def is_alone(chunk: ChunkSize) -> bool:
