@@ -29,7 +29,7 @@ from forerun.backends.stored import store
 from forerun.csrc.build import HERE, LIBRARY, VARIANT_FLAGS, build
 from forerun.csrc.library import BatchArgument, ChainArgument, library, run, variants
 from forerun.model.kv_cache import KVCache
-from tests.support.compiling import CROSS, QEMU, compiled, cross_library, needs_cross
+from tests.support.compiling import CROSS, QEMU, UNINLINED, compiled, cross_library, needs_cross
 from tests.support.families import MODELS, tiny
 from tests.support.native import native_settings
 
@@ -298,7 +298,7 @@ def test_threads_have_no_races_and_the_compiler_warns_of_nothing(tmp_path: Path)
     """ThreadSanitizer looks at each variant."""
     # An optimised build takes a minute, and one that inlines as much takes half of one.
     # `make sanitize` makes one, and lets no warning pass either.
-    flags = ("-fsanitize=thread", "-Werror", "-O0", "-g", "-DFR_INLINE=static inline")
+    flags = ("-fsanitize=thread", "-Werror", "-O0", "-g", *UNINLINED)
     library = build(tmp_path / "libforerun.so", "cc", extra=flags)
     program = compiled(tmp_path, "forward", "cc", library, flags)
     assert len(driven(program, threads=["3"])) == 1
