@@ -92,9 +92,6 @@ def run(
     program: str | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> subprocess.CompletedProcess[str]:
-    if program is not None:
-        # benchmarks/ is not installed.
-        program = f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n{program}"
     with tempfile.TemporaryDirectory() as folder:
         streams = [str(Path(folder) / name) for name in ("in", "out", "err")]
         for path, text in zip(streams, (stdin, "", ""), strict=True):
@@ -115,6 +112,10 @@ def run(
 
 def _ask(asked: dict[str, Any]) -> str:
     """Ask for a command. Return what the process that forks says about it."""
+    if asked["program"] is not None:
+        # benchmarks/ and tests/ are not installed.
+        path = f"import sys; sys.path.insert(0, {str(Path.cwd())!r})"
+        asked["program"] = f"{path}\n{asked['program']}"
     server = _server(os.getpid())
     try:
         print(json.dumps(asked), file=server.stdin, flush=True)
