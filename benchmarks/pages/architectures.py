@@ -128,9 +128,10 @@ def page() -> str:
 
 def rows() -> Iterator[str]:
     """Yield the rows of the table: what has a file of its own, and then the others."""
+    kinds = kinds_by_name()
     with tempfile.TemporaryDirectory() as folder:
         for name in architectures.names():
-            yield row(f"`{name}`", MODELS[name], known_ways(Path(folder), name))
+            yield row(f"`{name}`", MODELS[name], known_ways(Path(folder), kinds[name]))
         for other in OTHERS:
             shown = f"`{other.name}`" if other.name else ""
             yield row(shown, other.models, other_ways(Path(folder), other))
@@ -141,15 +142,22 @@ def row(name: str, models: str, ways: list[str]) -> str:
     return f"| {' | '.join([name, models, *ways])} |"
 
 
-def known_ways(folder: Path, name: str) -> list[str]:
+def kinds_by_name() -> dict[str, dict[str, PreTrainedModel]]:
+    """Return a model of each kind of file, by the name of its architecture."""
+    kinds: dict[str, dict[str, PreTrainedModel]] = {}
+    for kind_name, kind in ggufs.KINDS.items():
+        model = ggufs.small(kind_name)
+        kinds.setdefault(kind.name or model.config.model_type, {})[kind_name] = model
+    return kinds
+
+
+def known_ways(folder: Path, kinds: Mapping[str, PreTrainedModel]) -> list[str]:
     """Return how the models of an architecture run from each kind of file, by all kinds of them."""
     path = folder / "model.gguf"
     table = []
-    for kind_name, kind in ggufs.KINDS.items():
-        model = ggufs.small(kind_name)
-        if (kind.name or model.config.model_type) == name:
-            ggufs.write_kind(path, kind_name, "Q8_0")
-            table.append([speed(path), *folder_ways(folder / kind_name, model)])
+    for kind_name, model in kinds.items():
+        ggufs.write_kind(path, kind_name, "Q8_0")
+        table.append([speed(path), *folder_ways(folder / kind_name, model)])
     return [together(cells) for cells in zip(*table, strict=True)]
 
 

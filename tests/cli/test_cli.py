@@ -143,7 +143,7 @@ def test_a_prompt_comes_from_an_argument_a_file_or_stdin(tmp_path: Path) -> None
     assert (by_argument.returncode, by_argument.stdout) == (0, wanted + "\n")
     chosen = "the target is embedded, the best known model that is fetched (--target takes another)"
     assert by_argument.stderr == f"forerun: {chosen}\n"
-    named = apart("generate", "def add(a, b):", "--target", "embedded", *options)
+    named = run("generate", "def add(a, b):", "--target", "embedded", *options)
     assert (named.stdout, named.stderr) == (wanted + "\n", "")
     assert run("generate", *options, stdin="def add(a, b):").stdout == by_argument.stdout
     result = json.loads(

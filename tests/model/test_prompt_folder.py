@@ -8,9 +8,8 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -516,16 +515,15 @@ for turn in range(12):
 def test_two_processes_may_share_a_folder(tmp_path: Path) -> None:
     put(shelf_in(tmp_path), random_text(2 * SEGMENT_LENGTH))
     size = files(tmp_path)[0].stat().st_size
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", WRITER, str(tmp_path)]
-    writers = [
-        subprocess.Popen(
-            [*command, str(number), str(size)], env=environment, stderr=subprocess.PIPE, text=True
-        )
-        for number in range(2)
-    ]
-    for writer in writers:
-        assert not writer.communicate(timeout=300)[1] and writer.returncode == 0
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(
+                commands.running(str(tmp_path), str(number), str(size), program=WRITER)
+            )
+            for number in range(2)
+        ]
+        for writer in writers:
+            assert not writer.stderr.read() and writer.wait(300) == 0
     assert sum(each.stat().st_size for each in files(tmp_path)) <= 20 * size
     assert not list(tmp_path.glob("*/*.tmp"))
     assert read(shelf_in(tmp_path), random_text(2 * SEGMENT_LENGTH)) == 2 * SEGMENT_LENGTH

@@ -15,10 +15,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 _IMPORTS = (
     "torch",
@@ -29,15 +31,67 @@ _IMPORTS = (
 )
 
 
+class Running:
+    """A command that runs, with what tests use of `subprocess.Popen`."""
+
+    def __init__(self, pid: int, status: Path, stderr: TextIO) -> None:
+        self.pid = pid
+        self.status = status
+        self.stderr = stderr
+
+    def poll(self) -> int | None:
+        return int(self.status.read_text()) if self.status.exists() else None
+
+    def wait(self, timeout: float) -> int:
+        end = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            assert time.monotonic() < end, f"process {self.pid} runs on"
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+@contextmanager
+def running(
+    *arguments: str,
+    program: str | None = None,
+    env: Mapping[str, str] = os.environ,
+    cwd: Path | None = None,
+) -> Iterator[Running]:
+    """Yield a command that runs meanwhile, and is killed at the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        errors, status = (Path(folder) / name for name in ("errors", "status"))
+        os.mkfifo(errors)
+        asked = {
+            "arguments": arguments,
+            "program": program,
+            "streams": [os.devnull, os.devnull, str(errors)],
+            "env": dict(env),
+            "cwd": str(cwd or Path.cwd()),
+            "status": str(status),
+        }
+        pid = int(_ask(asked))
+        with errors.open() as stderr:  # waits for the command, which opens it too
+            process = Running(pid, status, stderr)
+            try:
+                yield process
+            finally:
+                process.kill()
+                process.wait(30)
+
+
 def run(
     *arguments: str,
     stdin: str = "",
     program: str | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> subprocess.CompletedProcess[str]:
-    if program is not None:
-        # benchmarks/ is not installed.
-        program = f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n{program}"
     with tempfile.TemporaryDirectory() as folder:
         streams = [str(Path(folder) / name) for name in ("in", "out", "err")]
         for path, text in zip(streams, (stdin, "", ""), strict=True):
@@ -48,22 +102,31 @@ def run(
             "streams": streams,
             "env": dict(env),
             "cwd": str(Path.cwd()),
+            "status": None,
         }
-        server = _server(os.getpid())
-        try:
-            print(json.dumps(asked), file=server.stdin, flush=True)
-            line = server.stdout.readline() if server.stdout else ""
-        except (
-            BaseException
-        ):  # a timeout, or Ctrl-C: the next run must not wait for what still runs
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
-            _server.cache_clear()
-            raise
-        assert line, f"the process that commands are forked from has ended: {server.poll()}"
+        code = int(_ask(asked))
         return subprocess.CompletedProcess(
-            arguments, int(line), *(Path(path).read_text() for path in streams[1:])
+            arguments, code, *(Path(path).read_text() for path in streams[1:])
         )
+
+
+def _ask(asked: dict[str, Any]) -> str:
+    """Ask for a command. Return what the process that forks says about it."""
+    if asked["program"] is not None:
+        # benchmarks/ and tests/ are not installed.
+        path = f"import sys; sys.path.insert(0, {str(Path.cwd())!r})"
+        asked["program"] = f"{path}\n{asked['program']}"
+    server = _server(os.getpid())
+    try:
+        print(json.dumps(asked), file=server.stdin, flush=True)
+        line = server.stdout.readline() if server.stdout else ""
+    except BaseException:  # a timeout, or Ctrl-C: the next run must not wait for what still runs
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+        _server.cache_clear()
+        raise
+    assert line, f"the process that commands are forked from has ended: {server.poll()}"
+    return line
 
 
 @cache
@@ -78,11 +141,23 @@ def _serve() -> None:
         importlib.import_module(name)
     gc.freeze()
     for line in sys.stdin:
+        asked = json.loads(line)
+        status = asked.pop("status")
+        if status is not None and os.fork():
+            continue  # the fork starts the command and waits for it
         pid = os.fork()
         if not pid:  # a program goes on to the interpreter's end, as any other process does
-            _become(**json.loads(line))
+            _become(**asked)
             return
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        if status is not None:
+            print(pid, flush=True)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if status is not None:
+            written = Path(f"{status}.tmp")
+            written.write_text(str(code))
+            written.replace(status)
+            os._exit(0)
+        print(code, flush=True)
 
 
 def _become(
@@ -98,6 +173,7 @@ def _become(
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # what was imported may have asked for it in the other environment
     sys.argv = ["-c" if program is not None else "forerun", *arguments]
     if program is None:
         if "TRANSFORMERS_VERBOSITY" not in env:  # a command sets it before it imports transformers

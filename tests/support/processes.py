@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 
+from tests.support.commands import Running, running
 from tests.support.local import LOCAL
 
 COMMAND = [sys.executable, "-m", "forerun", "serve"]
@@ -19,16 +20,25 @@ COMMAND = [sys.executable, "-m", "forerun", "serve"]
 
 @contextmanager
 def started(
-    *options: str, port: int | None = None, folder: Path | None = None, program: str = ""
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Yield a server's process and its address. It runs `program` in place of `forerun`."""
+    *options: str, port: int | None = None, folder: Path | None = None, program: str | None = None
+) -> Iterator[tuple[Running, str]]:
+    """Yield a server's process and its address. It runs `program` in place of `forerun`.
+
+    The process is forked after the imports, which take longer than most tests of servers.
+    """
     env = os.environ | ({} if folder is None else {"TMPDIR": str(folder)})
-    if port is None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = int(probe.getsockname()[1])
-    start = [sys.executable, "-c", program, "serve"] if program else COMMAND
-    command = [*start, "--port", str(port), *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder, env=env)
+    port = port or free_port()
+    command = ["serve", "--port", str(port), *options]
+    with running(*command, program=program, env=env, cwd=folder) as process:
+        yield process, f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def started_apart(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Yield a server as `started` does, by an interpreter that imports all it needs."""
+    port = free_port()
+    command = [*COMMAND, "--port", str(port), *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         yield process, f"http://127.0.0.1:{port}"
     finally:
@@ -36,9 +46,13 @@ def started(
         process.wait(30)
 
 
-def until_said(process: subprocess.Popen[str], words: str) -> None:
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def until_said(process: Running, words: str) -> None:
     """Read what a process says, up to a line with these words."""
-    assert process.stderr is not None
     lines = []
     for line in process.stderr:
         lines.append(line)
