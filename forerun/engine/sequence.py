@@ -228,10 +228,12 @@ class Sequence:
         return self.request.stop is not None and self.request.stop(self.tokens)
 
     def _is_ended_at_last(self) -> bool:
-        """Ask the rule once more, with a wait of its own, because others may have used the step's.
+        """Ask a rule that may not know yet once more, because there is no next step to `settle` in.
 
-        There is no next step in which `settle` could ask.
+        It gets a wait of its own, because others may have used the step's.
         """
+        if self.sampler.constraint is None:
+            return False
         with short_waits():
             return self._is_ended_by_rule()
 

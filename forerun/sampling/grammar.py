@@ -130,7 +130,8 @@ def compiled(
     beginning = Grammar(matcher, tokens, 0)
     first = beginning.text_state(())
     if first.error is not None:
-        raise ValueError(f"cannot use response_format.{kind}: it allows no text: {first.error}")
+        why = first.error if first.is_late else f"it allows no text: {first.error}"
+        raise ValueError(f"cannot use response_format.{kind}: {why}")
     for token in (*first.some_token(tokens), *vocabulary.tokenize_str("{")[:1]):
         limit = _limit(beginning.text_state((token,)).error)
         if limit is not None:
@@ -207,11 +208,13 @@ class _State:
         allowed: the tokens, one bit each; None if the text itself is not allowed or has ended.
         is_complete: whether only an end token may follow.
         error: why the text cannot be continued, or None.
+        is_late: whether that is because it takes too long to find what may follow.
     """
 
     allowed: np.ndarray | None = None
     is_complete: bool = False
     error: str | None = None
+    is_late: bool = False
 
     def some_token(self, tokens: _Tokens) -> tuple[int, ...]:
         """Return a token of text that may follow, if there is one."""
@@ -486,7 +489,7 @@ class Grammar(Constraint):
             else:
                 state = _State(error="the grammar forbids that text")
         except _TooLongError as error:
-            return _State(error=f"it takes too long: {error}")
+            return _State(error=f"it takes too long: {error}", is_late=True)
         if matcher.is_error():
             return _State(error=_line(matcher.get_error()))
         self._matcher = matcher

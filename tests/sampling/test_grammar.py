@@ -384,7 +384,8 @@ def test_the_last_token_has_a_wait_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     compiled_form = compiled(regex("the cat"), tiny_tokenizer())
     rule = type(compiled_form)(compiled_form._beginning, compiled_form._tokens, 1)
     text = tiny_tokenizer().encode("the cat")
-    seq = Sequence(Request([5], len(text), stop=rule.stop(None)))
+    sampler = Sampler(processors=LogitsProcessorList([rule]))
+    seq = Sequence(Request([5], len(text), sampler, stop=rule.stop(None)))
     with waits.short_waits():
         monkeypatch.setattr(waits._allowance.get(), "left", 0.0)
         assert seq.extend(text, Mock()) == len(text)
@@ -666,6 +667,14 @@ def test_a_form_that_cannot_be_used_is_refused(
     assert (
         message in str(error.value) and len(str(error.value)) < 300 and "\n" not in str(error.value)
     )
+
+
+def test_a_form_whose_beginning_takes_too_long_is_not_said_to_allow_no_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammar, "MAX_STATE_SECONDS", 0.0)
+    message = "cannot use response_format.regex: it takes too long: a text took more than 0 seconds"
+    refuses(message, decoder("ar").generate, "a", response_format=regex("a*"))
 
 
 def test_values_too_deep_or_contradictory_are_refused() -> None:
