@@ -137,9 +137,11 @@ def _server(pid: int) -> subprocess.Popen[str]:
 
 
 def _serve() -> None:
+    gc.disable()  # a look for garbage among what is imported finds none
     for name in _IMPORTS:
         importlib.import_module(name)
     gc.freeze()
+    gc.enable()
     for line in sys.stdin:
         asked = json.loads(line)
         status = asked.pop("status")

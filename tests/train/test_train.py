@@ -323,7 +323,7 @@ def test_train_draft_goes_on_after_sigkill(target: str, tmp_path: Path) -> None:
     def command(out: str, sequences: int = 8) -> list[str]:
         files = ["--target", target, "--data", str(text), "--out", str(tmp_path / out)]
         sizes = (
-            f"--layers 1 --width 64 --steps 160 --batch 2 --length 16 --sequences {sequences} "
+            f"--layers 1 --width 64 --steps 110 --batch 2 --length 16 --sequences {sequences} "
             "--threads 1 --hot 0.5"
         )
         return ["train", "draft", *files, *sizes.split()]
