@@ -16,12 +16,14 @@ class Chunk(NamedTuple):
     """What has been read of a prompt at once.
 
     Attributes:
-        size: its number of tokens.
+        size: its number of tokens; 0 if a layer of known keys and values was copied.
         left: the number of tokens that are yet to be read, at most.
+        is_copying: whether the next piece of work is such a copy.
     """
 
     size: int
     left: int
+    is_copying: bool = False
 
 
 @dataclass(eq=False)
@@ -34,6 +36,7 @@ class Reading:
         reserve: positions of keys and values that the sequence will need.
         left: the number of tokens that are yet to be read, at most: by the target, and then by the
             drafter.
+        is_copying: whether its next piece of work is a copy of a layer, which takes little time.
         has_begun: whether it has had a chunk.
         alike: earlier readings, and with how many tokens of theirs this prompt begins.
     """
@@ -42,6 +45,7 @@ class Reading:
     chunks: Generator[Chunk, None, None]
     reserve: int
     left: int
+    is_copying: bool = False
     has_begun: bool = False
     alike: list[tuple[Reading, int]] = field(default_factory=list)
 
@@ -50,7 +54,8 @@ class Readings:
     """The prompts that are read, each a chunk at a time.
 
     Chunks go in turn to the prompt with the fewest tokens left, so that a short one need not wait
-    for a long one, and to the one that came first, so that each comes to its end.
+    for a long one, and to the one that came first, so that each comes to its end. Where one has
+    been alone, the first turn beside another goes to the shorter.
 
     A prompt that begins like an earlier one waits for it if that is no longer than twice what both
     have in common: what is read once need not be read again.
@@ -90,11 +95,13 @@ class Readings:
             return min(able, key=lambda reading: reading.left)
         return able[0]
 
-    def count(self, reading: Reading, left: int) -> None:
-        """Count a turn of a prompt, which `next` returned and of which `left` tokens are left."""
-        self._is_shortest = not self._is_shortest
+    def count(self, reading: Reading, chunk: Chunk) -> None:
+        """Count a turn of a prompt, which `next` returned, in which a chunk was read."""
+        was_alone = len(self._readings) == 1
+        self._is_shortest = was_alone or not self._is_shortest
         reading.has_begun = True
-        reading.left = left
+        reading.left = chunk.left
+        reading.is_copying = chunk.is_copying
 
     def end(self, reading: Reading) -> None:
         """Give no more turns to a prompt, which has been read or failed."""

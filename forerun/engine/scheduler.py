@@ -21,6 +21,7 @@ from forerun.failures import UNATTRIBUTABLE
 SMALLEST_CHUNK = 32
 SMALLEST_IDLE_CHUNK = 256  # if nothing runs, because C reads weights once for so many tokens
 LARGEST_CHUNK = 2048
+COPIES = 256  # tokens for which the copies of a long prompt count, so that short ones go first
 LARGEST_SCORED_CHUNK = 128  # if the logits of the prompt are wanted
 
 
@@ -166,9 +167,9 @@ class Scheduler:
         for chunk in reading.chunks:
             tokens += chunk.size
             if chunk.left:
-                self._readings.count(reading, chunk.left)
+                self._readings.count(reading, chunk)
                 return tokens
-        self._readings.count(reading, 0)
+        self._readings.count(reading, Chunk(0, 0))
         self._readings.end(reading)
         reading.seq.phase = Phase.RUNNING
         return tokens
@@ -200,8 +201,10 @@ class Scheduler:
 
     def _is_late(self, spent: float) -> bool:
         """Return whether another chunk would take prefill beyond `chunk_seconds`."""
-        seconds = min(self._next_left(), self._chunk_size()) / self._prefill_rate
-        return spent + seconds > self._limits.chunk_seconds
+        tokens = min(self._next_left(), self._chunk_size())
+        if self._readings and self._readings.next().is_copying:
+            tokens = 0
+        return spent + tokens / self._prefill_rate > self._limits.chunk_seconds
 
     def _next_left(self) -> int:
         """Return how many tokens are left of the prompt whose turn is next, at most."""
@@ -234,7 +237,7 @@ class Scheduler:
             largest = LARGEST_SCORED_CHUNK
             seq.prompt_logprobs = []
         length = len(seq.tokens) - 1
-        copies = 1 if length > LARGEST_CHUNK else 0  # counted as a token
+        copies = COPIES if length > LARGEST_CHUNK else 0
         started_at = self._target.clock()
         for tokens in self._target.prefill(
             seq.tokens[:-1],
@@ -247,7 +250,8 @@ class Scheduler:
             if tokens >= SMALLEST_CHUNK:
                 self._prefill_rate = tokens / max(self._target.clock() - started_at, 1e-9)
             seq.report(self._target.prompt_read)
-            yield Chunk(tokens, length - self._target.prompt_read + copies)
+            left = length - self._target.prompt_read
+            yield Chunk(tokens, left + copies, is_copying=not (tokens and left))
             started_at = self._target.clock()
         self._target.join(seq.id, self._reserve(seq))
         hidden = self._target.prompt_hidden
@@ -261,7 +265,7 @@ class Scheduler:
         chunks = EngineChunks(self._chunk_size, self._has_one)
         for tokens in self._drafter.admit(seq, hidden, chunks):
             count += tokens
-            yield Chunk(tokens, max(0, length - count) + copies)
+            yield Chunk(tokens, max(0, length - count) + copies, is_copying=not tokens)
 
     def _chunk_size(self) -> int:
         """Return the number of prompt tokens that fill `chunk_seconds`.

@@ -65,6 +65,48 @@ def test_a_short_prompt_does_not_wait_for_long_ones(many: int) -> None:
     assert count <= (60 + 2) * many
 
 
+@pytest.mark.parametrize("turns", [4, 5])
+def test_the_first_turn_beside_a_prompt_that_was_alone_goes_to_a_shorter_one(turns: int) -> None:
+    engine, _, steps = busy_engine()
+    engine.add(Request(text(60 * CHUNK), 2))
+    for _ in range(turns):
+        toys.take_step(engine, steps)
+    assert until_first(engine, engine.add(Request(text(CHUNK, 9), 2)), steps) == 1
+
+
+def test_a_short_prompt_goes_before_the_copies_of_a_long_one() -> None:
+    class Copying(TableLM):
+        """Copies 30 layers when a prompt has been read."""
+
+        def prefill(self, *args: Any, **how: Any) -> Iterator[int]:
+            yield from super().prefill(*args, **how)
+            for _ in range(30):
+                clock[0] += 1.0
+                yield 0
+
+        def clock(self) -> float:
+            return clock[0]
+
+    clock = [0.0]
+    engine = Engine(Copying(TABLE), PlainDrafter(), chunk_seconds=2.5)
+    engine.add(Request([1], 3000))
+    steps: dict[int, list[Step]] = {}
+    toys.take_step(engine, steps)
+    reads: list[int] = []
+    length = LARGEST_CHUNK + 100
+    prompt = text(length)
+    long = engine.add(Request(prompt, 2, progress=lambda read, total: reads.append(read)))
+    while reads.count(length - 1) < 2:
+        toys.take_step(engine, steps)
+    short = engine.add(Request(text(CHUNK, 9), 2))
+    assert until_first(engine, short, steps) <= 2 and long not in steps
+    before = len(steps[0])
+    while long not in steps:
+        toys.take_step(engine, steps)
+    # Several layers are copied between two steps.
+    assert len(steps[0]) - before <= 15
+
+
 def test_short_prompts_that_keep_coming_do_not_starve_a_long_one() -> None:
     engine, _, steps = busy_engine()
     long = engine.add(Request(text(20 * CHUNK), 2))
