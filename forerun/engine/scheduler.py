@@ -18,7 +18,7 @@ from forerun.engine.target import EngineChunks, Target
 from forerun.failures import UNATTRIBUTABLE
 
 # Numbers of prompt tokens that are read at once.
-SMALLEST_CHUNK = 32
+SMALLEST_CHUNK = 16  # after 6,000 tokens it can take a tenth of a second
 SMALLEST_IDLE_CHUNK = 256  # if nothing runs, because C reads weights once for so many tokens
 LARGEST_CHUNK = 2048
 COPIES = 256  # tokens for which the copies of a long prompt count, so that short ones go first

@@ -673,7 +673,7 @@ def test_the_queue_is_bounded_and_served_in_order() -> None:
 
 def test_a_long_prompt_does_not_hold_up_those_that_run() -> None:
     engine = Engine(TableLM(random_table(8, 1)), PlainDrafter(), chunk_seconds=1e-9)
-    running = engine.add(Request([1, 2], 100))
+    running = engine.add(Request([1, 2], 200))
     engine.step()
     long = engine.add(Request([3] * 2000, 4))
     seen, before = [running], engine.target.prefilled

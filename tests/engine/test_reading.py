@@ -13,7 +13,7 @@ import torch
 from forerun import Decoder
 from forerun.drafters.plain import PlainDrafter
 from forerun.engine.engine import Engine
-from forerun.engine.scheduler import LARGEST_CHUNK
+from forerun.engine.scheduler import LARGEST_CHUNK, SMALLEST_CHUNK
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Step
 from forerun.engine.target import ChunkSize, next_size
@@ -23,7 +23,7 @@ from tests.support import toys
 from tests.support.toys import TableLM, tokens_of
 
 CONTEXT = 2048
-CHUNK = 32  # of the scheduler, if there is no time for more
+CHUNK = SMALLEST_CHUNK  # if there is no time for more
 TABLE = toys.random_table(6, 1)
 
 
