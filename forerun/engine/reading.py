@@ -16,7 +16,7 @@ class Chunk(NamedTuple):
     """What has been read of a prompt at once.
 
     Attributes:
-        size: its number of tokens; 0 if a layer of known keys and values was copied.
+        size: its number of tokens; 0 for other work, such as the copy of a layer.
         left: the number of tokens that are yet to be read, at most.
         is_copying: whether the next piece of work is such a copy.
     """
@@ -96,9 +96,14 @@ class Readings:
         return able[0]
 
     def count(self, reading: Reading, chunk: Chunk) -> None:
-        """Count a turn of a prompt, which `next` returned, in which a chunk was read."""
-        was_alone = len(self._readings) == 1
-        self._is_shortest = was_alone or not self._is_shortest
+        """Count a turn of a prompt, which `next` returned, in which a chunk was read.
+
+        A copy of a layer is no turn, because it takes so little time.
+        """
+        if len(self._readings) == 1:
+            self._is_shortest = True
+        elif chunk.size or not chunk.left:
+            self._is_shortest = not self._is_shortest
         reading.has_begun = True
         reading.left = chunk.left
         reading.is_copying = chunk.is_copying

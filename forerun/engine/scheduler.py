@@ -249,7 +249,8 @@ class Scheduler:
         ):
             if tokens >= SMALLEST_CHUNK:
                 self._prefill_rate = tokens / max(self._target.clock() - started_at, 1e-9)
-            seq.report(self._target.prompt_read)
+            if tokens:
+                seq.report(self._target.prompt_read)
             left = length - self._target.prompt_read
             yield Chunk(tokens, left + copies, is_copying=not (tokens and left))
             started_at = self._target.clock()

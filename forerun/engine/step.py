@@ -104,6 +104,8 @@ class Drafter(Protocol):
     def admit(self, seq: Sequence, hidden: Tensor | None, chunk: ChunkSize) -> Iterable[int]:
         """Admit a sequence and run its prompt, and yield the number of tokens of each chunk.
 
+        A 0 is yielded after another piece of work on the prompt.
+
         Other sequences may run between two chunks. A drafter around this one, such as `hybrid`, may
         begin or continue the admission in a later step, when the text has grown, or never.
 

@@ -143,7 +143,7 @@ class Target(Protocol):
         """
 
     def forget_prompt(self) -> None:
-        """Empty the cache of the last prompt."""
+        """Empty the cache of the last prompt, unless that is still being read."""
 
     def forward(self, ids: Sequence[int], drafts: Sequence[Draft], capture: Capture = "") -> Output:
         """Run the drafts of rows. Their keys and values are provisional until `commit`."""

@@ -64,7 +64,7 @@ class Buffer:
         """Move the first `length` positions of another buffer's row here, and release that row.
 
         The source stays as it is if it is not releasable. The pages of a long row move without a
-        copy, and with them what the source holds behind these positions. Else the entries are
+        copy; the last one may also hold entries behind these positions. Else the entries are
         copied. If the source's groups are whole pages, each is then released once it is copied, so
         that only one group's entries take memory twice at a time.
         """
@@ -84,18 +84,23 @@ class Buffer:
         is_long = self._row_bytes // self.whole.shape[2] * length >= MOVED_PAGES
         is_alike = self.whole.shape[1:] == source.whole.shape[1:]
         is_releasable = self.is_releasable and source.is_releasable
-        if not (is_long and is_alike and is_releasable and can_move()):
+        has_pages = is_releasable and self._group_bytes % PAGE == 0
+        if not (is_long and is_alike and has_pages and can_move()):
             return False
-        return move(source._address(source_row), self._address(row), self._row_bytes)
+        if not move(source._address(source_row), self._address(row), self._row_bytes):
+            return False
+        # Nobody would count what the source held behind these positions.
+        used = self._group_bytes // self.whole.shape[2] * length
+        used = -(-used // PAGE) * PAGE
+        if used < self._group_bytes:
+            for group in range(self.whole.shape[1]):
+                start = row * self._row_bytes + group * self._group_bytes
+                self._release(start + used, self._group_bytes - used)
+        return True
 
-    def detached(self, row: int, length: int) -> Buffer:
-        """Return a buffer with the first `length` positions of a row, which loses its entries.
-
-        Call it only if the buffer is releasable. Raises MemoryError.
-        """
-        alone = _mapped(self.whole, (1, *self.whole.shape[1:]))
-        alone.take(0, self, row, length)
-        return alone
+    def of_one_row(self) -> Buffer:
+        """Return an empty buffer for one row, to which `take` can move one. Raises MemoryError."""
+        return _mapped(self.whole, (1, *self.whole.shape[1:]))
 
     def _release(self, start: int, size: int) -> None:
         assert self.pages is not None

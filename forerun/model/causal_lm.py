@@ -205,7 +205,7 @@ class CausalLM(Rows):
         """Run a prompt, which may be empty, in the prompt cache.
 
         Yields the size of each chunk, at most `chunk` tokens, and 0 whenever a layer of a long text
-        was copied from or to the prefix store. `join` then copies the prompt to
+        was checked, or copied from or to the prefix store. `join` then copies the prompt to
         rows, or moves a long one to the first. A prefix that was run before under the same salt,
         and that the last prompt, the prefix store or the shelf still holds, is not run again. With
         `on_logits` all tokens are run, and it gets the logits [n, V] of each chunk.
@@ -320,14 +320,15 @@ class CausalLM(Rows):
 
     @torch.inference_mode()
     def forget_prompt(self) -> None:
-        """Empty the prompt cache. Its buffers stay."""
-        self.prompts.forget()
+        """Empty the prompt cache, unless its prompt is still being read. Its buffers stay."""
+        if self.prompts not in self._reading:
+            self.prompts.forget()
 
     def reset(self) -> None:
         """Forget all sequences and the last prompt. Buffers stay."""
         super().reset()
-        self.forget_prompt()
         self._reading = []
+        self.forget_prompt()
         if self.hot is not None:
             self.hot.reset()
 

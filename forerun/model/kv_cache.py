@@ -273,8 +273,11 @@ class KVCache(Cache):
         The cache must be releasable. Raises MemoryError.
         """
         row = self._rows[id]
+        # All allocations come before the first entry that is lost.
+        places = [[buffer.of_one_row() for buffer in layer._storage] for layer in self.layers]
         detached: Stored = [
-            layer.detached(row, length) if layer.is_initialized else None for layer in self.layers
+            layer.detached(place, row, length) if layer.is_initialized else None
+            for layer, place in zip(self.layers, places, strict=True)
         ]
         self._forget_entries(row)
         return detached
@@ -494,9 +497,11 @@ class KVLayer(CacheLayerMixin):
         for buffer, given in zip(self._storage, source._storage, strict=True):
             buffer.take(row, given, source_row, length)
 
-    def detached(self, row: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [G, n, D] of a row's first positions, which the row loses."""
-        parts = [buffer.detached(row, length).whole[0, :, :length] for buffer in self._storage]
+    def detached(self, places: Sequence[Buffer], row: int, length: int) -> tuple[Tensor, Tensor]:
+        """Move a row's first positions to buffers of one row; return keys and values [G, n, D]."""
+        for place, buffer in zip(places, self._storage, strict=True):
+            place.take(0, buffer, row, length)
+        parts = [place.whole[0, :, :length] for place in places]
         keys, values = parts if self.both is None else parts[0].chunk(2)
         return keys, values
 

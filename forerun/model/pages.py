@@ -35,7 +35,8 @@ def move(source: int, target: int, size: int) -> bool:
     flags = MAY_MOVE | FIXED | DONT_UNMAP
     if libc.mremap(source, size, size, flags, target) == target:
         return True
-    # A call that fails may have removed what was at `target` before.
+    # A call that fails may have removed what was at `target` before. Linux looks at its limits
+    # before that, so that this hardly ever happens.
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED | NO_RESERVE
     if libc.mmap(target, size, protection, flags, -1, 0) != target:

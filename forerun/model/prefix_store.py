@@ -27,10 +27,15 @@ class Text:
         capture: what `hidden` are.
     """
 
-    tokens: Sequence[int]
+    tokens: Sequence[int] | Tokens
     hidden: Tensor | None = None
     cache_salt: str = ""
     capture: Capture = "head"
+
+    def copy(self) -> Text:
+        """Return the text with states of its own, and tokens that take little memory."""
+        hidden = None if self.hidden is None else self.hidden.clone()
+        return Text(self.ids, hidden, self.cache_salt, self.capture)
 
     @cached_property
     def ids(self) -> Tokens:
@@ -166,18 +171,25 @@ class PrefixStore:
         self.hit_tokens += best_length - held
         return best, best_length
 
-    def wants(self, text: Text, size: int) -> bool:
-        """Return whether it would keep a text of `size` bytes.
+    def make_room(self, text: Text, size: int) -> bool:
+        """Make room for a text of `size` bytes, and return whether the store would keep it.
 
-        A text that alone is larger than the limit is not kept. One that the store has already, as
-        it is or continued, counts as used now.
+        Texts that are parts of it go, and then the least recently used ones. A text that alone is
+        larger than the limit is not kept. One that the store has already, as it is or continued,
+        counts as used now.
         """
         if size > self.limit:
             return False
         holders = [entry for entry in self._entries if entry.has(text)]
         if holders:
             self._touch(holders[-1])
-        return not holders
+            return False
+        for entry in list(self._entries):
+            if entry.is_part_of(text):
+                self._remove(entry)
+        while self.bytes + size > self.limit:
+            self._remove(self._entries[0])
+        return True
 
     def put(self, text: Text, stored: Stored) -> None:
         """Keep a text with its keys and values [G, n, D] by layer, if the store wants it.
@@ -185,15 +197,9 @@ class PrefixStore:
         These tensors, and the text's states, are the store's own from now on: no copies are made.
         """
         size = text.bytes_with(stored)
-        if not self.wants(text, size):
-            return
-        for entry in list(self._entries):
-            if entry.is_part_of(text):
-                self._remove(entry)
-        while self.bytes + size > self.limit:
-            self._remove(self._entries[0])
-        self._entries.append(Prefix(text, stored, size))
-        self.bytes += size
+        if self.make_room(text, size):
+            self._entries.append(Prefix(text, stored, size))
+            self.bytes += size
 
     def _touch(self, entry: Prefix) -> None:
         self._remove(entry)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -21,6 +20,9 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("forerun")
 ROW = 0  # the only sequence of a prompt's cache
 LONG = 2**24  # bytes of keys and values from which a text is moved where that is possible
+# Texts that were moved to a store have a mapping for each layer, of which Linux allows 65,530. If
+# as many texts of this size as fill the store had more mappings than this, the text is copied.
+MAX_MAPPINGS = 2**14
 
 
 class PromptCache:
@@ -83,8 +85,9 @@ class PromptCache:
     ) -> Iterator[None]:
         """Prepare the cache for a prompt. Afterwards `tokens` are those that need not be run.
 
-        Known keys and values are copied a layer at a time, with a yield after each if there are
-        many, because the caller may have other work that cannot wait for all of them.
+        Keys and values of the store are copied a layer at a time, with a yield after each if there
+        are many, because the caller may have other work that cannot wait for all of them. Those of
+        the shelf, and of a sequence to which the last prompt has moved, are copied at once.
 
         Args:
             tokens: the prompt.
@@ -102,7 +105,7 @@ class PromptCache:
         states: Tensor | None = None
         if prefix is not None:
             self.tokens = []
-            is_long = prefix.bytes >= LONG
+            is_long = prefix.bytes * held >= LONG * len(prefix.tokens)
             for _ in self.cache.copy_in_pieces(ROW, prefix.stored, held):
                 if is_long:
                     yield
@@ -273,41 +276,44 @@ class PromptCache:
         """Do as `remember`, and yield between the layers of a long text.
 
         Nothing is added unless all keys, values and states are finite. A lack of memory is logged
-        and does not raise, because the request has its answer without it.
+        and does not raise, because the request has its answer without it. The shelf copies its
+        segments at once.
         """
         if self.store is None and self.shelf is None:
             return
         size = text.bytes_with(stored)
+        is_long = size >= LONG
         # All at once, if they are few, because each check waits for a GPU.
-        pieces = [[pair] for pair in stored] if size >= LONG else [stored]
+        pieces = [[pair] for pair in stored] if is_long else [stored]
+        hidden = [] if text.hidden is None else [text.hidden]
         for piece in pieces:
-            if not are_numbers(_parts(piece, text.hidden)):
+            if not are_numbers([*_parts(piece), *hidden]):
                 return
-            if size >= LONG:
+            hidden = []  # they have been checked
+            if is_long:
                 yield
         try:
             if self.shelf is not None:
                 with one_thread(0):  # as in `begin`
                     self.shelf.put(text, stored, has_ended)
-            if self.store is not None and self.store.wants(text, size):
+            if self.store is not None and self.store.make_room(text, size):
                 kept: Stored = []
-                if detach is not None and size >= LONG:
+                mappings = self.store.limit // max(size, 1) * len(stored)
+                if detach is not None and is_long and mappings <= MAX_MAPPINGS:
                     kept = detach()
                 else:
                     for piece in pieces:
                         kept += _copies(piece)
-                        if size >= LONG:
+                        if is_long:
                             yield
-                hidden = None if text.hidden is None else text.hidden.clone()
-                self.store.put(replace(text, hidden=hidden), kept)
+                self.store.put(text.copy(), kept)
         except (MemoryError, RuntimeError) as error:  # including torch.OutOfMemoryError
             _LOG.warning("a text is not kept for later prompts: %r", error)
 
 
-def _parts(stored: Stored, hidden: Tensor | None = None) -> list[Tensor]:
-    """Return keys, values and states in one list."""
-    parts = [part for pair in stored if pair is not None for part in pair]
-    return parts if hidden is None else [*parts, hidden]
+def _parts(stored: Stored) -> list[Tensor]:
+    """Return keys and values in one list."""
+    return [part for pair in stored if pair is not None for part in pair]
 
 
 def _copies(stored: Stored) -> Stored:

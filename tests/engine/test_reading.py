@@ -96,7 +96,7 @@ def test_a_short_prompt_goes_before_the_copies_of_a_long_one() -> None:
     length = LARGEST_CHUNK + 100
     prompt = text(length)
     long = engine.add(Request(prompt, 2, progress=lambda read, total: reads.append(read)))
-    while reads.count(length - 1) < 2:
+    while reads[-1:] != [length - 1]:
         toys.take_step(engine, steps)
     short = engine.add(Request(text(CHUNK, 9), 2))
     assert until_first(engine, short, steps) <= 2 and long not in steps
@@ -105,6 +105,30 @@ def test_a_short_prompt_goes_before_the_copies_of_a_long_one() -> None:
         toys.take_step(engine, steps)
     # Several layers are copied between two steps.
     assert len(steps[0]) - before <= 15
+
+
+def test_copied_layers_of_a_prompt_do_not_take_turns_with_chunks_of_another() -> None:
+    class Known(TableLM):
+        """Copies 30 layers of a known text before it reads a prompt."""
+
+        def prefill(self, *args: Any, **how: Any) -> Iterator[int]:
+            yield from [0] * 30
+            yield from super().prefill(*args, **how)
+
+        def clock(self) -> float:
+            return float(self.prefilled)  # copies take no time
+
+    engine = Engine(Known(TABLE), PlainDrafter(), chunk_seconds=1e-9)
+    stream = engine.add(Request([1], 2000))
+    steps: dict[int, list[Step]] = {}
+    while stream not in steps:
+        toys.take_step(engine, steps)
+    long = engine.add(Request(text(60 * CHUNK), 2))
+    for _ in range(5):
+        toys.take_step(engine, steps)
+    short = engine.add(Request(text(6 * CHUNK, 9), 2))
+    assert until_first(engine, short, steps) <= 2 * 6 + 4
+    assert long not in steps
 
 
 def test_short_prompts_that_keep_coming_do_not_starve_a_long_one() -> None:

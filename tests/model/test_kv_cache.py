@@ -315,6 +315,43 @@ def test_pages_of_long_rows_move_without_a_copy() -> None:
     assert not other.layers[0].keys.any() and not one.layers[0].keys.any()
 
 
+@counts_memory
+@pytest.mark.skipif(not can_move(), reason="entries are copied here")
+def test_entries_behind_a_moved_text_take_no_memory() -> None:
+    one = KVCache(8)
+    other = KVCache(8)
+    one.add(0, 1000)
+    fill(one, 0, 1000)
+    other.add(5, 1000)
+    fill(other, 5, 100)
+    one.crop_to([0], [100])
+    before = resident()
+    other.take(5, one, 0, 100)
+    assert before - resident() > 800 * one.position_bytes
+    assert bool((other.layers[3].keys[0, :, :100] == 1).all())
+    assert not other.layers[3].keys[0, :, 200:].any()
+
+
+def test_a_row_that_cannot_be_detached_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers_module, "MAPPED", 1)
+    monkeypatch.setattr(buffers_module, "MOVED_PAGES", 1)
+    pair = Pair()
+    pair.add(1, 10)
+    pair.run({1: [0, 1, 2]})
+    calls = count()
+    real = mmap.mmap
+
+    def mapped(*args: Any, **options: Any) -> mmap.mmap:
+        if next(calls):
+            raise OSError("no addresses")
+        return real(*args, **options)
+
+    monkeypatch.setattr(mmap, "mmap", mapped)
+    with pytest.raises(MemoryError, match="no addresses"):
+        pair.cache.detach(1, 3)
+    pair.check()
+
+
 @pytest.mark.skipif(not can_move(), reason="entries are copied here")
 def test_rows_are_copied_where_a_move_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing:

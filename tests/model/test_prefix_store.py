@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -276,6 +277,51 @@ def test_a_reading_that_is_given_up_between_two_layers_harms_no_other(pieces: in
             logits = lm.extend([id], [[6, 5]])[0]
             expected, _ = alone(lm, [*text, 6, 5])
             torch.testing.assert_close(logits, expected[-2:], atol=1e-4, rtol=1e-4)
+
+
+def test_a_prompt_that_is_being_copied_is_not_forgotten() -> None:
+    """As when another prompt fails meanwhile."""
+    lm = CausalLM(model("llama")).fresh(prefix_bytes=10**6)
+    with long_texts():
+        begun = lm.prefill(HALF, 512)
+        assert [next(begun) for _ in range(4)] == [len(HALF), 0, 0, 0]
+        lm.forget_prompt()
+        assert not any(begun)
+        lm.join(1)
+        lm.forget_prompt()
+        assert prefilled(lm, [*HALF, 1]) == 1
+        lm.join(2)
+    logits = lm.extend([1, 2], [[6, 5]] * 2)
+    for answer, text in zip(logits, (HALF, [*HALF, 1]), strict=True):
+        expected, _ = alone(lm, [*text, 6, 5])
+        torch.testing.assert_close(answer, expected[-2:], atol=1e-4, rtol=1e-4)
+
+
+def test_a_text_that_would_have_too_many_mappings_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lm = CausalLM(model("llama")).fresh(prefix_bytes=10**6)
+    monkeypatch.setattr("forerun.model.prompts.MAX_MAPPINGS", 1)
+    detach = Mock()
+    monkeypatch.setattr(lm.prompts, "detach", detach)
+    with long_texts():
+        prefilled(lm, HALF)
+        lm.join(1)
+        lm.extend([1], [[8, 8, 9]])
+        lm.save_prefix(1, [*HALF, 8, 8, 9])
+        lm.drop(1)
+        assert prefilled(lm, [*HALF, 8, 8, 9, 1]) == 1
+    detach.assert_not_called()
+
+
+def test_a_short_common_beginning_with_a_long_text_is_copied_at_once() -> None:
+    lm = CausalLM(model("llama")).fresh(prefix_bytes=10**6)
+    prefilled(lm, HALF)
+    lm.forget_prompt()
+    (entry,) = lm.prompts.store._entries
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forerun.model.prompts.LONG", entry.bytes // 2)
+        assert sizes(lm, [*HALF[:2], 60])[0] == 1
 
 
 @pytest.mark.skipif(not can_reserve(), reason="texts are copied here")
