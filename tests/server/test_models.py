@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -172,6 +173,15 @@ def test_metrics_tell_the_models_apart(pair: Several) -> None:
     assert refusal(pair.ask("b", BODY | {"top_p": 5})) and get(pair, "/props?model=a").is_success
     name = 'forerun:request_errors_total{model="b",status="400"} 1.0'
     assert name in get(pair, "/metrics").text
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(pair: Several) -> None:
+    answered(pair.ask("b", BODY | {"max_tokens": 30}))
+    names = set(re.findall(r"^# TYPE (\S+)", get(pair, "/metrics").text, re.MULTILINE))
+    dashboard = Path(__file__).parents[2] / "deploy" / "grafana.json"
+    asked = set(re.findall(r"forerun:\w+", dashboard.read_text(encoding="utf-8")))
+    assert len(asked) > 12
+    assert {name.removesuffix("_bucket") for name in asked} <= names
 
 
 def test_the_least_recently_used_model_leaves_and_its_memory_is_free() -> None:
