@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -189,6 +190,24 @@ def test_a_form_begins_after_thoughts_of_a_budget(opened: Live, more: dict[str, 
     ).json()
     message = called["choices"][0]["message"]
     assert message["tool_calls"][0]["function"]["arguments"] == '{"x": 3}'
+
+
+def test_sampled_forms_and_calls_behind_thoughts_are_valid(opened: Live) -> None:
+    pytest.importorskip("llguidance")
+    tools = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    ways: list[dict[str, Any]] = [{"response_format": FORM}, tools]
+
+    def ask(seed: int) -> dict[str, Any]:
+        body = {"messages": HELLO, "max_tokens": 200, "temperature": 1.5, "seed": seed}
+        body |= {"thinking_budget_tokens": seed % 9, "logit_bias": {str(END): 30}}
+        return post(opened, CHAT, body | ways[seed % 2]).json()["choices"][0]["message"]
+
+    with ThreadPoolExecutor(8) as pool:
+        messages = list(pool.map(ask, range(24)))
+    texts = [json.loads(message["content"]) for message in messages[::2]]
+    assert set(texts) == {"cat", "mat"}
+    calls = [call for message in messages[1::2] for call in message["tool_calls"]]
+    assert [call["function"]["arguments"] for call in calls] == ['{"x": 3}'] * 12
 
 
 def test_a_model_may_begin_its_thoughts_before_a_form() -> None:
