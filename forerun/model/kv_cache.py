@@ -274,7 +274,7 @@ class KVCache(Cache):
         """
         row = self._rows[id]
         # All allocations come before the first entry that is lost.
-        places = [[buffer.of_one_row() for buffer in layer._storage] for layer in self.layers]
+        places = [layer.buffers_of_one_row() for layer in self.layers]
         detached: Stored = [
             layer.detached(place, row, length) if layer.is_initialized else None
             for layer, place in zip(self.layers, places, strict=True)
@@ -496,6 +496,10 @@ class KVLayer(CacheLayerMixin):
         """
         for buffer, given in zip(self._storage, source._storage, strict=True):
             buffer.take(row, given, source_row, length)
+
+    def buffers_of_one_row(self) -> list[Buffer]:
+        """Return empty buffers for one row, like the layer's own. Raises MemoryError."""
+        return [buffer.of_one_row() for buffer in self._storage]
 
     def detached(self, places: Sequence[Buffer], row: int, length: int) -> tuple[Tensor, Tensor]:
         """Move a row's first positions to buffers of one row; return keys and values [G, n, D]."""
