@@ -17,19 +17,19 @@ import argparse
 import json
 import os
 import sys
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
 import httpx
 from jsonschema import ValidationError, validate
 
-from benchmarks.serving.servers import System, end_on_signals, question, questions, report, started
+from benchmarks.serving.servers import System, measure, question, questions, started
 
 TIMEOUT = 600.0
 MAX_TOKENS = 300
@@ -152,14 +152,13 @@ def problem(asked: dict[str, Any], chunks: list[dict[str, Any]]) -> str:
 
 def check_calls(choice: Any, deltas: list[dict[str, Any]]) -> None:
     """Raise ValueError, KeyError or ValidationError unless the calls are valid."""
-    names: dict[int, str] = {}
-    arguments: dict[int, str] = {}
+    names: defaultdict[int, str] = defaultdict(str)
+    arguments: defaultdict[int, str] = defaultdict(str)
     for delta in deltas:
         for call in delta.get("tool_calls") or ():
             function = call["function"]
-            names[call["index"]] = names.get(call["index"], "") + (function.get("name") or "")
-            part = function.get("arguments") or ""
-            arguments[call["index"]] = arguments.get(call["index"], "") + part
+            names[call["index"]] += function.get("name") or ""
+            arguments[call["index"]] += function.get("arguments") or ""
     if not names:
         raise ValueError("no call")
     for index, name in names.items():
@@ -207,12 +206,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=510)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    end_on_signals()
-
-    with TemporaryDirectory(prefix="forerun-forms-") as folder:
-        results = measured(args, Path(folder))
-    report(results, args)
+    measure(parser, measured)
 
 
 if __name__ == "__main__":

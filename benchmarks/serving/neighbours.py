@@ -27,14 +27,13 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 import httpx
 
-from benchmarks.serving.servers import System, end_on_signals, report, started
+from benchmarks.serving.servers import System, measure, started
 
 AMBIGUOUS = 'start: start start start start | start start | "a" | ""'
 LABORIOUS = r"b(\w{1,30} ){1,200}(.*x){40}"
@@ -209,12 +208,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=6000, help="tokens of the long prompts")
     parser.add_argument("--seconds", type=float, default=30.0, help="that neighbours are read")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    end_on_signals()
-
-    with TemporaryDirectory(prefix="forerun-neighbours-") as folder:
-        results = measured(args, Path(folder))
-    report(results, args)
+    measure(parser, measured)
 
 
 if __name__ == "__main__":

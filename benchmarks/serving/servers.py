@@ -9,10 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 from typing import Any
 
@@ -173,6 +174,17 @@ def shown(arguments: list[str], name: str) -> list[str]:
         name if place and arguments[place - 1] == "--out" else argument
         for place, argument in enumerate(arguments)
     ]
+
+
+def measure(
+    parser: argparse.ArgumentParser, measured: Callable[[argparse.Namespace, Path], dict[str, Any]]
+) -> None:
+    """Read the arguments, measure with a folder for logs, and report the results."""
+    args = parser.parse_args()
+    end_on_signals()
+    with TemporaryDirectory(prefix="forerun-serving-") as folder:
+        results = measured(args, Path(folder))
+    report(results, args)
 
 
 def report(results: dict[str, Any], args: argparse.Namespace) -> None:

@@ -224,8 +224,8 @@ class Scheduler:
     def _chunks(self, seq: Sequence) -> Generator[Chunk, None, None]:
         """Read a prompt, first with the target and then with the drafter.
 
-        A long prompt is also copied to the prefix store, and where memory cannot be moved to its
-        row. That takes as long as a chunk, so it has turns of its own.
+        A long prompt is also copied to the prefix store, a layer at a time, and to its row if its
+        memory cannot be moved there. Steps and other prompts may come between these pieces.
         """
         if seq.waited is None:
             seq.waited = perf_counter() - seq.added_at

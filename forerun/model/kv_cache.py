@@ -602,6 +602,11 @@ class KVLayer(CacheLayerMixin):
         return -1
 
 
+def parts_of(stored: Stored) -> list[Tensor]:
+    """Return the keys and the values of all layers in one list."""
+    return [part for pair in stored if pair is not None for part in pair]
+
+
 def are_numbers(parts: Iterable[Tensor]) -> bool:
     """Return whether tensors hold neither NaN nor infinities, with one wait for a GPU."""
     # NaN or infinity in a sum persists. Sums of float16 would overflow, so they are float32.

@@ -27,7 +27,7 @@ def move(source: int, target: int, size: int) -> bool:
     takes some nanoseconds, because only its entry in the page table changes.
 
     Returns:
-        Whether they were moved. If not, `source` is as it was, and `target` is zeros.
+        Whether they were moved. If not, `source` is as it was, and `target` may be zeros.
     """
     libc = _libc()
     if libc is None:

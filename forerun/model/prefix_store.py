@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.engine.target import Capture
-from forerun.model.kv_cache import Stored
+from forerun.model.kv_cache import Stored, parts_of
 
 Tokens = NDArray[np.int64]  # [n]
 
@@ -47,12 +47,17 @@ class Text:
         """Which states it has; "" for none."""
         return "" if self.hidden is None else self.capture
 
+    @property
+    def state_count(self) -> int:
+        """How many of its last positions it has states for."""
+        return 0 if self.hidden is None else len(self.hidden)
+
     def bytes_with(self, stored: Stored) -> int:
         """Return the bytes of its keys, values and states."""
-        parts = [part for pair in stored if pair is not None for part in pair]
+        parts = parts_of(stored)
         if self.hidden is not None:
             parts.append(self.hidden)
-        return sum(part.numel() * part.element_size() for part in parts)
+        return sum(part.nbytes for part in parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,12 +96,7 @@ class Prefix:
         """Return whether it helps a prompt whose states `capture` are wanted: see `PromptCache`."""
         if not capture or reads is not None:
             return True
-        return self.capture == capture and self.state_count == len(self.tokens)
-
-    @property
-    def state_count(self) -> int:
-        """How many of its last positions it has states for."""
-        return 0 if self.text.hidden is None else len(self.text.hidden)
+        return self.capture == capture and self.text.state_count == len(self.tokens)
 
     def has(self, text: Text) -> bool:
         """Return whether it is a text, or continues it, with all that is known of that."""
@@ -104,8 +104,8 @@ class Prefix:
             return False
         if common(self.tokens, text.ids) < len(text.ids):
             return False
-        count = 0 if text.hidden is None else len(text.hidden)
-        return len(self.tokens) > len(text.ids) or self.state_count >= count
+        is_longer = len(self.tokens) > len(text.ids)
+        return is_longer or self.text.state_count >= text.state_count
 
     def is_part_of(self, text: Text) -> bool:
         """Return whether a text is this one, or continues it, with states of the same kind."""

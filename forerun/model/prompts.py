@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forerun.engine.recent_states import RecentStates
 from forerun.engine.target import Capture
-from forerun.model.kv_cache import KVCache, Stored, are_numbers
+from forerun.model.kv_cache import KVCache, Stored, are_numbers, parts_of
 from forerun.model.prefix_store import Prefix, PrefixStore, Text, common
 from forerun.sampling.threads import one_thread
 
@@ -287,7 +287,7 @@ class PromptCache:
         pieces = [[pair] for pair in stored] if is_long else [stored]
         hidden = [] if text.hidden is None else [text.hidden]
         for piece in pieces:
-            if not are_numbers([*_parts(piece), *hidden]):
+            if not are_numbers([*parts_of(piece), *hidden]):
                 return
             hidden = []  # they have been checked
             if is_long:
@@ -311,14 +311,9 @@ class PromptCache:
             _LOG.warning("a text is not kept for later prompts: %r", error)
 
 
-def _parts(stored: Stored) -> list[Tensor]:
-    """Return keys and values in one list."""
-    return [part for pair in stored if pair is not None for part in pair]
-
-
 def _copies(stored: Stored) -> Stored:
     """Return copies of keys and values."""
     # One thread copies usual sizes, because torch's other threads would wait actively for the next
     # layer's copy, on cores that the engine's next forward needs.
-    with one_thread(max((part.numel() for part in _parts(stored)), default=0)):
+    with one_thread(max((part.numel() for part in parts_of(stored)), default=0)):
         return [None if pair is None else (pair[0].clone(), pair[1].clone()) for pair in stored]

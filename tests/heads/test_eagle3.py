@@ -45,7 +45,16 @@ from tests.support.eagle3_heads import FORMS, Plain, Speculators, save_eagle3
 from tests.support.families import MODELS
 from tests.support.families import tiny as few_bits
 from tests.support.languages import SIZE, VOCAB, cycle, model, moves
-from tests.support.toys import COSTS, drain, join_all, refuses, save_models, tiny, tiny_tokenizer
+from tests.support.toys import (
+    COSTS,
+    drafts_as_plain,
+    drain,
+    join_all,
+    refuses,
+    save_models,
+    tiny,
+    tiny_tokenizer,
+)
 
 TOKENS = [5, 6, 7, 8, 9, 1, 2, 3, 60, 11]
 PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]
@@ -285,15 +294,7 @@ def test_greedy_output_is_that_of_plain_decoding(
     folder = save_eagle3(tmp_path, CausalLM(model))
     decoder = Decoder(model, None, None, WAYS[way], False, head=folder, costs=COSTS)
     plain, sampled = plain_output(architecture)
-    for prompts, outputs in (
-        (PROMPTS[1:2], plain[1:2]),
-        (PROMPTS[:2], plain[:2]),
-        (PROMPTS, plain),
-        (PROMPTS * 4, plain * 4),
-    ):
-        done = decoder.generate(prompts, max_new_tokens=24, ignore_eos=True)
-        assert [row.tokens for row in done] == outputs
-        assert sum(row.stats.drafted for row in done) > 0
+    drafts_as_plain(decoder, PROMPTS, plain)
     assert decoder.generate(PROMPTS[0], **SAMPLED).tokens == sampled
 
 

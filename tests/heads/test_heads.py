@@ -42,7 +42,15 @@ from forerun.planning.forecast import StepSituation, forecast
 from forerun.planning.tree_plan import Group, TreeCosts, TreePlan
 from forerun.sampling.sampler import Sampler
 from tests.support.heads import OF_C, features_of, sequence
-from tests.support.toys import decode, random_head, refuses, save_models, tiny, tokens_of
+from tests.support.toys import (
+    decode,
+    drafts_as_plain,
+    random_head,
+    refuses,
+    save_models,
+    tiny,
+    tokens_of,
+)
 
 PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(2, 40)), [3, 3, 3]]
 FREE = Costs({1: 1.0, 100: 1.0}, {}, head={1: 0.0})  # drafting and verifying cost nothing more
@@ -382,15 +390,7 @@ def test_greedy_output_is_that_of_plain_decoding(architecture: str, way: str) ->
         target, None, None, WAYS[way], False, head=head_of(CausalLM(target), way), costs=COSTS
     )
     plain = plain_output(architecture)
-    for prompts, outputs in (
-        (PROMPTS[1:2], plain[1:2]),
-        (PROMPTS[:2], plain[:2]),
-        (PROMPTS, plain),
-        (PROMPTS * 4, plain * 4),
-    ):
-        done = decoder.generate(prompts, max_new_tokens=24, ignore_eos=True)
-        assert [row.tokens for row in done] == outputs
-        assert sum(row.stats.drafted for row in done) > 0
+    drafts_as_plain(decoder, PROMPTS, plain)
 
 
 @pytest.mark.parametrize("way", WAYS)

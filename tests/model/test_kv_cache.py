@@ -239,6 +239,15 @@ def fill(cache: KVCache, id: int, count: int) -> None:
         cache.commit([id], [range(100)])
 
 
+def filled(ids: int, count: int) -> KVCache:
+    """A cache of 8 layers with `count` entries in each of some rows."""
+    cache = KVCache(8)
+    for id in range(ids):
+        cache.add(id, 1000)
+        fill(cache, id, count)
+    return cache
+
+
 # AddressSanitizer keeps freed memory for a while, so what is resident says nothing there.
 counts_memory = pytest.mark.skipif(
     "libasan" in os.environ.get("LD_PRELOAD", ""), reason="memory of a sanitizer"
@@ -271,10 +280,8 @@ def test_buffers_grow_without_a_copy_and_dropped_rows_give_memory_back() -> None
 @counts_memory
 @pytest.mark.skipif(not can_reserve(), reason="buffers are copied here")
 def test_a_row_that_is_taken_is_nowhere_twice() -> None:
-    one = KVCache(8)
+    one = filled(1, 1000)
     other = KVCache(8)
-    one.add(0, 1000)
-    fill(one, 0, 1000)
     entries = 1000 * one.position_bytes
     before = resident()
     Path("/proc/self/clear_refs").write_text("5")
@@ -297,18 +304,13 @@ def written_pages() -> int:
 @counts_memory
 @pytest.mark.skipif(not can_move(), reason="entries are copied here")
 def test_pages_of_long_rows_move_without_a_copy() -> None:
-    one = KVCache(8)
-    other = KVCache(8)
-    for id in (0, 1):
-        one.add(id, 1000)
-        fill(one, id, 1000)
-    other.add(5, 1000)
-    fill(other, 5, 100)  # so that it has buffers
+    one = filled(2, 1000)
+    other = filled(1, 100)  # so that it has buffers
     pages = 1000 * one.position_bytes // mmap.PAGESIZE
     before = written_pages()
     one.drop(0)  # the second row takes its place
-    other.take(5, one, 1, 1000)
-    (keys, values), *_ = other.detach(5, 1000)
+    other.take(0, one, 1, 1000)
+    (keys, values), *_ = other.detach(0, 1000)
     assert written_pages() - before < pages // 10
     assert keys.shape == values.shape == (8, 1000, 64)
     assert bool((keys == 1).all() and (values == 1).all())
@@ -318,15 +320,11 @@ def test_pages_of_long_rows_move_without_a_copy() -> None:
 @counts_memory
 @pytest.mark.skipif(not can_move(), reason="entries are copied here")
 def test_entries_behind_a_moved_text_take_no_memory() -> None:
-    one = KVCache(8)
-    other = KVCache(8)
-    one.add(0, 1000)
-    fill(one, 0, 1000)
-    other.add(5, 1000)
-    fill(other, 5, 100)
+    one = filled(1, 1000)
+    other = filled(1, 100)
     one.crop_to([0], [100])
     before = resident()
-    other.take(5, one, 0, 100)
+    other.take(0, one, 0, 100)
     assert before - resident() > 800 * one.position_bytes
     assert bool((other.layers[3].keys[0, :, :100] == 1).all())
     assert not other.layers[3].keys[0, :, 200:].any()
@@ -364,10 +362,7 @@ def test_rows_are_copied_where_a_move_fails(monkeypatch: pytest.MonkeyPatch) -> 
             ctypes.CDLL(None).munmap(ctypes.c_void_p(target), ctypes.c_size_t(size))
             return 2**64 - 1
 
-    cache = KVCache(8)
-    for id in (0, 1):
-        cache.add(id, 1000)
-        fill(cache, id, 1000)
+    cache = filled(2, 1000)
     monkeypatch.setattr(pages_module, "_libc", Failing)
     cache.drop(0)
     assert all(bool((layer.keys[0, :, :1000] == 1).all()) for layer in cache.layers)

@@ -643,3 +643,16 @@ def rows_of(
     """What a hot head asks of a whole head's weight [V, d]."""
     bias = torch.zeros(len(weight)) if bias is None else bias
     return lambda tokens: (weight[tokens], bias[tokens])
+
+
+def drafts_as_plain(decoder: Any, prompts: list[Any], plain: list[list[int]]) -> None:
+    """Check that batches of several sizes are drafted, and have the output of plain decoding."""
+    for batch, outputs in (
+        (prompts[1:2], plain[1:2]),
+        (prompts[:2], plain[:2]),
+        (prompts, plain),
+        (prompts * 4, plain * 4),
+    ):
+        done = decoder.generate(batch, max_new_tokens=24, ignore_eos=True)
+        assert [row.tokens for row in done] == outputs
+        assert sum(row.stats.drafted for row in done) > 0
