@@ -53,9 +53,10 @@ class Reading:
 class Readings:
     """The prompts that are read, each a chunk at a time.
 
-    Chunks go in turn to the prompt with the fewest tokens left, so that a short one need not wait
-    for a long one, and to the one that came first, so that each comes to its end. Where one has
-    been alone, the first turn beside another goes to the shorter.
+    The prompt with the fewest tokens left and the one that came first share the time for chunks:
+    the former so that a short one need not wait for a long one, the latter so that each comes to
+    its end. Several short ones may be read between two chunks of a long one, because they take
+    less time than a chunk. Where one has been alone, the shorter of two begins.
 
     A prompt that begins like an earlier one waits for it if that is no longer than twice what both
     have in common: what is read once need not be read again.
@@ -65,7 +66,8 @@ class Readings:
 
     def __init__(self) -> None:
         self._readings: list[Reading] = []
-        self._is_shortest = True  # whether the next chunk goes to the shortest prompt
+        # Turns that other prompts have had more than the first one.
+        self._lead = 0.0
 
     def __len__(self) -> int:
         return len(self._readings)
@@ -91,19 +93,24 @@ class Readings:
     def next(self) -> Reading:
         """Return the prompt whose turn it is. There is at least one."""
         able = [reading for reading in self._readings if not self._waits(reading)]
-        if self._is_shortest:
+        if self._lead <= 0:
             return min(able, key=lambda reading: reading.left)
         return able[0]
 
-    def count(self, reading: Reading, chunk: Chunk) -> None:
-        """Count a turn of a prompt, which `next` returned, in which a chunk was read.
+    def count(self, reading: Reading, chunk: Chunk, turns: float) -> None:
+        """Count what `next` returned as read by a chunk.
 
-        A copy of a layer is no turn, because it takes so little time.
+        Args:
+            reading: the prompt.
+            chunk: what has been read.
+            turns: the time that it took, as a part of the time for a whole chunk. More than one
+                turn is neither owed nor owned, so that a slow chunk keeps nobody waiting for long.
         """
         if len(self._readings) == 1:
-            self._is_shortest = True
-        elif chunk.size or not chunk.left:
-            self._is_shortest = not self._is_shortest
+            self._lead = 0.0
+        else:
+            change = -turns if reading is self._readings[0] else turns
+            self._lead = min(max(self._lead + change, -1.0), 1.0)
         reading.has_begun = True
         reading.left = chunk.left
         reading.is_copying = chunk.is_copying

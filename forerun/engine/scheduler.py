@@ -130,8 +130,8 @@ class Scheduler:
     def admit(self, on_failure: Callable[[list[Sequence], BaseException], None]) -> None:
         """Read prompts of waiting sequences in turns, for about `chunk_seconds`.
 
-        If nothing runs, it reads as many tokens as the largest chunk has, or up to a long prompt
-        after short ones. An abort ends this early.
+        If nothing runs, it reads as many tokens as the largest chunk has. After a prompt has been
+        read, a step goes before a longer one than a chunk. An abort ends this early.
 
         Args:
             on_failure: called with a sequence, alone in its list, and the exception that its
@@ -139,7 +139,7 @@ class Scheduler:
         """
         started_at = self._target.clock()
         tokens_left = LARGEST_CHUNK
-        was_idle = not self.running
+        rows = len(self.running)
         while self._take_waiting():
             reading = self._readings.next()
             try:
@@ -153,23 +153,29 @@ class Scheduler:
                 self.requeue([reading.seq])
                 on_failure([reading.seq], error)
                 continue
-            if was_idle:
-                is_long = bool(self.running) and self._next_left() > self._chunk_size()
-                is_over = is_long or tokens_left <= 0
-            else:
+            has_newcomer = len(self.running) > rows
+            if has_newcomer and self._next_left() > self._chunk_size():
+                return
+            if rows:
                 is_over = self._is_late(self._target.clock() - started_at)
+            else:
+                is_over = tokens_left <= 0
             if is_over or self._aborted:
                 return
 
     def _read_on(self, reading: Reading) -> int:
         """Read a chunk of a prompt, and return its tokens. After the last one its sequence runs."""
         tokens = 0
+        chunk = Chunk(0, 0)
+        started_at = self._target.clock()
         for chunk in reading.chunks:
             tokens += chunk.size
             if chunk.left:
-                self._readings.count(reading, chunk)
-                return tokens
-        self._readings.count(reading, Chunk(0, 0))
+                break
+        seconds = self._target.clock() - started_at
+        self._readings.count(reading, chunk, seconds / self._limits.chunk_seconds)
+        if chunk.left:
+            return tokens
         self._readings.end(reading)
         reading.seq.phase = Phase.RUNNING
         return tokens

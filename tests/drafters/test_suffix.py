@@ -252,9 +252,9 @@ def test_outputs_are_read_when_somebody_may_draft() -> None:
     for _ in range(2):
         drafter.drop(ended([1, 2, 3, 4], 2))
         drafter.drop(ended([5, 6, 7], 2))
-        assert memory._automaton is not None and memory._automaton.place == 0
+        assert sum(map(len, memory._kept.unread)) == len(memory) == 7
     begun(drafter, [8, 9])
-    assert memory._automaton.place == len(memory) == 7
+    assert memory.automaton.place == len(memory) == 7 and not memory._kept.unread
 
 
 def test_a_text_is_not_read_where_no_token_is_worth_its_place() -> None:
@@ -283,16 +283,18 @@ def test_of_the_text_and_the_memory_the_higher_score_wins() -> None:
 @given(st.lists(texts, max_size=12), st.integers(1, 60))
 def test_the_oldest_texts_are_forgotten(puts: list[list[int]], most: int) -> None:
     memory = SuffixMemory(most)
-    kept = list[tuple[int, ...]]()
+    seen = list[tuple[int, ...]]()
     for text in puts:
+        before = memory.texts
         memory.add(text)
         cut = tuple(text[-most:])
-        kept = [*(earlier for earlier in kept if earlier != cut), cut]
-        if sum(map(len, kept)) > most:
-            while sum(map(len, kept)) > most // 2 and len(kept) > 1:
-                kept.pop(0)
-        assert memory.texts == kept and len(memory) == sum(map(len, kept)) <= most
-    fresh = grown(kept)
+        seen = [*(earlier for earlier in seen if earlier != cut), cut]
+        kept = memory.texts
+        assert kept == seen[len(seen) - len(kept) :] and len(memory) == sum(map(len, kept)) <= most
+        if len({*before, cut}) > len(kept):  # if some were forgotten, half of the room is not free
+            assert len(memory) + len(seen[-len(kept) - 1]) > most // 2
+            assert sum(map(len, {*before, cut})) > most
+    fresh = grown(kept if puts else [])
     for text in puts:  # as if nothing else had ever been there
         (state, length), (other, same) = (
             automaton.match(text) for automaton in (memory.automaton, fresh)
@@ -340,7 +342,7 @@ def test_sampling_follows_the_targets_distribution() -> None:
     memory = SuffixMemory(500)
     suffixes = SuffixDrafter(Suffix(factor=2.0, offset=1.0, most=8, least=0.1), memory)
     costs = Costs(target={1: 30.0, 400: 50.0}, draft={1: 3.0, 400: 9.0})
-    for chooser, kept, drafted in ((None, 400, 200), (SourceChooser(costs, "draft"), 250, 150)):
+    for chooser, kept, drafted in ((None, 250, 200), (SourceChooser(costs, "draft"), 250, 150)):
         made = HybridDrafter(
             suffixes, SD(2).build(Parts(TableLM(TARGET), TableLM(DRAFT))), 2.0, chooser
         )
@@ -638,6 +640,25 @@ def test_texts_that_nobody_asks_about_are_bounded() -> None:
     memory = SuffixMemory(100)
     for number in range(1000):
         memory.add(range(30 * number, 30 * number + 30))
-    assert sum(map(len, memory._unread)) <= 100
+    assert sum(map(len, memory._kept.unread + memory._newest.unread)) <= 200
     memory.clear()
-    assert not memory._unread and len(memory) == 0
+    assert not memory._kept.unread and len(memory) == 0
+
+
+def test_no_text_is_read_more_than_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no step waits until all that is kept has been read anew."""
+    memory = SuffixMemory(1000)
+    extend = Automaton.extend
+    reads = Counter[int]()
+
+    def counted(self: Automaton, last: int, token: int) -> int:
+        reads[token] += 1
+        return extend(self, last, token)
+
+    monkeypatch.setattr(Automaton, "extend", counted)
+    for number in range(400):
+        before = reads.total()
+        memory.add(range(10 * number, 10 * number + 10))
+        memory.read()
+        assert reads.total() - before <= 20
+    assert max(reads.values()) == 2 and len(memory) > 500

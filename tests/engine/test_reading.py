@@ -142,6 +142,58 @@ def test_short_prompts_that_keep_coming_do_not_starve_a_long_one() -> None:
     assert number <= 2 * 20 + 4
 
 
+class Timed(TableLM):
+    """Takes a second a token to read, and `hiccup` seconds more after that many tokens."""
+
+    hiccups: dict[int, float] = {}
+
+    def clock(self) -> float:
+        late = [seconds for tokens, seconds in self.hiccups.items() if self.prefilled >= tokens]
+        return float(self.prefilled) + sum(late)
+
+
+def timed_engine(hiccups: dict[int, float]) -> tuple[Engine, list[int], dict[int, list[Step]]]:
+    """An engine with time for half as much again as a chunk, a stream, and reads of a long prompt."""
+    model = Timed(TABLE)
+    model.hiccups = hiccups
+    engine = Engine(model, PlainDrafter(), chunk_seconds=1.5 * CHUNK)
+    stream = engine.add(Request([1], 2000))
+    steps: dict[int, list[Step]] = {}
+    while stream not in steps:
+        toys.take_step(engine, steps)
+    reads: list[int] = []
+    engine.add(Request(text(60 * CHUNK), 2, progress=lambda read, total: reads.append(read)))
+    for _ in range(4):
+        toys.take_step(engine, steps)
+    return engine, reads, steps
+
+
+def test_several_short_prompts_are_read_between_two_chunks_of_a_long_one() -> None:
+    engine, reads, steps = timed_engine({})
+    before = len(reads)
+    short = [engine.add(Request(text(CHUNK // 4 + 1, seed), 2)) for seed in range(4)]
+    while not all(id in steps for id in short):
+        toys.take_step(engine, steps)
+    assert len(reads) <= before + 1
+
+
+def test_a_step_is_made_as_soon_as_a_newcomer_is_read() -> None:
+    engine, reads, steps = timed_engine({})
+    before = len(reads)
+    short = engine.add(Request(text(CHUNK // 4 + 1, 9), 2))
+    toys.take_step(engine, steps)
+    assert short in steps and len(reads) == before
+
+
+def test_a_slow_chunk_keeps_nobody_waiting_for_long() -> None:
+    hiccup = {4 * CHUNK + CHUNK // 4: 100.0 * CHUNK}  # in the first short prompt
+    engine, reads, steps = timed_engine(hiccup)
+    before = len(reads)
+    short = [engine.add(Request(text(CHUNK // 2 + 1, seed), 2)) for seed in range(2)]
+    assert max(until_first(engine, id, steps) for id in short) <= 4
+    assert len(reads) <= before + 2
+
+
 def test_a_newcomer_is_decoded_before_a_long_prompt_that_came_to_an_idle_engine() -> None:
     engine = Engine(TableLM(TABLE), PlainDrafter(), chunk_seconds=1e-9)
     added: list[int] = []
