@@ -50,13 +50,36 @@ class Reading:
     alike: list[tuple[Reading, int]] = field(default_factory=list)
 
 
+class PrefillRates:
+    """How many tokens of a prompt are read per second, by how many have been read before.
+
+    They become fewer, because each token sees all before it. The last measurement counts for
+    positions between two powers of two.
+    """
+
+    def __init__(self, first: float) -> None:
+        """Begin with a rate, in tokens per second, for as long as none is measured."""
+        self._first = first
+        self._measured: dict[int, float] = {}  # by the number of bits of a position
+
+    def measure(self, position: int, tokens: int, seconds: float) -> None:
+        """Learn from a chunk that was read from a position on."""
+        self._measured[position.bit_length()] = tokens / max(seconds, 1e-9)
+
+    def at(self, position: int) -> float:
+        """Return the rate from a position on, or the one that was measured nearest to it."""
+        bits = position.bit_length()
+        nearest = min(self._measured, key=lambda known: abs(known - bits), default=None)
+        return self._first if nearest is None else self._measured[nearest]
+
+
 class Readings:
     """The prompts that are read, each a chunk at a time.
 
     The prompt with the fewest tokens left and the one that came first share the time for chunks:
     the former so that a short one need not wait for a long one, the latter so that each comes to
     its end. Several short ones may be read between two chunks of a long one, because they take
-    less time than a chunk. Where one has been alone, the shorter of two begins.
+    less time than a chunk. Where one has been alone, others have the time of a chunk before it.
 
     A prompt that begins like an earlier one waits for it if that is no longer than twice what both
     have in common: what is read once need not be read again.
@@ -67,7 +90,7 @@ class Readings:
     def __init__(self) -> None:
         self._readings: list[Reading] = []
         # Turns that other prompts have had more than the first one.
-        self._lead = 0.0
+        self._lead = -1.0
 
     def __len__(self) -> int:
         return len(self._readings)
@@ -107,7 +130,7 @@ class Readings:
                 turn is neither owed nor owned, so that a slow chunk keeps nobody waiting for long.
         """
         if len(self._readings) == 1:
-            self._lead = 0.0
+            self._lead = -1.0
         else:
             change = -turns if reading is self._readings[0] else turns
             self._lead = min(max(self._lead + change, -1.0), 1.0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
 
-from forerun.engine.reading import MAX_READINGS, Chunk, Reading, Readings
+from forerun.engine.reading import MAX_READINGS, Chunk, PrefillRates, Reading, Readings
 from forerun.engine.recent_states import RecentStates
 from forerun.engine.reporting import Reports
 from forerun.engine.retries import Retries
@@ -79,8 +79,8 @@ class Scheduler:
         self._ids = count()
         self._aborted: deque[int] = deque()  # ids
         self._readings = Readings()
-        # Tokens of prefill per second. Until it is measured, a first chunk has 256 tokens.
-        self._prefill_rate = 256 / limits.chunk_seconds
+        # Until a rate is measured, a first chunk has 256 tokens.
+        self._rates = PrefillRates(256 / limits.chunk_seconds)
 
     @property
     def running(self) -> list[Sequence]:
@@ -154,12 +154,10 @@ class Scheduler:
                 on_failure([reading.seq], error)
                 continue
             has_newcomer = len(self.running) > rows
-            if has_newcomer and self._next_left() > self._chunk_size():
+            if has_newcomer and self._next_left() > self._chunk_size(self._next_position()):
                 return
-            if rows:
-                is_over = self._is_late(self._target.clock() - started_at)
-            else:
-                is_over = tokens_left <= 0
+            spent = self._target.clock() - started_at
+            is_over = self._is_late(spent) if rows else tokens_left <= 0
             if is_over or self._aborted:
                 return
 
@@ -207,10 +205,18 @@ class Scheduler:
 
     def _is_late(self, spent: float) -> bool:
         """Return whether another chunk would take prefill beyond `chunk_seconds`."""
-        tokens = min(self._next_left(), self._chunk_size())
+        position = self._next_position()
+        tokens = min(self._next_left(), self._chunk_size(position))
         if self._readings and self._readings.next().is_copying:
             tokens = 0
-        return spent + tokens / self._prefill_rate > self._limits.chunk_seconds
+        return spent + tokens / self._rates.at(position) > self._limits.chunk_seconds
+
+    def _next_position(self) -> int:
+        """Return how many tokens have been read of the prompt whose turn is next."""
+        if not self._readings:
+            return 0
+        reading = self._readings.next()
+        return max(0, len(reading.seq.tokens) - reading.left)
 
     def _next_left(self) -> int:
         """Return how many tokens are left of the prompt whose turn is next, at most."""
@@ -247,14 +253,15 @@ class Scheduler:
         started_at = self._target.clock()
         for tokens in self._target.prefill(
             seq.tokens[:-1],
-            lambda: min(self._chunk_size(), largest),
+            lambda: min(self._chunk_size(self._target.prompt_read), largest),
             seq.request.cache_salt,
             self._capture,
             score_chunk,
             self._drafter.reads,
         ):
             if tokens >= SMALLEST_CHUNK:
-                self._prefill_rate = tokens / max(self._target.clock() - started_at, 1e-9)
+                seconds = self._target.clock() - started_at
+                self._rates.measure(self._target.prompt_read - tokens, tokens, seconds)
             if tokens:
                 seq.report(self._target.prompt_read)
             left = length - self._target.prompt_read
@@ -269,18 +276,18 @@ class Scheduler:
         if copies:
             yield Chunk(0, length)
         count = 0
-        chunks = EngineChunks(self._chunk_size, self._has_one)
+        chunks = EngineChunks(lambda: self._chunk_size(count), self._has_one)
         for tokens in self._drafter.admit(seq, hidden, chunks):
             count += tokens
             yield Chunk(tokens, max(0, length - count) + copies, is_copying=not tokens)
 
-    def _chunk_size(self) -> int:
-        """Return the number of prompt tokens that fill `chunk_seconds`.
+    def _chunk_size(self, position: int) -> int:
+        """Return the number of prompt tokens from a position on that fill `chunk_seconds`.
 
         It is a power of two, so that few sizes occur. If nothing runs, or one sequence alone whose
         drafter reads its prompt, it may be larger, because then nobody waits for the next step.
         """
-        tokens = int(max(self._prefill_rate * self._limits.chunk_seconds, 1))
+        tokens = int(max(self._rates.at(position) * self._limits.chunk_seconds, 1))
         power = 1 << (tokens.bit_length() - 1)
         is_busy = bool(self.running) and not self._has_one()
         smallest = SMALLEST_CHUNK if is_busy else SMALLEST_IDLE_CHUNK

@@ -13,6 +13,7 @@ import torch
 from forerun import Decoder
 from forerun.drafters.plain import PlainDrafter
 from forerun.engine.engine import Engine
+from forerun.engine.reading import Chunk, PrefillRates, Reading, Readings
 from forerun.engine.scheduler import LARGEST_CHUNK, SMALLEST_CHUNK
 from forerun.engine.sequence import Request, Sequence
 from forerun.engine.step import Step
@@ -143,20 +144,15 @@ def test_short_prompts_that_keep_coming_do_not_starve_a_long_one() -> None:
 
 
 class Timed(TableLM):
-    """Takes a second a token to read, and `hiccup` seconds more after that many tokens."""
-
-    hiccups: dict[int, float] = {}
+    """Takes a second to read a token."""
 
     def clock(self) -> float:
-        late = [seconds for tokens, seconds in self.hiccups.items() if self.prefilled >= tokens]
-        return float(self.prefilled) + sum(late)
+        return float(self.prefilled)
 
 
-def timed_engine(hiccups: dict[int, float]) -> tuple[Engine, list[int], dict[int, list[Step]]]:
-    """An engine with time for half as much again as a chunk, a stream, and reads of a long prompt."""
-    model = Timed(TABLE)
-    model.hiccups = hiccups
-    engine = Engine(model, PlainDrafter(), chunk_seconds=1.5 * CHUNK)
+def timed_engine() -> tuple[Engine, list[int], dict[int, list[Step]]]:
+    """An engine that reads 24 tokens a step, a stream, and what was read of a long prompt."""
+    engine = Engine(Timed(TABLE), PlainDrafter(), chunk_seconds=1.5 * CHUNK)
     stream = engine.add(Request([1], 2000))
     steps: dict[int, list[Step]] = {}
     while stream not in steps:
@@ -169,7 +165,7 @@ def timed_engine(hiccups: dict[int, float]) -> tuple[Engine, list[int], dict[int
 
 
 def test_several_short_prompts_are_read_between_two_chunks_of_a_long_one() -> None:
-    engine, reads, steps = timed_engine({})
+    engine, reads, steps = timed_engine()
     before = len(reads)
     short = [engine.add(Request(text(CHUNK // 4 + 1, seed), 2)) for seed in range(4)]
     while not all(id in steps for id in short):
@@ -178,7 +174,7 @@ def test_several_short_prompts_are_read_between_two_chunks_of_a_long_one() -> No
 
 
 def test_a_step_is_made_as_soon_as_a_newcomer_is_read() -> None:
-    engine, reads, steps = timed_engine({})
+    engine, reads, steps = timed_engine()
     before = len(reads)
     short = engine.add(Request(text(CHUNK // 4 + 1, 9), 2))
     toys.take_step(engine, steps)
@@ -186,12 +182,36 @@ def test_a_step_is_made_as_soon_as_a_newcomer_is_read() -> None:
 
 
 def test_a_slow_chunk_keeps_nobody_waiting_for_long() -> None:
-    hiccup = {4 * CHUNK + CHUNK // 4: 100.0 * CHUNK}  # in the first short prompt
-    engine, reads, steps = timed_engine(hiccup)
+    readings = Readings()
+    long, short = (
+        Reading(Sequence(Request([1, number], 2)), (_ for _ in ()), 0, left)
+        for number, left in enumerate((1000, 10))
+    )
+    for reading in (long, short):
+        readings.add(reading)
+    assert readings.next() is short
+    readings.count(short, Chunk(5, 5), turns=100.0)
+    for _ in range(2):
+        assert readings.next() is long
+        readings.count(long, Chunk(16, long.left - 16), turns=0.9)
+    assert readings.next() is short
+
+
+def test_late_parts_of_long_prompts_do_not_say_how_long_short_ones_take() -> None:
+    rates = PrefillRates(100.0)
+    assert rates.at(0) == rates.at(5000) == 100.0
+    rates.measure(0, 64, 0.1)
+    assert rates.at(0) == rates.at(5000) == 640.0
+    rates.measure(4096, 64, 1.0)
+    rates.measure(4160, 64, 2.0)
+    assert rates.at(0) == 640.0 and rates.at(5000) == rates.at(3000) == 32.0
+    # Two short prompts are read before the same step, beside the end of a long one.
+    engine, reads, steps = timed_engine()
+    engine.scheduler._rates.measure(reads[-1], CHUNK, 100.0 * CHUNK)
     before = len(reads)
     short = [engine.add(Request(text(CHUNK // 2 + 1, seed), 2)) for seed in range(2)]
-    assert max(until_first(engine, id, steps) for id in short) <= 4
-    assert len(reads) <= before + 2
+    toys.take_step(engine, steps)
+    assert all(id in steps for id in short) and len(reads) == before
 
 
 def test_a_newcomer_is_decoded_before_a_long_prompt_that_came_to_an_idle_engine() -> None:
