@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, SkipValidation
+from pydantic import BaseModel, Field, SkipValidation
 
 from forerun.server.schemas import (
     MAX_LOGPROBS,
@@ -12,6 +12,7 @@ from forerun.server.schemas import (
     Body,
     Fields,
     GivenTools,
+    Integer,
     Penalty,
     Stop,
     TokenLimit,
@@ -37,13 +38,7 @@ _UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
 _MESSAGE_KEYS = {"role", "content", "thinking", "images", "tool_calls", "tool_call_id", "tool_name"}
 
 
-def _whole(value: Any) -> Any:
-    """Return a float without a fraction as an integer, because some clients send such."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-_Integer = BeforeValidator(_whole)
-_Positive = Annotated[int, Field(ge=1, lt=2**31), _Integer]
+_Positive = Annotated[Integer, Field(ge=1, lt=2**31)]
 
 
 class Options(Fields):
@@ -51,19 +46,19 @@ class Options(Fields):
 
     unsupported = _UNSUPPORTED_OPTIONS
 
-    num_predict: Annotated[TokenLimit, _Integer] | None = None
+    num_predict: TokenLimit | None = None
     num_ctx: _Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31), _Integer] | None = None
+    top_k: Annotated[Integer, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-1, lt=2**62), _Integer] | None = None
+    seed: Annotated[Integer, Field(ge=-1, lt=2**62)] | None = None
     stop: Stop = ()
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repeat_penalty: Penalty | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1, lt=2**31), _Integer] | None = None
+    repeat_last_n: Annotated[Integer, Field(ge=-1, lt=2**31)] | None = None
     # How a model is loaded, and what belongs to options that are off. None of it changes an answer.
     numa: Any = None
     num_batch: Any = None
@@ -106,7 +101,7 @@ class OllamaBody(OptionsBody):
     format: SkipValidation[Literal["", "json"] | dict[str, Any] | None] = None
     think: SkipValidation[bool | str | None] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     truncate: bool | None = None
     shift: bool | None = None
 
@@ -153,7 +148,7 @@ class OllamaEmbedBody(OptionsBody):
 
     input: str | list[str] | None = None
     truncate: bool | None = None
-    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    dimensions: Annotated[Integer, Field(ge=1, lt=2**31)] | None = None
 
 
 class OllamaOldEmbedBody(OptionsBody):

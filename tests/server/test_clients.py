@@ -130,6 +130,20 @@ def test_no_limit_is_the_context(server: Live, limit: int) -> None:
     assert response["status"] in ("completed", "incomplete")
 
 
+def test_a_whole_number_may_be_written_with_a_point(server: Live) -> None:
+    """As clients in Lua and Swift do, and as JSON Schema allows for integers."""
+    numbers = {"seed": 5, "top_k": 3, "n": 2, "min_tokens": 1, "max_tokens": 4}
+    body = {"prompt": "the cat", "temperature": 1.5, "ignore_eos": True}
+    texts = []
+    for kind in (int, float):
+        fields = {name: kind(number) for name, number in numbers.items()}
+        choices = post(server, PLAIN, body | fields).json()["choices"]
+        texts.append([choice["text"] for choice in choices])
+    assert texts[0] == texts[1] and len(texts[0]) == 2
+    for number in (4.5, 1e300, True, "4"):
+        assert refusal(post(server, PLAIN, body | {"max_tokens": number}))["param"] == "max_tokens"
+
+
 def test_no_limit_is_what_memory_holds() -> None:
     decoder = make_decoder()
     small = 300 * decoder.target.position_bytes
