@@ -18,7 +18,9 @@ requests meanwhile. A form that takes too long ends its request (`_Budget`).
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -56,6 +58,7 @@ PAUSES = 9
 LONGEST_PAUSE = 0.1
 THREADS = 8  # for forms that are not known to be slow
 SLOW_THREADS = 2  # for those that are, so that they do not delay the others
+NICENESS = 10  # of the latter; a core that they share with steps is theirs for a tenth
 _INSTALL = "response_format needs the package llguidance: pip install '.[grammar]' in the clone"
 
 _T = TypeVar("_T")
@@ -68,7 +71,19 @@ _lock = Lock()
 
 
 _threads = ThreadPoolExecutor(THREADS, "forerun-form")
-_slow_threads = ThreadPoolExecutor(SLOW_THREADS, "forerun-slow-form")
+
+
+def _go_last() -> None:
+    """Give the running thread less of a core than those that compute the steps of others.
+
+    Elsewhere than on Linux, where each thread has a priority, it would be the whole process's.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError):  # a sandbox may forbid it
+            os.nice(NICENESS)
+
+
+_slow_threads = ThreadPoolExecutor(SLOW_THREADS, "forerun-slow-form", _go_last)
 
 
 class FormError(ValueError):

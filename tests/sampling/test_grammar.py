@@ -6,6 +6,7 @@ refused.
 
 import copy
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterable
@@ -297,6 +298,17 @@ class Held(grammar.Grammar):
         if len(text) > 2:
             self.go.wait(100)
         super()._find(text)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_slow_forms_leave_the_cores_to_steps() -> None:
+    ours = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    assert grammar._slow_threads.submit(niceness).result() == min(ours + grammar.NICENESS, 19)
+    assert grammar._threads.submit(niceness).result() == niceness() == ours
 
 
 def test_others_are_decoded_while_a_mask_is_computed() -> None:
