@@ -222,7 +222,7 @@ def drafter(pacer: bool = False, pool: PhrasePool | None = None, **settings) -> 
 @pytest.mark.parametrize("pacer", [False, True])
 @pytest.mark.parametrize("batch", [1, 5])
 def test_sampling_follows_the_targets_distribution(batch: int, pacer: bool) -> None:
-    rows = sampled(lambda: drafter(pacer=pacer), batch, 2000 // batch)
+    rows = sampled(lambda: drafter(pacer=pacer), batch, 800 // batch)
     assert fit(rows) > 1e-4
     assert sum(step.drafted for steps in rows for step in steps) > len(rows)
 
@@ -308,7 +308,7 @@ def test_tokens_that_the_draft_lacks() -> None:
         made.drop = lambda seq: pools.append(made.rows[seq.id].pool) or drop(seq)  # type: ignore[method-assign]
         return made
 
-    rows = sampled(lacking, 1, 1500, target=TableLM(target))
+    rows = sampled(lacking, 1, 800, target=TableLM(target))
     assert any(max(phrase) > 3 for pool in pools for key in range(6) for phrase in pool.get(key))
     assert fit(rows, target) > 1e-4
 

@@ -210,7 +210,7 @@ def test_special_tokens_and_halves_of_characters_are_read_where_the_draft_has_th
 # Distributions.
 
 V = 4
-ROWS = 1200
+ROWS = 600
 FITS = 1e-4
 BROKEN = 1e-6
 ORDER = [2, 0, 3, 1]  # the draft's numbers of the target's tokens

@@ -43,8 +43,8 @@ METHODS: list[Method] = [
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "smollm3"])
 def test_outputs_are_those_of_decoding_one_by_one(family: str) -> None:
-    counts = run_by_chance(parts_of(family), METHODS, 120)
-    assert counts.outputs >= 120 and counts.engines > 3 and counts.tokens > 900
+    counts = run_by_chance(parts_of(family), METHODS, 80)
+    assert counts.outputs >= 80 and counts.engines > 3 and counts.tokens > 600
     assert 0 < counts.accepted < counts.drafted and counts.aborted and counts.pauses
 
 

@@ -47,14 +47,17 @@ from tests.support.toys import (
 )
 
 FITS, BROKEN = 1e-4, 1e-6
-ROWS = 1200  # so many that the least of the mistakes below is seen
+ROWS = 600
 
 
 def fits(
-    drafter: Drafter, processors: LogitsProcessorList | None = None, table: Tensor = TARGET
+    drafter: Drafter,
+    processors: LogitsProcessorList | None = None,
+    table: Tensor = TARGET,
+    rows: int = ROWS,
 ) -> float:
     """p-value of the joint distribution of the first output tokens, many sequences at once."""
-    return fit(sampled(lambda: drafter, ROWS, 1, processors, TableLM(table)), processors=processors)
+    return fit(sampled(lambda: drafter, rows, 1, processors, TableLM(table)), processors=processors)
 
 
 @pytest.mark.slow
@@ -141,8 +144,9 @@ def test_a_policy_that_stops_after_a_token_keeps_the_distribution(points: str | 
 @pytest.mark.parametrize("points", ["none", "lost"])
 def test_dropping_a_token_that_was_looked_at_breaks_the_distribution(points: str) -> None:
     # "lost" is no cure: drafts that keep their q were selected by their tokens, which no longer
-    # follow q.
-    assert fits(DropsTheLast(TableLM(DRAFT), StopWhenUnsure(0.4), points)) < BROKEN
+    # follow q. It is a small mistake.
+    rows = 2 * ROWS if points == "lost" else ROWS
+    assert fits(DropsTheLast(TableLM(DRAFT), StopWhenUnsure(0.4), points), rows=rows) < BROKEN
 
 
 PROMPTS = [[0], [1, 2, 3], [3, 3], [2, 0, 1, 2, 0, 1, 2]]

@@ -63,12 +63,12 @@ def test_penalties_are_part_of_the_law(name: str) -> None:
 
 @pytest.mark.slow
 def test_sampling_with_penalties_follows_their_law() -> None:
-    decoder = made(vocab=6, max_rows=250)
+    decoder = made(vocab=6, max_rows=100)
     law = LogitsProcessorList(
         [LogitBias(PENALTIES["logit_bias"]), Penalties(0.7, 0.9, len(PROMPT))]
     )
     joint = joint_distribution(decoder.target.model, PROMPT, 3, law)
-    rows = decoder.generate([PROMPT] * 700, max_new_tokens=5, temperature=1.0, seed=5, **PENALTIES)
+    rows = decoder.generate([PROMPT] * 400, max_new_tokens=4, temperature=1.0, seed=5, **PENALTIES)
     assert p_value([row.tokens[:3] for row in rows], joint) > 1e-4
     tested, accepted = (
         sum(getattr(row.stats, each) for row in rows) for each in ("tested", "accepted")

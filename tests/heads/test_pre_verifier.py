@@ -218,9 +218,9 @@ def table_draft(policy: LengthPolicy) -> ChainDrafter:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("block", [1, 2, 4])
 def test_sampling_follows_the_targets_distribution(rule: str, block: int) -> None:
-    """2000 rows at once, which stop on their own."""
+    """800 rows at once, which stop on their own."""
     policy = stop(rule, block)
-    requests = [Request(PROMPT, 5, Sampler(False), seed=0, stream=row) for row in range(2000)]
+    requests = [Request(PROMPT, 5, Sampler(False), seed=0, stream=row) for row in range(800)]
     rows = decode(TableLM(TARGET), table_draft(policy), requests)
     assert len({step.drafted for steps in rows for step in steps}) > 1
     assert fit(rows, TARGET) > 1e-4 and not policy.past

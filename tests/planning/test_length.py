@@ -232,7 +232,7 @@ def test_rules_keep_the_distribution_in_batches_of_all_lengths(
     generator = torch.Generator().manual_seed(3)
     asked = [
         Request(prompt, 3 + i % 5, sampler, generator=generator)
-        for i, prompt in enumerate(PROMPTS[:3] * 700)
+        for i, prompt in enumerate(PROMPTS[:3] * 450)
     ]
     rows = run(built(RULES[name]), asked)
     for start, prompt in enumerate(PROMPTS[:3]):

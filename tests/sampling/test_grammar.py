@@ -55,7 +55,7 @@ def regex(text: str) -> dict[str, Any]:
 
 END, NAMES = 0, ["", "a", "b", "c", "ab", "bc"]
 LANGUAGE = ("ca", "cab", "cb", "abab", "aba", "aac", "bb", "bba", "cc")
-ROWS = 800
+ROWS = 400
 JOINT = 4
 NEW = 6
 PROMPT = [1, 2, 3, 2, 1, 2]  # after which phrases can be looked up, allowed ones and others

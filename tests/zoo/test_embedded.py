@@ -21,7 +21,7 @@ from forerun.zoo import QWEN_CODER, SMOLLM2, WEIGHTS_FOLDER
 from forerun.zoo.quantise import WEIGHTS, load_quantised, unpack6
 from tests.support.toys import tiny_tokenizer
 
-NEW = 40  # tokens of an answer
+NEW = 24  # tokens of an answer
 
 
 @pytest.fixture(scope="module")
