@@ -44,6 +44,23 @@ def server() -> Iterator[Any]:
         yield found
 
 
+@pytest.fixture(scope="session", autouse=True)
+def known_costs() -> Iterator[None]:
+    """Have no decoder of this process measure what forwards cost, but take a table that is known.
+
+    A measurement takes a second for each pair of models, and figures of a busy machine would decide
+    what is drafted. Tests of measuring call `forerun.backends.costs`, and commands run elsewhere.
+    """
+    if "forerun.api.build" not in sys.modules:  # nothing that was imported decodes
+        yield
+        return
+    from tests.support.toys import costs_for
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forerun.api.build.measure_costs", costs_for)
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option of `make test-fast`."""
     parser.addoption("--first-cases", action="store_true", help="of each test run one case alone")
