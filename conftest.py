@@ -46,15 +46,14 @@ def server() -> Iterator[Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def known_costs() -> Iterator[None]:
-    """Have no decoder of this process measure what forwards cost, but take a table that is known.
+    """Have no decoder measure what forwards cost: they go by a table that is known.
 
-    A measurement takes a second for each pair of models, and figures of a busy machine would decide
-    what is drafted. Tests of measuring call `forerun.backends.costs`, and commands run elsewhere.
+    Tests of measuring call `forerun.backends.costs` themselves.
     """
     if "forerun.api.build" not in sys.modules:  # nothing that was imported decodes
         yield
         return
-    from tests.support.toys import costs_for
+    from tests.support.known_costs import costs_for
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("forerun.api.build.measure_costs", costs_for)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from time import perf_counter
@@ -36,8 +35,8 @@ from forerun.heads.heads import HiddenConfig, HiddenDrafter
 from forerun.heads.pre_verifier import PreVerifier, PreVerifierConfig
 from forerun.methods import METHODS
 from forerun.model.causal_lm import CausalLM, fingerprint
-from forerun.planning.cost_model import Costs
 from forerun.sampling.sampler import Sampler
+from tests.support.known_costs import COSTS
 
 VOCAB = 64
 CONTEXT = 256
@@ -177,25 +176,6 @@ BASELINES = {  # methods that serve comparison only, by the name that the comman
         "lookahead": "lookahead:Lookahead",
     }.items()
 }
-COSTS = Costs({1: 4.0, 2: 4.2, 4: 4.6, 8: 5.2, 32: 10.0}, {1: 0.4, 4: 0.5}, 0.1, read_prob_ms=9.0)
-
-
-def costs_for(
-    target: CausalLM, draft: CausalLM | None, layer: Any = None, head: Any = None
-) -> Costs:
-    """The costs that decoders go by where a test gives none, of what `measure_costs` is given."""
-    is_fused = draft is not None and draft.fused_draft is not None
-    return replace(
-        COSTS,
-        draft={} if draft is None else COSTS.draft,
-        policy=0.0 if layer is None else 0.1,
-        read_prob_ms=0.0 if layer is None else 0.05,
-        chained=0.2 if is_fused else 0.0,
-        chained_sampled=0.25 if is_fused else 0.0,
-        head={} if head is None else {1: 0.2, 16: 0.6},
-    )
-
-
 # Small settings, so that short outputs see all parts of a method.
 METHOD_SETTINGS: dict[str, dict[str, Any]] = {
     "sd": {"gamma": 3},
