@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,16 @@ def keep_first_cases(items: list[pytest.Item]) -> None:
         if name.startswith("tests/house/") or first.setdefault(name, item) is item:
             kept.append(item)
     items[:] = kept
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Have Python look for no garbage while tests are imported: next to nothing of it is any."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

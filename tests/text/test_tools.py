@@ -443,7 +443,7 @@ def test_sampled_calls_follow_the_models_distribution_restricted_to_the_grammar(
     parts = Parts(toys.TableLM(target), toys.TableLM(draft))
     outcomes = []
     quote = LETTERS.index('"')
-    for steps in toys.decode(toys.TableLM(target), DRAFTERS[name].build(parts), [asked] * 500):
+    for steps in toys.decode(toys.TableLM(target), DRAFTERS[name].build(parts), [asked] * 250):
         tokens = toys.tokens_of(steps)
         assert tokens[: len(begin)] == begin, steps[-1].error
         word = tokens[len(begin) :]
