@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,22 @@ def server() -> Iterator[Any]:
 
     with live(max_body=2**21) as found:
         yield found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def known_costs() -> Iterator[None]:
+    """Have no decoder measure what forwards cost: they go by a table that is known.
+
+    Tests of measuring call `forerun.backends.costs` themselves.
+    """
+    if "forerun.api.build" not in sys.modules:  # nothing that was imported decodes
+        yield
+        return
+    from tests.support.known_costs import costs_for
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forerun.api.build.measure_costs", costs_for)
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -102,6 +118,16 @@ def keep_first_cases(items: list[pytest.Item]) -> None:
         if name.startswith("tests/house/") or first.setdefault(name, item) is item:
             kept.append(item)
     items[:] = kept
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Have Python look for no garbage while tests are imported: next to nothing of it is any."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -18,7 +18,7 @@ from tests.support.toys import VOCAB, noisy_copy, refuses, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # PEFT reads it
 
-NEW = 12
+NEW = 8
 LONG = torch.randint(2, VOCAB, (60,), generator=torch.Generator().manual_seed(1)).tolist()
 PROMPTS = [LONG[:40], LONG]  # the second one goes on behind the first
 Answer = Callable[[list[int]], list[int]]

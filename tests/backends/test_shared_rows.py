@@ -19,7 +19,7 @@ from tests.support.native import native_settings
 
 restored = pytest.fixture(autouse=True)(native_settings)
 
-LONGEST, CASES = 600, 36
+LONGEST, CASES = 480, 24
 # Architecture, weights and settings. With float32 weights keys and values are float32, else
 # float16.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from forerun.engine.stats import Stats, summarise
 from forerun.methods import AR, SD, Method, Suffix, method
 from forerun.model.causal_lm import CausalLM
 from forerun.sampling.params import SamplingParams
+from forerun.train.corpus import held_out_prompts, split_of
 from tests.support import commands
 from tests.support.toys import noisy_copy, refuses, save_lines, save_models, tiny, tiny_tokenizer
 
@@ -403,13 +405,16 @@ def test_long_prompts_lose_their_beginning(folder: Path) -> None:
     assert [prompt.cut for prompt in prompts] == [True, False, True, False]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "front"), [("E E $A", (0, 0)), ("$A E", ()), ("E $A E", (0,))]
 )
 def test_what_a_tokenizer_puts_in_front_begins_every_prompt(
-    template: str, front: tuple[int, ...]
+    template: str, front: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    library = partial(held_out_prompts, root=tmp_path)  # the whole one takes half a second to read
+    monkeypatch.setattr("forerun.bench.datasets.held_out_prompts", library)
+    name = next(name for number in range(999) if split_of(name := f"{number}.py") == "test")
+    (tmp_path / name).write_text(PROMPTS[0] + "\n    return a + b" * 9)
     tokenizer = copy.deepcopy(tiny_tokenizer())
     template = template.replace("E", END_OF_TEXT)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(

@@ -22,7 +22,17 @@ from forerun.cli.options import DecodeOptions, ServingOptions, byte_size
 from tests.support.commands import run
 
 COMMAND = [sys.executable, "-m", "forerun"]
-SHORT_DEMO = ("demo", "--target", "embedded", "--prompts", "1", "--max-new-tokens", "24")
+SHORT_DEMO = (
+    *("demo", "--target", "embedded", "--prompts", "1", "--max-new-tokens", "24"),
+    *("--threads", "1"),
+)
+# Two rounds in place of five: one that is shown, and one in the other order.
+TWO_ROUNDS = """
+from forerun.cli import demo, main
+
+demo.MAX_ROUNDS = 2
+main()
+"""
 
 
 def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -160,16 +170,18 @@ def test_a_prompt_comes_from_an_argument_a_file_or_stdin(tmp_path: Path) -> None
     "options", ["--method sd", "--method suffix", "--method pacer", "--temperature 1"]
 )
 def test_demo_shows_equal_output(options: str) -> None:
-    done = run(*SHORT_DEMO, *options.split(), "--no-guard", "--json")
+    done = run(*SHORT_DEMO, *options.split(), "--no-guard", "--json", program=TWO_ROUNDS)
     assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)["prompts"]
+    result = json.loads(done.stdout)
+    assert len(result["rounds"]) == 2
+    (row,) = result["prompts"]
     assert row["equal"] is True and row["tau"] > 1 and row["speedup"] > 0
 
 
 @pytest.mark.slow
 @pytest.mark.versions
 def test_a_demo_of_plain_decoding_says_why_it_is_no_faster() -> None:
-    done = run(*SHORT_DEMO, "--method", "ar")
+    done = run(*SHORT_DEMO, "--method", "ar", program=TWO_ROUNDS)
     assert (
         "because nothing was drafted; the same words." in done.stdout and " - \u2502" in done.stdout
     )

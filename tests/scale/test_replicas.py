@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import httpx
 import pytest
 
 from forerun.server.app import Settings
+from tests.support import commands
 from tests.support.local import LOCAL
 from tests.support.serving import PLAIN, make_decoder
 from tests.support.toys import refuses
@@ -83,24 +83,10 @@ def test_replicas_answer_and_come_back() -> None:
 
     Running answers end before the server does.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "forerun",
-        "serve",
-        "--ray",
-        "local",
-        "--replicas",
-        "2",
-        "--port",
-        "0",
-    ]
+    command = ["serve", "--ray", "local", "--replicas", "2", "--port", "0"]
+    command += ["--target", "embedded", "--method", "ar"]  # so that no replica measures costs
     env = os.environ | {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
-    server = subprocess.Popen(
-        [*command, "--target", "embedded"], stderr=subprocess.PIPE, text=True, env=env
-    )
-    assert server.stderr is not None
-    try:
+    with commands.running(*command, env=env) as server:
         lines = []
         while not (
             match := re.search(r"ready in .*(http://\S+)", line := server.stderr.readline())
@@ -136,8 +122,6 @@ def test_replicas_answer_and_come_back() -> None:
                 server.send_signal(signal.SIGTERM)
                 assert [event for event in events if event][-1] == "data: [DONE]"
         assert server.wait(120) == 0
-    finally:
-        server.kill()
 
 
 def engines() -> list[int]:

@@ -22,6 +22,7 @@ from tests.support.serving import (
     get,
     live,
     make_decoder,
+    make_filler,
     post,
     refusal,
 )
@@ -116,17 +117,24 @@ def test_a_schema_beside_tools_holds_for_answers(caller: Live) -> None:
 # The length and the seed.
 
 
+@pytest.fixture(scope="module")
+def short() -> Iterator[Live]:
+    """A server with a context that is full soon."""
+    with live(lambda: make_filler(128)) as server:
+        yield server
+
+
 @pytest.mark.parametrize("limit", [-1, -2])
-def test_no_limit_is_the_context(server: Live, limit: int) -> None:
+def test_no_limit_is_the_context(short: Live, limit: int) -> None:
     body = {"prompt": [5, 6, 7], "ignore_eos": True, "temperature": 0}
-    usage = post(server, PLAIN, body | {"max_tokens": limit}).json()["usage"]
-    assert usage["total_tokens"] == 512
+    usage = post(short, PLAIN, body | {"max_tokens": limit}).json()["usage"]
+    assert usage["total_tokens"] == 128
     prompts = [[5] * 100, [6, 7]]
-    many = post(server, PLAIN, body | {"prompt": prompts, "max_tokens": limit}).json()["usage"]
-    assert many["total_tokens"] == 2 * 512
-    whole = chat(server, max_tokens=None, max_completion_tokens=limit, ignore_eos=True)
-    assert whole["usage"]["total_tokens"] == 512
-    response = post(server, RESPONSES, {"input": "x", "max_output_tokens": limit}).json()
+    many = post(short, PLAIN, body | {"prompt": prompts, "max_tokens": limit}).json()["usage"]
+    assert many["total_tokens"] == 2 * 128
+    whole = chat(short, max_tokens=None, max_completion_tokens=limit, ignore_eos=True)
+    assert whole["usage"]["total_tokens"] == 128
+    response = post(short, RESPONSES, {"input": "x", "max_output_tokens": limit}).json()
     assert response["status"] in ("completed", "incomplete")
 
 

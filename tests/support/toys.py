@@ -35,8 +35,8 @@ from forerun.heads.heads import HiddenConfig, HiddenDrafter
 from forerun.heads.pre_verifier import PreVerifier, PreVerifierConfig
 from forerun.methods import METHODS
 from forerun.model.causal_lm import CausalLM, fingerprint
-from forerun.planning.cost_model import Costs
 from forerun.sampling.sampler import Sampler
+from tests.support.known_costs import COSTS
 
 VOCAB = 64
 CONTEXT = 256
@@ -176,7 +176,6 @@ BASELINES = {  # methods that serve comparison only, by the name that the comman
         "lookahead": "lookahead:Lookahead",
     }.items()
 }
-COSTS = Costs({1: 4.0, 2: 4.2, 4: 4.6, 8: 5.2, 32: 10.0}, {1: 0.4, 4: 0.5}, 0.1, read_prob_ms=9.0)
 # Small settings, so that short outputs see all parts of a method.
 METHOD_SETTINGS: dict[str, dict[str, Any]] = {
     "sd": {"gamma": 3},
