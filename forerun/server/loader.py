@@ -6,13 +6,13 @@ If there is no room, the least recently used model leaves, once its requests hav
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import Sequence
 from time import perf_counter
 
 import torch
 
+from forerun.garbage import free_garbage
 from forerun.heap import give_back
 from forerun.server.errors import ApiError
 from forerun.server.model import Model, State
@@ -161,7 +161,7 @@ class Loader:
         """Give the memory of a model back."""
         await model.worker.unload()
         model.state = State.UNLOADED
-        gc.collect()  # parts of a model refer to each other
+        free_garbage()  # parts of a model refer to each other
         give_back()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

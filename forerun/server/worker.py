@@ -16,6 +16,7 @@ from forerun.engine.engine import Engine, QueueFullError, Step
 from forerun.engine.sequence import Request
 from forerun.engine.session import Run, Session
 from forerun.failures import UNATTRIBUTABLE
+from forerun.garbage import leave_out_of_searches
 from forerun.sampling.grammar import prepare
 from forerun.server.errors import ApiError, loading, queue_full, shutting_down, to_api_error
 from forerun.server.job import Job
@@ -44,7 +45,9 @@ def loaded(target: str, method: Any, options: Mapping[str, Any], threads: int | 
 
     if threads:
         torch.set_num_threads(threads)
-    return load(target, method=method, **options)
+    decoder = load(target, method=method, **options)
+    leave_out_of_searches()
+    return decoder
 
 
 class Worker:

@@ -14,7 +14,7 @@ import forerun
 ROOT = Path(forerun.__file__).parent
 # Folders and the files in the package's root, lowest first. Each may import what stands before it.
 ORDER = [
-    *("failures", "files", "heap", "kinds", "control_groups", "csrc"),
+    *("failures", "files", "garbage", "heap", "kinds", "control_groups", "csrc"),
     *("sampling", "text", "engine", "planning", "model", "zoo", "heads", "backends"),
     *("methods", "drafters", "api"),
     *("train", "bench", "server", "scale", "integrations", "cli"),

@@ -292,11 +292,11 @@ def test_parallel_calls_have_their_own_indices(
 
 
 def test_interleaved_conversations_do_not_leak(server: Live, decoder: Decoder) -> None:
-    """Each of 12 gets in each turn what it would get alone, though they share rows and prefixes."""
-    names = [f"conversation {number * number}" for number in range(12)]
+    """Each of 20 gets in each turn what it would get alone, though they share rows and prefixes."""
+    names = [f"conversation {number * number}" for number in range(20)]
     conversations: list[list[Any]] = [[{"role": "user", "content": name}] for name in names]
     for turn in range(3):
-        with ThreadPoolExecutor(12) as pool:
+        with ThreadPoolExecutor(20) as pool:
             bodies = [
                 {"messages": messages, "max_tokens": 10, "temperature": 0}
                 for messages in conversations
@@ -351,7 +351,7 @@ def test_drafts_stay_as_good_over_many_requests() -> None:
                 steps += figures["num_spec_steps"]
         return tokens / steps
 
-    with live(make_decoder) as server:
+    with live(lambda: make_decoder(method=method("sd", gamma=3))) as server:
         rounds = [tau(server) for _ in range(3)]
     assert rounds[-1] == pytest.approx(rounds[0])
 
