@@ -21,9 +21,9 @@ def leave_out_of_searches() -> None:
 
 
 def free_garbage() -> None:
-    """Free all garbage, also of what was left out of searches. The rest is left out again."""
-    has_left_out = gc.get_freeze_count() > 0
+    """Free all garbage, also of what was left out of searches. The next load leaves it out again.
+
+    Not here, because a thread may still hold what is to go, and would then hold it for good.
+    """
     gc.unfreeze()
     gc.collect()
-    if has_left_out:
-        gc.freeze()

@@ -84,7 +84,9 @@ class Stream(Thread):
     def gap(self, begin: float, end: float) -> float:
         """Return the longest time without a piece between two times, while the answer lasts."""
         if not self.is_alive():
-            end = min(end, self.arrivals[-1])
+            end = min(end, max(self.arrivals, default=begin))
+        if end <= begin:
+            raise RuntimeError("the stream ended too early")
         times = [begin, *(at for at in self.arrivals if begin < at < end), end]
         return max(late - early for early, late in pairwise(times))
 

@@ -72,9 +72,10 @@ class SuffixMemory:
     A text that is added again is kept once, as the newest. The automaton reads texts when it is
     next asked for, because nobody may draft for a long time. Its readers must hold `lock`.
 
-    An automaton cannot forget. So from half of `most` on, texts also go to a second collection,
-    which takes the place of the first one when that is full. To build an automaton of the newest
-    texts only then would hold up a step: for a tenth of a second with 65,536 tokens.
+    An automaton cannot forget, and to build one anew would hold up a step, for a tenth of a second
+    with 65,536 tokens. So while there are more tokens than half of `most`, new texts also go to a
+    second collection. When that has more than half of `most`, it takes the place of the first one.
+    For this both automata are in memory.
     """
 
     def __init__(self, most: int) -> None:
@@ -95,9 +96,10 @@ class SuffixMemory:
 
     def clear(self) -> None:
         """Forget all texts."""
+        kept = _Texts()
+        newest = _Texts()
         with self.lock:
-            self._kept = _Texts()
-            self._newest = _Texts()
+            self._kept, self._newest = kept, newest
 
     @property
     def automaton(self) -> Automaton:
@@ -117,13 +119,17 @@ class SuffixMemory:
             return
         with self.lock:
             self._kept.add(text)
-            if self._kept.size > self.most // 2:
+            half = self.most // 2
+            if self._kept.size > half:
                 self._newest.add(text)
-            while self._kept.size > self.most:
-                self._kept = self._newest
-                self._newest = _Texts()
-                if self._kept.size > self.most // 2:
-                    self._newest.add(text)
+            if self._newest.size > half or self._kept.size > self.most:
+                fresh = _Texts()
+                # No call comes between, so that no interrupt does.
+                self._kept, self._newest = self._newest, fresh
+            if self._kept.size > self.most:  # by a text of more than half
+                alone = _Texts()
+                alone.add(text)
+                self._kept = alone
 
 
 class _Texts:
@@ -131,27 +137,29 @@ class _Texts:
 
     Attributes:
         texts: the keys of a dictionary, oldest first.
-        size: their number of tokens.
         unread: the texts that the automaton has not read.
     """
 
     def __init__(self) -> None:
         self.texts: dict[tuple[int, ...], None] = {}
-        self.size = 0
         self.unread: list[tuple[int, ...]] = []
         # None during a change, which an exception may break off
         self._automaton: Automaton | None = Automaton()
 
+    @property
+    def size(self) -> int:
+        """Return the number of tokens."""
+        return sum(map(len, self.texts))
+
     def add(self, text: tuple[int, ...]) -> None:
         """Add a text, or make it the newest."""
-        if text in self.texts:
-            self.texts[text] = self.texts.pop(text)
-            return
         automaton = self._automaton
         self._automaton = None
+        if text in self.texts:
+            del self.texts[text]
+        else:
+            self.unread.append(text)
         self.texts[text] = None
-        self.size = sum(map(len, self.texts))
-        self.unread.append(text)
         self._automaton = automaton
 
     def read(self) -> Automaton:

@@ -19,11 +19,13 @@ class Chunk(NamedTuple):
         size: its number of tokens; 0 for other work, such as the copy of a layer.
         left: the number of tokens that are yet to be read, at most.
         is_copying: whether the next piece of work is such a copy.
+        position: the number of tokens that have been read by the model that read them.
     """
 
     size: int
     left: int
     is_copying: bool = False
+    position: int = 0
 
 
 @dataclass(eq=False)
@@ -37,6 +39,7 @@ class Reading:
         left: the number of tokens that are yet to be read, at most: by the target, and then by the
             drafter.
         is_copying: whether its next piece of work is a copy of a layer, which takes little time.
+        position: the number of tokens that have been read, by the target or by the drafter.
         has_begun: whether it has had a chunk.
         alike: earlier readings, and with how many tokens of theirs this prompt begins.
     """
@@ -46,6 +49,7 @@ class Reading:
     reserve: int
     left: int
     is_copying: bool = False
+    position: int = 0
     has_begun: bool = False
     alike: list[tuple[Reading, int]] = field(default_factory=list)
 
@@ -53,8 +57,8 @@ class Reading:
 class PrefillRates:
     """How many tokens of a prompt are read per second, by how many have been read before.
 
-    They become fewer, because each token sees all before it. The last measurement counts for
-    positions between two powers of two.
+    The more have been read, the longer the next one takes, because it sees all before it. The last
+    measurement is kept for each range of positions between two powers of two.
     """
 
     def __init__(self, first: float) -> None:
@@ -69,7 +73,7 @@ class PrefillRates:
     def at(self, position: int) -> float:
         """Return the rate from a position on, or the one that was measured nearest to it."""
         bits = position.bit_length()
-        nearest = min(self._measured, key=lambda known: abs(known - bits), default=None)
+        nearest = min(self._measured, key=lambda known: (abs(known - bits), known), default=None)
         return self._first if nearest is None else self._measured[nearest]
 
 
@@ -89,7 +93,7 @@ class Readings:
 
     def __init__(self) -> None:
         self._readings: list[Reading] = []
-        # Turns that other prompts have had more than the first one.
+        # How many more turns others have had than the first prompt, between -1 and 1.
         self._lead = -1.0
 
     def __len__(self) -> int:
@@ -126,21 +130,33 @@ class Readings:
         Args:
             reading: the prompt.
             chunk: what has been read.
-            turns: the time that it took, as a part of the time for a whole chunk. More than one
-                turn is neither owed nor owned, so that a slow chunk keeps nobody waiting for long.
+            turns: the time that it took, as a part of the time for a whole chunk.
         """
         if len(self._readings) == 1:
             self._lead = -1.0
         else:
-            change = -turns if reading is self._readings[0] else turns
-            self._lead = min(max(self._lead + change, -1.0), 1.0)
+            self._add_to_lead(-turns if reading is self._readings[0] else turns)
         reading.has_begun = True
         reading.left = chunk.left
         reading.is_copying = chunk.is_copying
+        reading.position = chunk.position
+
+    def count_early_step(self, turns: float) -> None:
+        """Count the rest of a turn, which nobody had so that a newcomer gets its first step early.
+
+        It counts for the newcomer. If not, many of them could keep the first prompt waiting.
+        """
+        self._add_to_lead(turns)
+
+    def _add_to_lead(self, turns: float) -> None:
+        """Count turns of others. The bounds are there so that nobody waits long for a slow one."""
+        self._lead = min(max(self._lead + turns, -1.0), 1.0)
 
     def end(self, reading: Reading) -> None:
         """Give no more turns to a prompt, which has been read or failed."""
         self._readings = [other for other in self._readings if other is not reading]
+        if not self._readings:
+            self._lead = -1.0
         reading.alike.clear()  # which would keep all earlier readings alive
         reading.chunks.close()
 
@@ -155,6 +171,7 @@ class Readings:
         for reading in self._readings:
             reading.chunks.close()
         self._readings = []
+        self._lead = -1.0
 
     def _waits(self, reading: Reading) -> bool:
         """Return whether a prompt had better wait for an earlier one that begins like it."""

@@ -130,8 +130,9 @@ class Scheduler:
     def admit(self, on_failure: Callable[[list[Sequence], BaseException], None]) -> None:
         """Read prompts of waiting sequences in turns, for about `chunk_seconds`.
 
-        If nothing runs, it reads as many tokens as the largest chunk has. After a prompt has been
-        read, a step goes before a longer one than a chunk. An abort ends this early.
+        If nothing runs, it reads as many tokens as the largest chunk has. Once a prompt has been
+        read, a step comes before the next prompt if more than a chunk of that is left. An abort
+        ends this early.
 
         Args:
             on_failure: called with a sequence, alone in its list, and the exception that its
@@ -153,10 +154,12 @@ class Scheduler:
                 self.requeue([reading.seq])
                 on_failure([reading.seq], error)
                 continue
+            spent = self._target.clock() - started_at
             has_newcomer = len(self.running) > rows
             if has_newcomer and self._next_left() > self._chunk_size(self._next_position()):
+                unused = 1.0 - spent / self._limits.chunk_seconds
+                self._readings.count_early_step(max(0.0, unused))
                 return
-            spent = self._target.clock() - started_at
             is_over = self._is_late(spent) if rows else tokens_left <= 0
             if is_over or self._aborted:
                 return
@@ -213,10 +216,7 @@ class Scheduler:
 
     def _next_position(self) -> int:
         """Return how many tokens have been read of the prompt whose turn is next."""
-        if not self._readings:
-            return 0
-        reading = self._readings.next()
-        return max(0, len(reading.seq.tokens) - reading.left)
+        return self._readings.next().position if self._readings else 0
 
     def _next_left(self) -> int:
         """Return how many tokens are left of the prompt whose turn is next, at most."""
@@ -264,8 +264,10 @@ class Scheduler:
                 self._rates.measure(self._target.prompt_read - tokens, tokens, seconds)
             if tokens:
                 seq.report(self._target.prompt_read)
-            left = length - self._target.prompt_read
-            yield Chunk(tokens, left + copies, is_copying=not (tokens and left))
+            position = self._target.prompt_read
+            left = length - position
+            is_copying = not (tokens and left)
+            yield Chunk(tokens, left + copies, is_copying, position)
             started_at = self._target.clock()
         self._target.join(seq.id, self._reserve(seq))
         hidden = self._target.prompt_hidden
@@ -279,7 +281,7 @@ class Scheduler:
         chunks = EngineChunks(lambda: self._chunk_size(count), self._has_one)
         for tokens in self._drafter.admit(seq, hidden, chunks):
             count += tokens
-            yield Chunk(tokens, max(0, length - count) + copies, is_copying=not tokens)
+            yield Chunk(tokens, max(0, length - count) + copies, not tokens, count)
 
     def _chunk_size(self, position: int) -> int:
         """Return the number of prompt tokens from a position on that fill `chunk_seconds`.

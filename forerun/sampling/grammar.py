@@ -58,7 +58,9 @@ PAUSES = 9
 LONGEST_PAUSE = 0.1
 THREADS = 8  # for forms that are not known to be slow
 SLOW_THREADS = 2  # for those that are, so that they do not delay the others
-NICENESS = 10  # of the latter; a core that they share with steps is theirs for a tenth
+# Of the latter. A core that they share with a step is theirs for a quarter. With much less, a
+# thread that keeps Python's lock would be late to give it back.
+NICENESS = 5
 _INSTALL = "response_format needs the package llguidance: pip install '.[grammar]' in the clone"
 
 _T = TypeVar("_T")

@@ -8,9 +8,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from forerun.server.schemas import (
     UNSUPPORTED_RESPONSES,
+    WHOLE,
     AnsweredBody,
     Effort,
-    Integer,
     Stop,
     ThinkingLimit,
 )
@@ -183,7 +183,7 @@ class PromptBody(AnsweredBody):
     thinking: MessageThinking | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    max_tokens: Annotated[Integer, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = None
     stop_sequences: Stop = ()
     metadata: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
@@ -211,7 +211,7 @@ class PromptBody(AnsweredBody):
 class MessagesBody(PromptBody):
     """A conversation that the model continues."""
 
-    max_tokens: Annotated[Integer, Field(ge=1, lt=2**31)]
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE]
 
 
 class MessageErrorBody(BaseModel):

@@ -9,10 +9,10 @@ from pydantic import BaseModel, Field, SkipValidation
 from forerun.server.schemas import (
     MAX_LOGPROBS,
     UNSUPPORTED,
+    WHOLE,
     Body,
     Fields,
     GivenTools,
-    Integer,
     Penalty,
     Stop,
     TokenLimit,
@@ -38,7 +38,7 @@ _UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
 _MESSAGE_KEYS = {"role", "content", "thinking", "images", "tool_calls", "tool_call_id", "tool_name"}
 
 
-_Positive = Annotated[Integer, Field(ge=1, lt=2**31)]
+_Positive = Annotated[int, Field(ge=1, lt=2**31), WHOLE]
 
 
 class Options(Fields):
@@ -50,15 +50,15 @@ class Options(Fields):
     num_ctx: _Positive | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[Integer, Field(ge=-1, lt=2**31)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    seed: Annotated[Integer, Field(ge=-1, lt=2**62)] | None = None
+    seed: Annotated[int, Field(ge=-1, lt=2**62), WHOLE] | None = None
     stop: Stop = ()
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repeat_penalty: Penalty | None = None
-    repeat_last_n: Annotated[Integer, Field(ge=-1, lt=2**31)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = None
     # How a model is loaded, and what belongs to options that are off. None of it changes an answer.
     numa: Any = None
     num_batch: Any = None
@@ -101,7 +101,7 @@ class OllamaBody(OptionsBody):
     format: SkipValidation[Literal["", "json"] | dict[str, Any] | None] = None
     think: SkipValidation[bool | str | None] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
     truncate: bool | None = None
     shift: bool | None = None
 
@@ -148,7 +148,7 @@ class OllamaEmbedBody(OptionsBody):
 
     input: str | list[str] | None = None
     truncate: bool | None = None
-    dimensions: Annotated[Integer, Field(ge=1, lt=2**31)] | None = None
+    dimensions: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = None
 
 
 class OllamaOldEmbedBody(OptionsBody):

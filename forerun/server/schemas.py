@@ -163,8 +163,9 @@ class ChatMessage(BaseModel):
     name: str | None = None
 
 
-Integer = Annotated[int, BeforeValidator(_whole)]
-Token = Annotated[int, Field(ge=0)]
+# It stands last, because only then pydantic writes the limits of a Field as JSON Schema has them.
+WHOLE = BeforeValidator(_whole)
+Token = Annotated[int, Field(ge=0), WHOLE]
 StopString = Annotated[
     str, Field(min_length=1, max_length=MAX_STOP_LENGTH), AfterValidator(_encodable)
 ]
@@ -185,8 +186,8 @@ CacheSalt = Annotated[
 ]
 Penalty = Annotated[float, Field(ge=0.01, le=100)]
 # -1 and -2 are no limit, as in llama.cpp.
-TokenLimit = Annotated[Integer, Field(ge=-2, lt=2**31)]
-ThinkingLimit = Annotated[Integer, Field(ge=-1, lt=2**31)]  # -1 is no limit
+TokenLimit = Annotated[int, Field(ge=-2, lt=2**31), WHOLE]
+ThinkingLimit = Annotated[int, Field(ge=-1, lt=2**31), WHOLE]  # -1 is no limit
 Effort = Annotated[str, Field(max_length=40), AfterValidator(_encodable)]
 
 
@@ -230,10 +231,10 @@ class AnsweredBody(Body):
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[Integer, Field(ge=-1, lt=2**31)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    seed: Annotated[Integer, Field(ge=-1, lt=2**62)] | None = None
+    seed: Annotated[int, Field(ge=-1, lt=2**62), WHOLE] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     user: str | None = None
@@ -246,17 +247,17 @@ class SamplingBody(AnsweredBody):
 
     max_tokens: TokenLimit | None = None
     max_completion_tokens: TokenLimit | None = None
-    min_tokens: Annotated[Integer, Field(ge=0, lt=2**31)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
     stop: Stop = ()
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOP_TOKENS)] | None = None
-    n: Annotated[Integer, Field(ge=1, le=MAX_COPIES)] | None = None
-    best_of: Annotated[Integer, Field(ge=1, le=MAX_COPIES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_COPIES), WHOLE] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_COPIES), WHOLE] | None = None
     logit_bias: Bias = {}
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Penalty | None = None
     repeat_penalty: Penalty | None = None
-    repeat_last_n: Annotated[Integer, Field(ge=-1, lt=2**31)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
@@ -280,7 +281,7 @@ class ChatBody(SamplingBody):
 
     messages: Messages
     logprobs: bool | None = None
-    top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: GivenTools = None
     tool_choice: ToolChoice = None
@@ -304,7 +305,7 @@ class CompletionBody(SamplingBody):
 
     prompt: Prompt
     suffix: str | None = None
-    logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = None
     echo: bool | None = None
 
 
@@ -379,7 +380,7 @@ class EmbeddingsBody(Body):
 
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[Integer, Field(ge=1, lt=2**31)] | None = None
+    dimensions: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = None
     pooling: Literal["mean", "last"] | None = None
     user: str | None = None
 

@@ -143,6 +143,17 @@ def test_short_prompts_that_keep_coming_do_not_starve_a_long_one() -> None:
     assert number <= 2 * 20 + 4
 
 
+@pytest.mark.parametrize("length", [1, 2, 4, CHUNK // 2])
+def test_tiny_prompts_that_keep_coming_do_not_starve_a_long_one(length: int) -> None:
+    """They take next to no time, but each is given a step of its own before the next chunk."""
+    engine, reads, steps = timed_engine()
+    before = len(reads)
+    for number in range(40):
+        engine.add(Request(text(length + 1, 100 + number), 1))
+        toys.take_step(engine, steps)
+    assert len(reads) - before >= 40 // 2 - 2
+
+
 class Timed(TableLM):
     """Takes a second to read a token."""
 

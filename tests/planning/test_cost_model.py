@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from forerun.api.choose import shipped
 from forerun.api.load import Decoder
 from forerun.backends.costs import long_context, measure_costs
+from forerun.backends.heads import HiddenLM
 from forerun.drafters.model_chain import ChainDrafter
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.engine.draft import Draft
@@ -33,6 +34,7 @@ from tests.support.toys import (
     TableLM,
     decode,
     noisy_copy,
+    parts_of,
     random_table,
     refuses,
     tiny,
@@ -56,6 +58,18 @@ def test_costs_are_measured_for_what_is_there() -> None:
     assert all(ms > 0 for ms in [*both.target.values(), *both.draft.values()])
     assert alone.draft == {} and set(alone.target) == set(both.target)
     refuses("context of 64 is full after 64 tokens", measure_costs, target, context=64)
+
+
+def test_costs_of_layers_and_heads_are_measured_too() -> None:
+    model, small = (tiny("llama", seed, context=64) for seed in (0, 1))
+    target, draft = (Decoder(one).target for one in (model, small))
+    layer = parts_of("pacer", model, small)["pre_verifier"]
+    head = HiddenLM(parts_of("eagle", model, None)["head"], target)
+    costs = measure_costs(target, draft, layer=layer, head=head)
+    assert costs.policy > 0 and costs.read_prob_ms > 0
+    assert costs.head and all(ms > 0 for ms in costs.head.values())
+    alone = measure_costs(target, draft)
+    assert not alone.head and alone.policy == 0
 
 
 def test_costs_are_measured_once_and_for_methods_that_ask(

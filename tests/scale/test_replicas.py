@@ -84,7 +84,7 @@ def test_replicas_answer_and_come_back() -> None:
     Running answers end before the server does.
     """
     command = ["serve", "--ray", "local", "--replicas", "2", "--port", "0"]
-    command += ["--target", "embedded", "--method", "ar"]  # so that no replica measures costs
+    command += ["--target", "embedded"]
     env = os.environ | {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
     with commands.running(*command, env=env) as server:
         lines = []

@@ -256,6 +256,8 @@ def test_other_endpoints_answer_as_documented(
     assert response.headers["x-request-id"] == "mine"
     schema = get(server, "/openapi.json").json()
     assert "422" not in json.dumps(schema)
+    limit, _ = schema["components"]["schemas"]["CompletionBody"]["properties"]["top_k"]["anyOf"]
+    assert limit == {"type": "integer", "minimum": -1, "exclusiveMaximum": 2**31}
 
 
 def test_what_clients_send_along_is_understood(

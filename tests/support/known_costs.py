@@ -15,7 +15,7 @@ COSTS = Costs({1: 4.0, 2: 4.2, 4: 4.6, 8: 5.2, 32: 10.0}, {1: 0.4, 4: 0.5}, 0.1,
 def costs_for(
     target: CausalLM, draft: CausalLM | None, layer: Any = None, head: Any = None
 ) -> Costs:
-    """The table in place of what `measure_costs` would find about the same models.
+    """Stand in for `measure_costs`, with a table that goes by the sizes of the models.
 
     A measurement takes a second for each pair of models, and figures of a busy machine would decide
     what is drafted.
