@@ -93,8 +93,8 @@ class Readings:
 
     def __init__(self) -> None:
         self._readings: list[Reading] = []
-        # How many more turns others have had than the first prompt, between -1 and 1.
-        self._lead = -1.0
+        # How many turns others may have before the first prompt has the next one, at most 1.
+        self._credit = 1.0
 
     def __len__(self) -> int:
         return len(self._readings)
@@ -120,7 +120,7 @@ class Readings:
     def next(self) -> Reading:
         """Return the prompt whose turn it is. There is at least one."""
         able = [reading for reading in self._readings if not self._waits(reading)]
-        if self._lead <= 0:
+        if self._credit > 0:
             return min(able, key=lambda reading: reading.left)
         return able[0]
 
@@ -133,9 +133,9 @@ class Readings:
             turns: the time that it took, as a part of the time for a whole chunk.
         """
         if len(self._readings) == 1:
-            self._lead = -1.0
+            self._credit = 1.0
         else:
-            self._add_to_lead(-turns if reading is self._readings[0] else turns)
+            self._give(turns if reading is self._readings[0] else -turns)
         reading.has_begun = True
         reading.left = chunk.left
         reading.is_copying = chunk.is_copying
@@ -146,17 +146,18 @@ class Readings:
 
         It counts for the newcomer. If not, many of them could keep the first prompt waiting.
         """
-        self._add_to_lead(turns)
+        self._give(-turns)
 
-    def _add_to_lead(self, turns: float) -> None:
-        """Count turns of others. The bounds are there so that nobody waits long for a slow one."""
-        self._lead = min(max(self._lead + turns, -1.0), 1.0)
+    def _give(self, turns: float) -> None:
+        """Add to what others may have. It has bounds, so that nobody waits long for a slow turn."""
+        credit = min(max(self._credit + turns, 0.0), 1.0)
+        self._credit = round(credit, 6)  # so that parts of a turn add up to it
 
     def end(self, reading: Reading) -> None:
         """Give no more turns to a prompt, which has been read or failed."""
         self._readings = [other for other in self._readings if other is not reading]
         if not self._readings:
-            self._lead = -1.0
+            self._credit = 1.0
         reading.alike.clear()  # which would keep all earlier readings alive
         reading.chunks.close()
 
@@ -171,7 +172,7 @@ class Readings:
         for reading in self._readings:
             reading.chunks.close()
         self._readings = []
-        self._lead = -1.0
+        self._credit = 1.0
 
     def _waits(self, reading: Reading) -> bool:
         """Return whether a prompt had better wait for an earlier one that begins like it."""

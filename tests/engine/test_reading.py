@@ -202,10 +202,18 @@ def test_a_slow_chunk_keeps_nobody_waiting_for_long() -> None:
         readings.add(reading)
     assert readings.next() is short
     readings.count(short, Chunk(5, 5), turns=100.0)
-    for _ in range(2):
-        assert readings.next() is long
-        readings.count(long, Chunk(16, long.left - 16), turns=0.9)
+    assert readings.next() is long
+    readings.count(long, Chunk(16, long.left - 16), turns=0.5)
     assert readings.next() is short
+    # Nor does one chunk of the long prompt let others have a hundred.
+    readings.count(short, Chunk(1, 4), turns=0.1)
+    assert readings.next() is short
+    readings.count(short, Chunk(1, 3), turns=0.4)
+    assert readings.next() is long
+    readings.count(long, Chunk(16, long.left - 16), turns=100.0)
+    readings.count(short, Chunk(1, 2), turns=0.5)
+    readings.count_early_step(0.5)
+    assert readings.next() is long
 
 
 def test_late_parts_of_long_prompts_do_not_say_how_long_short_ones_take() -> None:
