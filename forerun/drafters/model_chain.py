@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from forerun.planning.cost_model import CostSource
     from forerun.sampling.sampler import Drafted
 
+FARTHEST_BEHIND = 512  # tokens that a draft may run before its own, which takes 0.05 seconds
+
 
 @dataclass
 class Chain:
@@ -174,8 +176,16 @@ class ChainDrafter(PlannedDrafter):
         """Return the most tokens that may be drafted for a sequence.
 
         None may be if the model has no row for it (`admit`), or lacks a token that it has to run.
+        Nor may any while it is far behind, because nobody asked for long. It reads a part then: the
+        whole would hold up the step, for 0.8 seconds after 7,000 tokens.
         """
-        if seq.id not in self.model or not self._knows(seq.tokens[self.model.length(seq.id) :]):
+        if seq.id not in self.model:
+            return 0
+        pending = seq.tokens[self.model.length(seq.id) :]
+        if not self._knows(pending):
+            return 0
+        if len(pending) > FARTHEST_BEHIND:
+            self.model.read(seq.id, pending[:FARTHEST_BEHIND])
             return 0
         context = self.model.context
         if not context:

@@ -371,6 +371,13 @@ class CausalLM(Rows):
         return inputs.split(logits)
 
     @torch.inference_mode()
+    def read(self, id: int, tokens: Sequence[int]) -> None:
+        """Run and commit tokens of a sequence. No logits are computed."""
+        inputs = self._inputs([id], [range(len(tokens))], tokens=[tokens])
+        self.backend(inputs, self.cache, False, "")
+        self.cache.commit([id], inputs.depths)
+
+    @torch.inference_mode()
     def states(self, ids: Sequence[int], chains: Sequence[Sequence[int]]) -> list[Tensor]:
         """Run and commit a chain of tokens for each sequence; return the LM head's inputs [N_r, d].
 
