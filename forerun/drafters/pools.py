@@ -120,16 +120,17 @@ class SuffixMemory:
         with self.lock:
             self._kept.add(text)
             half = self.most // 2
-            if self._kept.size > half:
+            size = self._kept.size
+            if size > half:
                 self._newest.add(text)
-            if self._newest.size > half or self._kept.size > self.most:
+            if size > self.most or self._newest.size > half:
                 fresh = _Texts()
                 # No call comes between, so that no interrupt does.
                 self._kept, self._newest = self._newest, fresh
-            if self._kept.size > self.most:  # by a text of more than half
-                alone = _Texts()
-                alone.add(text)
-                self._kept = alone
+                if self._kept.size > self.most:  # by a text of more than half
+                    alone = _Texts()
+                    alone.add(text)
+                    self._kept = alone
 
 
 class _Texts:

@@ -163,7 +163,7 @@ class ChatMessage(BaseModel):
     name: str | None = None
 
 
-# It stands last, because only then pydantic writes the limits of a Field as JSON Schema has them.
+# WHOLE stands after a Field, because only then pydantic writes its limits as JSON Schema has them.
 WHOLE = BeforeValidator(_whole)
 Token = Annotated[int, Field(ge=0), WHOLE]
 StopString = Annotated[
